@@ -18,11 +18,11 @@ _SPECIAL_TOKEN_STARTS = ("<|", "<｜")
 
 @dataclass(frozen=True, slots=True)
 class MatchedCall:
-    """The start of a tool call in the text.
+    """The start of a tool call that has been found in the text.
 
     Attributes:
-        variant: The variant of the tool call.
-        head: The text before the body.
+        variant: The matched variant, which is one of several ways to write a tool call.
+        head: The matched marker and header, which precede the body.
         is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool call.
     """
 
@@ -37,9 +37,9 @@ class ExpectedCall:
 
     Attributes:
         variants: The possible variants, in the order in which they are tried.
-        opening: The text that indicates the tool call: a marker, the first character of a tool call
-            without a marker, or "" inside a tool section. If no tool call starts, this text
-            is content.
+        opening: The text at the current position that may start the tool call: a marker, or the
+            first character of a tool call without a marker. If the text turns out not to be a tool
+            call, `opening` is content. Inside a tool section, `opening` is "".
         is_confirmed: Whether a marker shows that the text is a tool call. If no marker shows this,
             the text is a tool call only if the request offers the function.
     """
@@ -49,63 +49,79 @@ class ExpectedCall:
     is_confirmed: bool
 
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | Mismatch:
-        """Match the start of a tool call with the unread text. Try the variants in their order.
+        """Match the unread text with the variants of a tool call, one variant after the other.
 
-        A variant is one of several ways to write a tool call, for example as an object or as an
-        array. If the model has omitted the opening marker of a tool call, the tool call matches
-        only if `tools` contains the function.
+        A variant is one of several ways to write a tool call. Examples for a tool call that is
+        written as an object or as an array, after the marker `<call>`:
 
-        Returns:
-            The match of the first variant that matches. NEED_MORE if more text is required to
-            select a variant. NO_MATCH if the text is not a tool call.
+            `<call>{"name"`   The first variant, an object, matches.
+            `<call>[{"name"`  The second variant, an array, matches.
+            `<call>`          NEED_MORE, because more text is required to select a variant.
+            `<call> is`       NO_MATCH, because the text is not a tool call.
+
+        A variant whose marker the model has omitted matches only a function in `tools`.
         """
         for variant in self.variants:
             match = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if match == NEED_MORE:
                 return NEED_MORE
-            if isinstance(match, Head):
-                may_be_offered = not tools.is_known or match.name in tools
-                if may_be_offered or not variant.omits_marker:
-                    return MatchedCall(variant, match, self.is_confirmed)
+            if isinstance(match, Head) and _accepts_name(variant, match.name, tools):
+                return MatchedCall(variant, match, self.is_confirmed)
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
-        """Return whether the message ends with an incomplete start of a tool call.
+        """Return whether the message ends inside the start of a tool call.
 
-        Example: the result is True for `<tool_call>{` at the end of the message, because `{"` would
-        start a JSON object.
+        The caller removes such an incomplete start from the output. Examples: at the end of the
+        message, `<tool_call>{` gives True, because `"name"` could follow. The text `<tool_call>x`
+        gives False, because no tool call starts with this text.
 
         Args:
-            buffer: The text at the end of the message.
-            includes_unmarked: Whether tool calls without a marker are considered, too. Example: `{`
-                is the start of the tool call `{"name": "f"}`.
+            buffer: The unread text, after which the message has ended.
+            includes_unmarked: Whether the start of a tool call without a marker also gives True.
+                Example: `{` is the start of the tool call `{"name": "f"}`.
         """
-        for variant in self.variants:
-            if variant.is_unmarked and not includes_unmarked:
-                continue
-            # The result is NEED_MORE if more text could complete the start of the tool call.
-            match = variant.match(buffer.text, buffer.pos, is_final=False)
-            if match == NEED_MORE:
-                return True
-        return False
+        return any(
+            variant.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
+            for variant in self.variants
+            if includes_unmarked or not variant.is_unmarked
+        )
+
+
+def _accepts_name(variant: CompiledCall, name: str, tools: Tools) -> bool:
+    """Return whether a tool call of this variant may call the function `name`.
+
+    If the model has omitted the marker of the tool call, the function must be in `tools`, unless
+    the tools are unknown. Otherwise any function is accepted here.
+    """
+    may_be_offered = not tools.is_known or name in tools
+    return may_be_offered or not variant.omits_marker
 
 
 class CallStarts:
-    """Decides which tool call may start at a position of the message."""
+    """Decides which tool call may start at a position of the message.
+
+    Each method returns the expected tool call. The caller then tests whether the text matches.
+    """
 
     __slots__ = ("_call_writer", "_calls")
 
     def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
-        """Store the variants of tool calls that the format declares, and the `CallWriter`.
+        """Create an object for one message.
 
-        A decision depends on the tools that the request offers (`writer.tools`), and on the number
-        of earlier tool calls (`writer.num_started`).
+        Args:
+            variants: The ways in which the model may write a tool call.
+            writer: The writer of the message's tool calls. It contains the tools that the request
+                offers (`tools`), and the number of earlier tool calls (`num_started`).
         """
         self._calls = variants
         self._call_writer = writer
 
     def in_section(self) -> ExpectedCall:
-        """Return the tool call that must start inside a tool section."""
+        """Return the tool call that may start inside a tool section. Any variant may start there.
+
+        A tool section is the text between the markers that enclose all tool calls of a message.
+        """
         return ExpectedCall(self._calls.all, "", is_confirmed=True)
 
     def at_marker(self, marker: str) -> ExpectedCall:
@@ -113,27 +129,31 @@ class CallStarts:
         return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:
-        """Return the tool call that may start with a header, because its marker is missing.
+        """Return the tool call that may start with a header, although its marker is missing.
 
-        The header of a tool call contains the function's name, for example `<invoke name="f">`. The
-        result is None if `marker` may be ordinary text: the request offers no tools, and `marker`
-        is not a special token such as `<|invoke|>`, which ordinary text does not contain.
+        Example: `<invoke name="f">` is the header of a tool call, and the model has omitted the
+        marker `<calls>` before the header. Such a header is accepted if the request offers tools,
+        or if `marker` is a special token such as `<|invoke|>`, which ordinary text does not
+        contain. Otherwise the header is ordinary text, so the result is None.
 
         Args:
-            marker: The first literal of the tool call's header, for example `<invoke name=`.
+            marker: The text with which the header starts, for example `<invoke name=`.
         """
         offers_tools = bool(self._call_writer.tools.parameters)
         is_special_token = marker.startswith(_SPECIAL_TOKEN_STARTS)
-        if not offers_tools and not is_special_token:
-            return None
-        return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
+        if offers_tools or is_special_token:
+            return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
+        return None
 
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
-        """Return the unmarked tool call that may start with `opening`, for example with `{`.
+        """Return the tool call without a marker that may start with `opening`.
 
-        At the start of the output, any tool call without a marker may start. After content or
-        another tool call, a tool call may start only if the request offers tools, because only the
-        name of an offered tool then distinguishes a tool call from content.
+        Example: `{` may start the tool call `{"name": "f", "arguments": {}}`. There are two cases:
+
+        - At the start of the output, a tool call may start.
+        - After content or another tool call, `{` is usually content, and only the name of an
+          offered function shows that the text is a tool call. A tool call may start only if the
+          request offers tools, and if the format allows such a tool call after content.
 
         Args:
             opening: The first text of the tool call, for example `{`.
@@ -142,18 +162,26 @@ class CallStarts:
         Returns:
             The tool call, or None if `opening` is content.
         """
-        is_at_start = not has_content and not self._call_writer.num_started
+        is_output_start = not has_content and not self._call_writer.num_started
+        if not is_output_start and not self._allows_unmarked_later():
+            return None
+        return ExpectedCall(self._calls.unmarked, opening, is_confirmed=False)
+
+    def _allows_unmarked_later(self) -> bool:
+        """Return whether a tool call without a marker may follow content or another tool call.
+
+        The request must offer tools, and the format must declare a tool call that can be
+        distinguished from content, for example a JSON object.
+        """
         offers_tools = bool(self._call_writer.tools.parameters)
-        may_follow = any(variant.may_follow_content() for variant in self._calls.unmarked)
-        if is_at_start or (offers_tools and may_follow):
-            return ExpectedCall(self._calls.unmarked, opening, is_confirmed=False)
-        return None
+        return offers_tools and any(call.may_follow_content() for call in self._calls.unmarked)
 
     def after_call(self, buffer: TextBuffer) -> ExpectedCall | None:
-        """Return the tool call that may start, without a marker, directly after another tool call.
+        """Return the tool call without a marker that may start directly after another tool call.
 
-        Example: after `{"name": "f", ..}`, the text `{"name": "g", ..}` is another tool call. The
-        result is None if the unread text does not start like a tool call.
+        Example: after `{"name": "f", ..}`, the unread text `{"name": "g", ..}` may be another tool
+        call. The result is None if the unread text does not start with a text such as `{`, with
+        which a tool call of the format starts.
         """
         unmarked = self._calls.unmarked
         openings = (opening for variant in unmarked for opening in variant.body_openings())

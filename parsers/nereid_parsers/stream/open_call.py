@@ -15,8 +15,8 @@ class Outcome(Enum):
     """The result of reading the body of a tool call.
 
     ENDED    The tool call has ended. Closing markers may follow.
-    BROKEN   The arguments are not valid JSON. `OpenCall.read_broken` reads the rest.
-    NO_CALL  The text is not a tool call.
+    BROKEN   The arguments are not valid JSON. `OpenCall.read_broken` reads the rest of them.
+    NO_CALL  The text is not a tool call, so it is content.
     """
 
     ENDED = "ended"
@@ -61,12 +61,12 @@ class OpenCall:
         buffer: TextBuffer,
         text: TextWriter,
     ) -> None:
-        """Create an open tool call.
+        """Create the object that reads the body of one tool call.
 
         Args:
             match: The matched start of the tool call: its marker and its header.
             body: The reader of the body, which is the text after the header.
-            buffer: The buffer that contains the text.
+            buffer: The buffer whose unread text starts with the body.
             text: The writer that classifies the text of the tool call for the trace.
         """
         self.variant = match.variant
@@ -77,10 +77,14 @@ class OpenCall:
         self._call_writer = body.writer
 
     def read(self) -> Outcome | None:
-        """Read a part of the body from the buffer, and classify the text of this part.
+        """Read the next part of the body from the buffer, and pass its text to the TextWriter.
 
-        The body reader parses the text. The classification ("call", or "pending" if the text may
-        still be content) is stored by the TextWriter.
+        The body reader parses the part. After the part, there are three cases:
+
+            part of the body      case               the text of the part is
+            `{"name": "f", "ar`   a call is open     "call": it belongs to the open tool call
+            `guments": {}}`       a call has ended   "call", see `_classify_ended_call`
+            `{"na`                no call started    "pending": it is a tool call or content
 
         Returns:
             The outcome, or None if the body has not ended.
@@ -89,59 +93,61 @@ class OpenCall:
         buffer = self._buffer
         if buffer.is_final:
             body_reader.is_final = True
-        was_open = self._call_writer.is_open
+        was_call_open = self._call_writer.is_open
         part_start = buffer.pos
         buffer.pos = body_reader.read(buffer.text, part_start)
-        if self._call_writer.is_open:  # The whole part belongs to the open tool call.
+        if self._call_writer.is_open:
             part = buffer.text[part_start : buffer.pos]
             # `end_at_stored_marker` may remove text from the end of the stored arguments. The
             # parser then reads the removed text again.
             self._text_writer.write_call(part, may_be_reread=self._call_writer.stores_arguments)
+        elif was_call_open or self._has_part_ended_call():
+            self._classify_ended_call(part_start)
         else:
-            self._classify_outside_call(part_start, was_open)
+            self._text_writer.store_pending(buffer.text[part_start : buffer.pos])
         return None if body_reader.status is MORE else self._leave_body()
 
-    def _classify_outside_call(self, start: int, was_open: bool) -> None:
-        """Classify text after which no tool call is open. The body reader has just read this text.
+    def _has_part_ended_call(self) -> bool:
+        """Return whether a tool call has ended in the part that the body reader has just read."""
+        has_body_ended = self._body_reader.status is DONE
+        has_list_item_ended = self._body_reader.last_call_end is not None
+        return has_body_ended or has_list_item_ended
 
-        The text belongs to a tool call that has ended in this text, or the text is "pending".
-        Pending text may be the start of a tool call, or content. Examples for a list of tool calls:
+    def _classify_ended_call(self, part_start: int) -> None:
+        """Classify the part that the body reader has just read, because a tool call ended in it.
 
-            text read        tool call         pending
-            ` 1}}, {"na`     ` 1}}`            `, {"na`, which may start a second tool call
-            `[{"na`                            `[{"na`, which may start the first tool call
+        In a list of tool calls, text may follow the end of the tool call. This text is "pending",
+        because it may start another tool call. Examples:
 
-        If the body is one tool call, all text up to its end belongs to the tool call.
+            part            "call"    "pending"
+            ` 1}}`          ` 1}}`
+            ` 1}}, {"na`    ` 1}}`    `, {"na`
 
         Args:
-            start: The position in the buffer at which the text starts. The text ends at the
-                buffer's current position.
-            was_open: Whether a tool call was open before this text. The tool call has then ended in
-                this text.
+            part_start: The position of the part in the buffer. The part ends at `buffer.pos`.
         """
-        buffer_text = self._buffer.text
-        text_end = self._buffer.pos
-        # The end of a tool call in a list, or None if no member of a list has ended in this text.
+        text = self._buffer.text
+        part_end = self._buffer.pos
+        # The end of the tool call, if it is a member of a list. None for a body without a list.
         list_item_end = self._body_reader.last_call_end
-        has_call_ended = was_open or self._body_reader.status is DONE
-        if list_item_end is not None:
-            self._write_ended_call(buffer_text[start:list_item_end])
-            self._text_writer.store_pending(buffer_text[list_item_end:text_end])
-        elif has_call_ended:
-            self._write_ended_call(buffer_text[start:text_end])
-        else:
-            self._text_writer.store_pending(buffer_text[start:text_end])
-
-    def _write_ended_call(self, text: str) -> None:
-        """Classify the text of a tool call that has ended."""
-        self._text_writer.write_call(text, may_be_reread=self._call_writer.stores_arguments)
+        call_end = part_end if list_item_end is None else list_item_end
+        call_text = text[part_start:call_end]
+        self._text_writer.write_call(call_text, may_be_reread=self._call_writer.stores_arguments)
         self._text_writer.end_call()
+        if list_item_end is not None:
+            self._text_writer.store_pending(text[list_item_end:part_end])
 
     def _leave_body(self) -> Outcome:
-        """Stop reading the body, because it is complete or not valid. Return the outcome.
+        """Stop reading the body, because the body has ended or is not valid. Return the outcome.
 
-        If the arguments are not valid, the tool call ends if a valid end can be found. Otherwise
-        the outcome is BROKEN, and `read_broken` reads the rest of the arguments.
+        Examples for the body of a tool call between `<call>` and `</call>`:
+
+            `{"name": "f", "arguments": {}}`          ENDED, because the object is complete
+            `{"x": 1}`                                NO_CALL, because the name is missing
+            `{"name": "f", "arguments": {"a": [1}}`   BROKEN, because `]` is missing
+
+        If the arguments are not valid, the outcome is ENDED in two cases: the body reader completes
+        the JSON text of the arguments, or the stored arguments contain the closing marker.
         """
         if self._body_reader.status is DONE:
             if self._text_writer.pending:
@@ -149,28 +155,23 @@ class OpenCall:
             return Outcome.ENDED
         if not self._call_writer.is_open:
             return Outcome.NO_CALL
-        # The arguments are not valid. `abandon` may complete the JSON text of the arguments.
-        if self._body_reader.abandon():
-            return Outcome.ENDED
-        # The arguments may contain the closing marker, because a quote is missing.
-        return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN
+        has_ended = self._body_reader.abandon() or self.end_at_stored_marker()
+        return Outcome.ENDED if has_ended else Outcome.BROKEN
 
     def end_at_stored_marker(self) -> bool:
-        """End the tool call if its stored arguments contain the closing marker.
+        """End the tool call at the closing marker, if the stored arguments contain this marker.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
-        the string. Four objects are changed:
+        the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
+        `</call> Hi` is put back into the buffer, so that the parser reads it again: `</call>` as a
+        marker, and ` Hi` as content. Until then, this text has no classification.
 
-        - The CallWriter removes `</call> Hi` from the arguments, which become `{"a": "x}`.
-        - The TextWriter no longer classifies `</call> Hi` as the text of a tool call.
-        - The buffer gets `</call> Hi` back, so that the parser reads this text again.
-        - The CallWriter ends the tool call with a fault.
-
-        If the closing marker has several parts, the tool call ends at the first part.
+        If the closing marker has several tags, the arguments are searched for the first tag.
 
         Returns:
-            Whether the tool call has ended. False if the arguments are not stored, or are not the
-            model's own text, or do not contain the marker.
+            Whether the tool call has ended. False if the stored arguments do not contain the
+            marker, or if no arguments are stored. Also False if the body reader has converted the
+            arguments to JSON, because the stored arguments are then not the model's own text.
         """
         closing_markers = self.variant.closing_markers
         if not closing_markers or not self._body_reader.is_verbatim:
@@ -186,8 +187,9 @@ class OpenCall:
     def read_broken(self) -> bool:
         """Read arguments that are not valid JSON up to the next marker, and write them unchanged.
 
-        Example: for `{"a": x}</tool_call>`, the arguments are `{"a": x}`. The marker ends the tool
-        call, and stays unread.
+        Example: in `{"a": [1}</tool_call>`, `]` is missing. The arguments up to `[1` have been
+        written, so `}` is read and written, and the tool call ends. The marker stays unread. If no
+        marker has arrived yet, all text is read and written, and the tool call stays open.
 
         Returns:
             Whether the tool call has ended, because a marker was found.
@@ -205,35 +207,46 @@ class OpenCall:
     def finish(self) -> bool:
         """End the tool call, because the message has ended inside the body.
 
+        Examples of bodies at the end of the message:
+
+            `{"name": "f", "arguments": {"a"`     True: the open tool call is ended.
+            `[{"name": "f", "arguments": {}},`    True: the list contains a complete tool call.
+            `{"na`                                False: no tool call has started.
+
         Returns:
-            Whether the text is a tool call. If not, the caller must treat the text as content.
-            Examples: the text is a tool call if it ends inside the arguments, or between the
-            members of a list, as in `[{"name": "f", "arguments": {}},`. The text `{"na` is not a
-            tool call.
+            Whether the text is a tool call. If not, the caller decides whether to remove the text
+            or to write it as content.
         """
-        is_call = self._call_writer.is_open
-        # `BodyReader.finish` ends the open tool call. If no tool call is open, `finish` sets the
-        # status BROKEN, unless the text that has been read already contains a valid tool call.
-        self._body_reader.finish()
-        has_started_call = self._call_writer.num_started > 0
-        is_list_of_calls = has_started_call and self._body_reader.status is not BROKEN
-        if not is_call and not is_list_of_calls:
-            return False
-        self._text_writer.end_call()
-        self._text_writer.drop_pending()
-        return True
+        was_open = self._call_writer.is_open
+        self._body_reader.finish()  # Ends the open tool call, and sets `status`.
+        is_call = was_open or self._contains_complete_call()
+        if is_call:
+            self._text_writer.end_call()
+            self._text_writer.drop_pending()
+        return is_call
+
+    def _contains_complete_call(self) -> bool:
+        """Return whether the finished body contains a tool call, although no tool call was open.
+
+        In this case, `BodyReader.finish` sets the status BROKEN unless the body is a list of tool
+        calls that lacks only its closing bracket, or a tool call without arguments.
+        """
+        is_valid = self._body_reader.status is not BROKEN
+        return is_valid and self._call_writer.num_started > 0
 
     def is_start_cut_off(self, section_closes: tuple[str, ...]) -> bool:
-        """Return whether the message ends with an incomplete tool call start, as in `<call>{"na`.
+        """Return whether the message ends before the tool call has started, as in `<call>{"na`.
 
-        Text that contains a closing marker is not cut off. Such text is not a tool call.
+        The caller removes such text from the output. The text is pending, because the name of the
+        function is not known yet. The result is False for two kinds of text that may be content:
+
+        - No marker precedes the text, as in `{"na`.
+        - The text contains a closing marker, as in `<call>{"na</call>`, so it is not cut off.
 
         Args:
-            section_closes: The markers that close the tool section.
+            section_closes: The markers that close the tool section, which encloses all tool calls.
         """
-        # All text of the tool call is pending until the CallWriter has started the tool call.
-        has_started = not self._text_writer.pending
-        if has_started or not self._is_confirmed:
+        if not self._text_writer.pending or not self._is_confirmed:
             return False
         text = self._text_writer.pending_text
         closing_markers = (*self.variant.closing_markers, *section_closes)

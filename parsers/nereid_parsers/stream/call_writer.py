@@ -37,9 +37,10 @@ def generate_call_id() -> str:
 class CallWriter:
     """Appends the events of tool calls to a list, one tool call at a time.
 
-    For each tool call, a body reader calls `start` once, then `write` any number of times, and then
-    `end` once. If the policy may repair or discard the tool call, the writer stores the arguments
-    and appends all events of the tool call in `end`.
+    A body reader parses the text of a tool call. For each tool call, the reader calls `start` once,
+    then `write` for each piece of the arguments, and then `end` once. If the policy may repair the
+    arguments, or discard a tool call because of its arguments, the writer stores the arguments.
+    All events of the tool call are then appended in `end`.
 
     Example: `start("f", "")`, `write('{"a"')`, `write(": 1}")` and `end()` append
     `ToolCallStart(0, id=.., name="f")`, `ArgumentsDelta(0, '{"a"')`, `ArgumentsDelta(0, ": 1}")`
@@ -47,7 +48,7 @@ class CallWriter:
     `ArgumentsDelta`, with the text `{"a": 1}`.
 
     Attributes:
-        tools: The tools that the prompt offers.
+        tools: The tools that the request offers.
         stores_arguments: Whether the writer stores the arguments until the tool call ends.
         is_open: Whether a tool call has started and not ended.
         last_index: The index of the last tool call for which events were appended. -1 if there is
@@ -64,7 +65,7 @@ class CallWriter:
     def __init__(
         self, events: list[Event], tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
-        """Create a writer that appends to `events`.
+        """Create a writer that appends the events of one message to `events`.
 
         Args:
             events: The list that receives the events.
@@ -74,13 +75,13 @@ class CallWriter:
         """
         # The settings of the writer, which do not change.
         self.tools = tools
-        # A policy that repairs or discards arguments needs the complete arguments.
+        # Only complete arguments can be repaired, or be found to be invalid.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._events = events
         self._new_id = new_id
         self._broken_arguments = policy.broken_arguments
         self._unknown_tool = policy.unknown_tool
-        # The state of the whole message.
+        # The state of the message.
         self.is_open = False  # Whether a tool call has started and not ended.
         self.last_index = -1  # The index of the last tool call with events, or -1.
         self.num_started = 0  # The number of tool calls, including discarded tool calls.
@@ -91,7 +92,8 @@ class CallWriter:
         self._is_discarded = False  # Whether the policy discards calls of this function.
         self._arguments: list[str] = []  # The stored arguments, if `stores_arguments` is true.
         self._has_written = False  # Whether an event with arguments has been appended.
-        self._filter = WrapperFilter(is_passing=True)  # Removes an extra outer object.
+        # Removes the outer object of arguments such as `{"arguments": {"a": 1}}`.
+        self._filter = WrapperFilter(is_passing=True)
         # Descriptions of deviations from the format, for the end event of the tool call.
         self._deviations: list[str] = []
 
@@ -110,10 +112,11 @@ class CallWriter:
         self._deviations = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
-        """Start a tool call, if the policy accepts the function's name.
+        """Start a tool call, unless the policy treats its text as content.
 
-        A function is unknown if the request does not offer the function. If the policy discards
-        calls of unknown functions, such a tool call starts too, but no events are appended for it.
+        A function is unknown if the request does not offer the function. For calls of unknown
+        functions, the policy has three settings: the text is content, the tool call is accepted, or
+        the tool call is discarded. A discarded tool call starts, but no events are appended.
 
         Args:
             name: The name of the function.
@@ -141,7 +144,7 @@ class CallWriter:
         return True
 
     def _open(self, name: str, call_id: str) -> None:
-        """Increase the number of tool calls, and set the attributes that describe the open call."""
+        """Increase `num_started`, and reset the attributes that describe the open tool call."""
         self.is_open = True
         self.num_started += 1
         self._name = name
@@ -151,13 +154,21 @@ class CallWriter:
         self._filter = WrapperFilter(is_passing=not may_be_wrapped(name, self.tools))
 
     def _append_start(self) -> None:
-        """Append the event for the start of the tool call. Give the tool call the next index."""
+        """Append the event for the start of the tool call, with the next index.
+
+        If the model gave no id to the tool call, a new id is generated.
+        """
         self.last_index += 1
         call_id = self._call_id or self._new_id()
         self._events.append(ToolCallStart(self.last_index, id=call_id, name=self._name))
 
     def write(self, text: str) -> None:
-        """Add JSON text to the arguments of the tool call."""
+        """Add a piece of JSON text to the arguments of the open tool call.
+
+        The piece is stored if `stores_arguments` is true. Otherwise an event is appended, unless
+        the tool call is discarded. The filter may delay the piece, because the arguments may be
+        enclosed in an additional object, as in `{"arguments": {"a": 1}}`.
+        """
         if self.stores_arguments:
             self._arguments.append(text)
             return
@@ -177,12 +188,12 @@ class CallWriter:
 
         There are three cases:
 
-        - The function is unknown, and the policy discards the tool call. No events are appended.
-        - The arguments are stored. No event has been appended yet, so all events are appended now.
-        - The arguments were passed on as they arrived. Only the last events are appended.
+        - The tool call is discarded, because its function is unknown. No events are appended.
+        - The arguments are stored, so no event has been appended. All events are appended now.
+        - Events were appended in `start` and `write`. Only the last events are appended now.
 
-        The end event describes `fault`, and all deviations that `add_deviation` has stored. The
-        stored deviations are then discarded.
+        The last event contains `fault` and the descriptions that `add_deviation` has stored. These
+        descriptions are then deleted.
 
         Args:
             fault: A description of the error in the text of the tool call, or None.
@@ -198,12 +209,12 @@ class CallWriter:
             self._append_last_events()
 
     def _append_last_events(self) -> None:
-        """Append the remaining arguments of a tool call, and the event for its end.
+        """Append the events that follow the last `write`: delayed arguments and the end event.
 
-        A tool call without arguments gets the arguments `{}`.
+        If the arguments may be enclosed in an additional object, as in `{"arguments": {"a": 1}}`,
+        the filter has delayed text until now. The result of the filter is `{"a": 1}`. If the model
+        has written no arguments, the arguments are `{}`.
         """
-        # The filter delays arguments such as `{"arguments": {"a": 1}}`, and removes the outer
-        # object when the arguments end.
         delayed = self._filter.finish()
         if delayed.is_unwrapped:
             self.add_deviation(_WRAPPED_ARGUMENTS)
@@ -219,10 +230,11 @@ class CallWriter:
         self._deviations = []
 
     def _append_all_events(self) -> None:
-        """Append all events of a tool call whose arguments are stored.
+        """Append the start event, the arguments and the end event of a tool call.
 
-        If the arguments are not valid JSON and cannot be repaired, the policy decides whether to
-        discard the tool call, or to pass on the model's own text.
+        The arguments have been stored, and are repaired if necessary: `{"a": [1` gives
+        `{"a": [1]}`. If the arguments cannot be repaired, the policy either discards the tool call,
+        or returns the arguments exactly as the model wrote them.
         """
         model_text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
         valid_text = self._repair_and_unwrap(model_text)
@@ -238,11 +250,15 @@ class CallWriter:
         self._append_end()
 
     def _repair_and_unwrap(self, text: str) -> str | None:
-        """Return the arguments as a valid JSON object. Store the description of each change.
+        """Return the arguments `text` as a valid JSON object, without an additional outer object.
 
-        The result is None if `text` is broken and cannot be repaired. Examples: `{"a": [1` gives
-        `{"a": [1]}`, and `{"arguments": {"a": 1}}` gives `{"a": 1}` if no argument is called
-        "arguments".
+        Two changes are possible. `add_deviation` stores a description of each change for the end
+        event. Examples:
+
+            `{"a": [1`                 gives `{"a": [1]}`, because the text is incomplete.
+            `{"arguments": {"a": 1}}`  gives `{"a": 1}`, if no argument is called "arguments".
+
+        The result is None if `text` is not a JSON object and cannot be repaired.
         """
         valid_text = self._repair_if_broken(text)
         if valid_text is None or not may_be_wrapped(self._name, self.tools):
@@ -254,11 +270,10 @@ class CallWriter:
         return inner_object
 
     def _repair_if_broken(self, text: str) -> str | None:
-        """Return `text` if `text` is a JSON object, otherwise the repaired text.
+        """Return `text` if it is a valid JSON object. Otherwise return the repaired text.
 
-        If `text` is not a JSON object, also store a description of this deviation.
-
-        The result is None if `text` cannot be repaired.
+        If `text` is not valid, `add_deviation` also stores a description for the end event. The
+        result is None if `text` cannot be repaired. Example: `{"a": 1` gives `{"a": 1}`.
         """
         if _is_json_object(text):
             return text
@@ -267,14 +282,15 @@ class CallWriter:
         return repaired
 
     def cut_arguments_at(self, marker: str) -> str | None:
-        """Shorten the stored arguments so that they end before the first occurrence of `marker`.
+        """Remove the first `marker` and the text after it from the stored arguments.
 
-        Return the removed text, which the parser reads again. Example: after
-        `write('{"a": 1</call> Hi')`, `cut_arguments_at("</call>")` returns `"</call> Hi"`, and
-        `{"a": 1` stays stored.
+        Return the removed text, so that the parser can read this text again. Example: after
+        `write('{"a": "1}</call> Hi')`, `cut_arguments_at("</call>")` returns `"</call> Hi"`, and
+        the stored arguments are `{"a": "1}`.
 
-        Return None if no arguments are stored, or if the stored arguments do not contain `marker`.
-        Also return None if text has already been removed `_MAX_CUTS` times in this message.
+        Return None if the stored arguments do not contain `marker`, or if no arguments are stored.
+        Also return None after `_MAX_CUTS` removals in one message, because each removal increases
+        the parsing time.
         """
         has_stored_arguments = self.is_open and self.stores_arguments
         if not has_stored_arguments or self._num_cuts == _MAX_CUTS:
@@ -289,38 +305,46 @@ class CallWriter:
     def restart_numbering(self, events: list[Event]) -> list[Event]:
         """Restart the indices of tool calls at 0, because the prompt has ended.
 
-        The prompt may contain the beginning of the message. Tool calls that have ended in the
-        prompt are no longer counted, so the next tool call gets the index 0. If a tool call is open
-        at the end of the prompt, this tool call gets the index 0.
+        The prompt may contain the beginning of the message. The client receives no tool call that
+        has ended in the prompt, so the first tool call for the client gets the index 0. Changes
+        `num_started` and `last_index`.
 
-        Changes `num_started` and `last_index`.
+        Example: the prompt contains a complete call of `f`, and then a call of `g` up to the text
+        `{"a"` of its arguments. The result is `ToolCallStart(0, id=.., name="g")` and
+        `ArgumentsDelta(0, '{"a"')`.
 
         Args:
             events: All events of the prompt. The list is not changed.
 
         Returns:
-            Copies of the open tool call's events with the index 0. The list is empty if no tool
-            call is open, or if the events of the open tool call have not been appended yet.
+            The events of the tool call that is open at the end of the prompt, with the index 0. The
+            client needs these events, because the output continues this tool call. The list is
+            empty if no tool call is open, or if no event of the open tool call has been appended.
         """
         self.num_started = 1 if self.is_open else 0
         if not self._has_appended_start():
             self.last_index = -1
             return []
-        index_in_prompt = self.last_index
+        open_call_events = _events_of_call(self.last_index, events)
         self.last_index = 0
-        return [
-            replace(event, index=0)
-            for event in events
-            if isinstance(event, ToolCallStart | ArgumentsDelta) and event.index == index_in_prompt
-        ]
+        return [replace(event, index=0) for event in open_call_events]
 
     def _has_appended_start(self) -> bool:
         """Return whether a tool call is open whose start event has been appended.
 
-        The start event is missing if the policy discards the tool call, or if the writer stores the
-        arguments and appends all events when the tool call ends.
+        The start event of an open tool call is missing in two cases: the policy discards the tool
+        call, or the writer stores the arguments, so that all events are appended in `end`.
         """
         return self.is_open and not self.stores_arguments and not self._is_discarded
+
+
+def _events_of_call(index: int, events: list[Event]) -> list[ToolCallStart | ArgumentsDelta]:
+    """Return those of the events that start the tool call `index` or contain its arguments."""
+    return [
+        event
+        for event in events
+        if isinstance(event, ToolCallStart | ArgumentsDelta) and event.index == index
+    ]
 
 
 def _is_json_object(text: str) -> bool:
@@ -332,7 +356,7 @@ def _is_json_object(text: str) -> bool:
 
 
 def _read_as_literal(text: str) -> str | None:
-    """Convert a Python literal to JSON text. Return None if `text` is not a complete literal.
+    """Convert a Python literal to JSON text. Return None if `text` is not a Python literal.
 
     Example: `{'a': True,}` gives `{"a": true}`.
     """
@@ -343,7 +367,7 @@ def _read_as_literal(text: str) -> str | None:
 
 
 def _escape_control_characters(text: str) -> str | None:
-    r"""Escape the control characters in JSON strings. Return None if `text` is not JSON text.
+    r"""Escape the control characters in JSON strings. Return None if `text` has other errors.
 
     Example: `{"a": "<line break>"}` gives `{"a": "\n"}`.
     """
@@ -370,7 +394,11 @@ def _complete_json(text: str) -> str | None:
 
 
 def _repair(text: str) -> str | None:
-    """Repair the broken JSON text of an object. Return None if no repair succeeds."""
+    r"""Repair a JSON object that is not valid. Return None if the text cannot be repaired.
+
+    Three repairs are tried in turn. Examples: `{"a": "<line break>"}` gives `{"a": "\n"}`,
+    `{'a': True}` gives `{"a": true}`, and `{"a": [1` gives `{"a": [1]}`.
+    """
     if not text.lstrip().startswith("{"):
         return None
     for repair in (_escape_control_characters, _read_as_literal, _complete_json):

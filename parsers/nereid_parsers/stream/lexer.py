@@ -12,10 +12,10 @@ _Search = Callable[[str, int], re.Match[str] | None]
 
 
 def marker_prefix_regex(marker: str) -> str:
-    """Return a regex that matches an incomplete marker at the end of a text.
+    r"""Return a regex that matches an incomplete marker at the end of a text.
 
-    Example: `marker_prefix_regex("<a>")` returns a regex that matches the last character of `x<`,
-    and the last two characters of `x<a`.
+    Example: `marker_prefix_regex("<a>")` returns `"<(?:a)?\Z"`. This regex matches the last
+    character of `x<`, and the last two characters of `x<a`.
     """
     regex = ""
     for char in reversed(marker[1:-1]):
@@ -32,10 +32,14 @@ def spaced_marker_regex(marker: str) -> str:
 
 
 def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
-    """Return regexes that match an incomplete marker at the end of a text.
+    r"""Return regexes that match an incomplete marker at the end of a text.
 
-    Example: for the marker `<a>b`, the regexes match `<`, `<a`, `<a>` and `<a> ` at the end of a
-    text.
+    There is one regex for each part of the marker in which the text may end. White space may
+    separate the parts. Example: the marker `<a><b>` has the parts `<a>` and `<b>`, and gives
+
+        1. a regex that matches `<` or `<a` at the end of the text, which ends inside `<a>`
+        2. a regex that matches `<a>`, `<a> `, `<a><` or `<a> <b` at the end of the text, which ends
+           before or inside `<b>`
 
     Args:
         marker: The marker, see `spaced_marker_regex`.
@@ -43,27 +47,27 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
     """
     first_part, *other_parts = tag_parts(marker)
     regexes = [marker_prefix_regex(whitespace + first_part)]
-    complete_parts = re.escape(whitespace + first_part)
+    earlier_parts = re.escape(whitespace + first_part)
     for part in other_parts:
-        # The regex matches if the text ends after `complete_parts`, or if it ends inside `part`.
-        regexes.append(rf"{complete_parts}\s*(?:\Z|{marker_prefix_regex(part)})")
-        complete_parts += rf"\s*{re.escape(part)}"
+        regexes.append(rf"{earlier_parts}\s*(?:\Z|{marker_prefix_regex(part)})")
+        earlier_parts += rf"\s*{re.escape(part)}"
     return regexes
 
 
 def _possible_regexes(longest_first: list[str]) -> list[str]:
-    """Return regexes that match a marker, or the beginning of a marker at the end of a text.
+    """Return regexes that match a marker, or an incomplete marker at the end of a text.
 
-    The search uses the first regex that matches, so the order of the regexes matters. The regex for
-    the beginning of a long marker must precede the regex for a shorter marker with the same
-    beginning. Example: for the markers `<a>` and `<a><b>`, the first three regexes match
+    The caller tries the regexes in their order, and uses the first regex that matches. An
+    incomplete long marker must be found before a complete shorter marker with which the long marker
+    starts. Example: for the markers `<a><b>` and `<a>`, the first three regexes match
 
         1. `<a><b>`
-        2. a beginning of `<a><b>` at the end of the text
+        2. an incomplete `<a><b>` at the end of the text, for example `<a><`
         3. `<a>`
 
-    In the text `x<a><`, the second regex matches `<a><`, so the lexer waits for more text. If the
-    third regex were first, the lexer would find `<a>`, although the next text may be `b>`.
+    In the text `x<a><`, the second regex matches, so the lexer waits for more text. If the third
+    regex preceded the second regex, the lexer would find `<a>`, although `b>` may follow. The last
+    regexes match the other incomplete markers.
 
     Args:
         longest_first: The markers. Longer markers precede shorter markers.
@@ -75,41 +79,44 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         ]
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
-    # A marker of one character has no incomplete form.
+    # A marker of one character is never incomplete.
     regexes += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
     return regexes
 
 
 def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
-    """Return a function that finds the first match of the regexes. Without markers, return None.
+    """Return a function that searches a text for the regexes, or None if there are no markers.
 
     The function receives a text and the position at which the search starts, and returns the first
-    match.
+    match or None. Example: for the marker `<a>` and the regex `<a>`, the compiled regex is
+    `(?=[<])(?:<a>)`. The look-ahead `(?=[<])` makes the search faster, because it rejects most
+    positions with one test of a character.
 
     Args:
-        markers: The markers.
-        regexes: Regexes that match the markers or beginnings of the markers.
+        markers: The markers. Each match starts with the first character of a marker.
+        regexes: The regexes of the markers, in the order in which they are tried at each position.
     """
     if not markers:
         return None
     first_chars = sorted({marker[0] for marker in markers})
     char_class = "".join(map(re.escape, first_chars))
-    # The look-ahead makes the search faster, because it rejects most characters with one test.
     return re.compile(f"(?=[{char_class}])(?:{'|'.join(regexes)})").search
 
 
 class Lexer:
-    """Finds the next marker in a text. The search time is linear in the length of the text.
+    """Finds the next marker in a text that arrives in pieces.
 
-    If one marker is a prefix of another marker, the lexer prefers the longer marker. The lexer
-    waits for the longer marker as long as more text can complete the longer marker.
+    If one marker is a prefix of another marker, as `<a>` is a prefix of `<a><b>`, the lexer prefers
+    the longer marker. If the text ends with `<a><`, the lexer waits, because `b>` may follow. The
+    search time is linear in the length of the text.
     """
 
     def __init__(self, markers: Iterable[str]) -> None:
-        """Compile two functions that find the markers. Empty markers are ignored.
+        """Compile two search functions for the markers. Empty markers are ignored.
 
-        The first function finds complete markers. The second function also finds a prefix of a
-        marker at the end of the text, because the next piece of text may complete the marker.
+        `_find_marker` finds complete markers, and is used if no more text follows.
+        `_find_marker_or_prefix` also finds an incomplete marker at the end of the text, for example
+        `<a`, because the next piece of text may complete the marker.
         """
         self._markers = frozenset(marker for marker in markers if marker)
         # A regex finds the first alternative that matches, so long markers must come first.
@@ -120,15 +127,16 @@ class Lexer:
         self._find_marker_or_prefix = _search_function(longest_first, possible_regexes)
 
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
-        """Find the next marker in the unread text. Return its position and the marker itself.
+        """Find the next marker in the unread text. Return its position and the marker.
 
-        The marker is "" if no complete marker is found. The text before the returned position then
-        contains no marker. Examples for a lexer that finds `<a>`:
+        If no complete marker is found, return "" instead of the marker. The position is then the
+        end of the text that cannot be a part of a marker. Examples for a lexer that finds `<a>`:
 
-            `"x<a>y"`   (1, "<a>")
-            `"x<"`      (1, ""), because `<` may become `<a>`. (2, "") if `buffer.is_final` is true,
-                        because no more text follows.
-            `"xy"`      (2, "")
+            unread text   result
+            `x<a>y`       (1, "<a>")
+            `xy`          (2, "")
+            `x<`          (1, ""), because `<` may become `<a>`
+            `x<`          (2, "") if `buffer.is_final` shows that no more text follows
         """
         text = buffer.text
         search = self._find_marker if buffer.is_final else self._find_marker_or_prefix
@@ -136,7 +144,7 @@ class Lexer:
         if match is None:
             return len(text), ""
         marker_or_prefix = match.group()
-        # A longer marker is possible only if the match ends at the end of the text.
+        # More text can change the match only if the match ends at the end of the text.
         is_at_text_end = match.end() == len(text)
         if is_at_text_end and not buffer.is_final and self._is_proper_prefix(marker_or_prefix):
             return match.start(), ""

@@ -20,9 +20,10 @@ from nereid_parsers.stream.values.argument_types import Tools
 class StreamParser:
     """Parses one model message while the model generates it.
 
-    The parser delays only text that may still become a marker, and the white space before such
-    text. An event that has been returned is never withdrawn. The parsing time is linear in the
-    length of the text. The parser never raises an exception because of the model's text.
+    The parser returns text at once, except text that may become a marker, such as `<to`, and the
+    white space before such text. An event that has been returned is never withdrawn. The parsing
+    time is linear in the length of the text. The parser accepts any text of the model without an
+    exception.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class StreamParser:
                 not known.
             prompt: The rendered prompt, including its generation prompt. None if the prompt is not
                 known.
-            policy: The policy. None means the policy of the format.
+            policy: The rules for cases that the format does not define, for example for unknown
+                functions. None means the policy of the format.
             new_id: A function that generates an id for each tool call to which the model gave no
                 id.
             trace: A function that receives each piece of the text, in order, and the classification
@@ -81,10 +83,11 @@ class StreamParser:
 
 @dataclass(frozen=True, slots=True)
 class OutputStart:
-    """The state of the reasoning at the end of a prompt.
+    """The part of the message in which the output starts, after a prompt.
 
     Attributes:
-        stage: The stage in which the output starts. The header of a message counts as content.
+        stage: The part of the message: reasoning, content or tool calls. If the output starts in
+            the header of a message, the stage is CONTENT.
         has_reasoned: Whether the prompt contains reasoning that has been closed.
     """
 
@@ -93,16 +96,16 @@ class OutputStart:
 
 
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
-    r"""Return the stage in which the output starts, and whether the reasoning has ended.
+    r"""Return the stage in which the output starts, and whether the prompt contains reasoning.
 
-    The stage is the part of the message to which the next character belongs: reasoning, content or
-    tool calls. Examples, with the reasoning markers `<think>` and `</think>`:
+    The stage is the part of the message to which the first character of the output belongs:
+    reasoning, content or tool calls. Examples, with the reasoning markers `<think>` and `</think>`:
 
         end of the prompt                        result
         `"<|assistant|><think>\n"`               REASONING, the reasoning has not ended
         `"<|assistant|><think>Hm.</think>Well"`  CONTENT, the reasoning has ended
 
-    In the second prompt, the model's message has already begun (a "prefill").
+    The second prompt contains the beginning of the model's message (a "prefill").
 
     Args:
         fmt: The format of the output.
@@ -112,7 +115,7 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     start = find_start(fmt, prompt)
     if not start.prefill:
         return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
-    # Parsing the prefill shows in which stage the prefill ends.
+    # The stage at the end of the prefill is known only after the prefill has been parsed.
     machine = Machine(compile_format(fmt), Tools(None), fmt.policy, generate_call_id)
     machine.start(start)
     return OutputStart(machine.stage, machine.has_reasoned)
@@ -128,7 +131,7 @@ def parse(
 ) -> Message:
     r"""Parse the complete text of a message into reasoning, content and tool calls.
 
-    For the parameters see `StreamParser`.
+    The model must have finished the message. For the parameters see `StreamParser`.
 
     Example: `parse("<think>\nHm\n</think>\n\nHi", format=get_format("qwen3"))` returns
     `Message(reasoning="Hm", content="Hi", tool_calls=[])`.

@@ -75,7 +75,7 @@ class CallWriter:
         """
         # The settings of the writer, which do not change.
         self.tools = tools
-        # Only complete arguments can be repaired, or be found to be invalid.
+        # The other policies repair or discard arguments, and need the complete arguments for this.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._events = events
         self._new_id = new_id
@@ -86,7 +86,7 @@ class CallWriter:
         self.last_index = -1  # The index of the last tool call with events, or -1.
         self.num_started = 0  # The number of tool calls, including discarded tool calls.
         self._num_cuts = 0  # The number of calls of `cut_arguments_at` that removed text.
-        # The open tool call. `_open` sets these attributes when a tool call starts.
+        # These attributes describe the open tool call. `_open` sets them when a tool call starts.
         self._name = ""
         self._call_id = ""  # The id that the model wrote, or "".
         self._is_discarded = False  # Whether the policy discards calls of this function.
@@ -108,7 +108,7 @@ class CallWriter:
             self._deviations.append(deviation)
 
     def clear_deviations(self) -> None:
-        """Discard the stored descriptions of deviations, because the text is not a tool call."""
+        """Delete the stored descriptions of deviations. The text is content, not a tool call."""
         self._deviations = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
@@ -144,7 +144,7 @@ class CallWriter:
         return True
 
     def _open(self, name: str, call_id: str) -> None:
-        """Increase `num_started`, and reset the attributes that describe the open tool call."""
+        """Increase `num_started`, and set the attributes that describe the open tool call."""
         self.is_open = True
         self.num_started += 1
         self._name = name
@@ -178,7 +178,7 @@ class CallWriter:
         self._append_arguments(passed_on)
 
     def _append_arguments(self, text: str) -> None:
-        """Append an event for a piece of the arguments."""
+        """Append an event for a piece of the arguments. Do nothing if `text` is empty."""
         if text:
             self._has_written = True
             self._events.append(ArgumentsDelta(self.last_index, text))
@@ -224,7 +224,7 @@ class CallWriter:
         self._append_end()
 
     def _append_end(self) -> None:
-        """Append the event for the end of the tool call. The event lists all stored deviations."""
+        """Append the end event, with the stored descriptions, and delete these descriptions."""
         description = "; ".join(self._deviations) if self._deviations else None
         self._events.append(ToolCallEnd(self.last_index, description))
         self._deviations = []
@@ -250,10 +250,10 @@ class CallWriter:
         self._append_end()
 
     def _repair_and_unwrap(self, text: str) -> str | None:
-        """Return the arguments `text` as a valid JSON object, without an additional outer object.
+        """Repair the arguments `text`, and remove an additional object around them.
 
-        Two changes are possible. `add_deviation` stores a description of each change for the end
-        event. Examples:
+        Return the arguments as a valid JSON object. If the arguments are repaired, or the object is
+        removed, `add_deviation` stores a description of this change. Examples:
 
             `{"a": [1`                 gives `{"a": [1]}`, because the text is incomplete.
             `{"arguments": {"a": 1}}`  gives `{"a": 1}`, if no argument is called "arguments".
@@ -270,7 +270,7 @@ class CallWriter:
         return inner_object
 
     def _repair_if_broken(self, text: str) -> str | None:
-        """Return `text` if it is a valid JSON object. Otherwise return the repaired text.
+        """Return `text` if `text` is a valid JSON object. Otherwise return the repaired text.
 
         If `text` is not valid, `add_deviation` also stores a description for the end event. The
         result is None if `text` cannot be repaired. Example: `{"a": 1` gives `{"a": 1}`.
@@ -330,7 +330,7 @@ class CallWriter:
         return [replace(event, index=0) for event in open_call_events]
 
     def _has_appended_start(self) -> bool:
-        """Return whether a tool call is open whose start event has been appended.
+        """Return whether a tool call is open, and its start event has been appended.
 
         The start event of an open tool call is missing in two cases: the policy discards the tool
         call, or the writer stores the arguments, so that all events are appended in `end`.
@@ -339,7 +339,7 @@ class CallWriter:
 
 
 def _events_of_call(index: int, events: list[Event]) -> list[ToolCallStart | ArgumentsDelta]:
-    """Return those of the events that start the tool call `index` or contain its arguments."""
+    """Return the start event and the arguments of the tool call with this index."""
     return [
         event
         for event in events

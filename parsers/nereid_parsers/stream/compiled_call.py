@@ -296,7 +296,7 @@ def _header_proves_call(call: Call) -> bool:
 
 
 def _fill_in_id(template: str, fields: dict[str, str]) -> str:
-    """Return the id of a tool call, composed from the fields in the header of the tool call.
+    """Return the id of a tool call: `template`, with the texts of the header's fields filled in.
 
     The result is "" if a field of `template` is missing in `fields`. Example:
     `_fill_in_id("functions.{name}:{number}", {"name": "f", "number": "0"})` returns
@@ -342,10 +342,11 @@ class CompiledHeader:
             self._final_whitespace = layout.header_end
 
     def has_started(self, text: str, pos: int) -> bool:
-        """Return whether the fixed text at the start of the header is at `pos`.
+        """Return whether the first literal of the header is at `pos`.
 
         If the message ends inside a header, the caller uses the result to distinguish the header
-        from content.
+        from content. Example: the header `<|channel|>{word}<|message|>` starts with the literal
+        `<|channel|>`, so the result is True for `<|channel|>fin`.
         """
         pos = skip_whitespace(text, pos)
         return bool(self._first_literal) and text.startswith(self._first_literal, pos)
@@ -364,7 +365,8 @@ class CompiledHeader:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        if not self._final_whitespace:  # White space may then also precede the header.
+        # White space may precede a header, unless white space must follow the header.
+        if not self._final_whitespace:
             pos = skip_whitespace(text, pos)
         match = self._header_pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):

@@ -79,7 +79,7 @@ class CompiledCalls:
 
 @dataclass(frozen=True, slots=True)
 class CompiledFormat:
-    """A format, compiled for the parser.
+    """A format in the compiled form that the stream parser uses.
 
     Attributes:
         layout: The layout of the format.
@@ -192,9 +192,9 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_opens = _kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = _kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = _kinds(fmt.ends, MarkerKind.END)
-    # If two dicts contain one text, the later dict decides the meaning of the text. For example, a
-    # text that both opens and closes the reasoning opens it in `content_kinds`, and closes it in
-    # `reasoning_kinds`.
+    # If several dicts of a union contain one marker, the last of these dicts decides its meaning.
+    # Example: a marker that both opens and closes the reasoning has the meaning OPEN_REASONING in
+    # `content_kinds`, and CLOSE_REASONING in `reasoning_kinds`.
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
@@ -282,7 +282,7 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
     by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
     by_head = _group_by_trigger(_variants_without_marker(tools))
-    for text in by_trigger:  # The group `by_trigger` has precedence if a text starts both groups.
+    for text in by_trigger:  # If a text is in both groups, only `by_trigger` is used.
         by_head.pop(text, None)
     may_be_unmarked = allows_unmarked and not tools.opens
     unmarked = [variant for variant in variants if may_be_unmarked and variant.is_unmarked]
@@ -388,9 +388,10 @@ def _call_kinds(tools: ToolSection, calls: CompiledCalls) -> dict[str, MarkerKin
 
 
 def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
-    """Return the closing markers of the variants, except markers of less than four characters.
+    """Return the closing markers of the variants, except short markers such as `}`.
 
-    Such a short text, for example `}`, often occurs in content, where it closes no tool call.
+    A marker is short if it has fewer than `_MIN_CLOSING_MARKER_CHARS` characters. Such a text often
+    occurs in content, where it closes no tool call.
     """
     return [
         marker

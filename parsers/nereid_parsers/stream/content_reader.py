@@ -67,7 +67,7 @@ class ContentReader:
         }
 
     def read(self) -> State | None:
-        """Read content up to the next marker, then let the handler of this marker read the marker.
+        """Read content up to the next marker, and call the handler that reads this marker.
 
         A handler is a method for markers of one kind, and returns the next state. Examples:
 
@@ -147,7 +147,7 @@ class ContentReader:
         Returns:
             The next state, or None if more text is required.
         """
-        # Messages with reasoning and messages without tool calls end at the same markers.
+        # A message without tool calls ends at the markers at which reasoning ends.
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write(self._buffer.take_until(text_end), ContentDelta)

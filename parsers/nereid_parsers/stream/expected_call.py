@@ -18,7 +18,7 @@ _SPECIAL_TOKEN_STARTS = ("<|", "<｜")
 
 @dataclass(frozen=True, slots=True)
 class MatchedCall:
-    """The start of a tool call that has been found in the text.
+    """A tool call whose start has been matched with the text.
 
     Attributes:
         variant: The matched variant, which is one of several ways to write a tool call.
@@ -33,7 +33,7 @@ class MatchedCall:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCall:
-    """The tool call that may start at the current position.
+    """A tool call that may start at the current position, before the text has been matched.
 
     Attributes:
         variants: The possible variants, in the order in which they are tried.
@@ -49,7 +49,7 @@ class ExpectedCall:
     is_confirmed: bool
 
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | Mismatch:
-        """Match the unread text with the variants of a tool call, one variant after the other.
+        """Return the first variant of the tool call that matches the unread text.
 
         A variant is one of several ways to write a tool call. Examples for a tool call that is
         written as an object or as an array, after the marker `<call>`:
@@ -107,7 +107,7 @@ class CallStarts:
     __slots__ = ("_call_writer", "_calls")
 
     def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
-        """Create an object for one message.
+        """Create an object that selects the expected tool calls of one message.
 
         Args:
             variants: The ways in which the model may write a tool call.

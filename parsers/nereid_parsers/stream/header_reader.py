@@ -78,10 +78,9 @@ class HeaderReader:
         return self._call_reader.treat_as_content(_NO_HEADER)
 
     def _drop_incomplete_header(self) -> State:
-        """Remove the last message's marker and incomplete header, such as `<|channel|>fin`.
+        """Remove an incomplete header at the end of the output, and the marker before this header.
 
-        Both are removed from the output, because the output has ended inside the header. Return the
-        next state.
+        Return the next state. Example: `<|start|>assistant` and `<|channel|>fin` are removed.
         """
         self._text_writer.drop_pending()  # The pending text is the marker.
         self._text_writer.write_markup(self._buffer.take_unread())

@@ -127,7 +127,7 @@ class Lexer:
         self._find_marker_or_prefix = _search_function(longest_first, possible_regexes)
 
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
-        """Find the next marker in the unread text. Return its position and the marker.
+        """Find the next marker in the unread text. Return the marker's position and its text.
 
         If no complete marker is found, return "" instead of the marker. The position is then the
         end of the text that cannot be a part of a marker. Examples for a lexer that finds `<a>`:

@@ -134,7 +134,7 @@ class Machine:
         if start_point.stage is None:
             self._enter(State.HEADER)
         elif start_point.prefill:
-            prefill_events = self.feed(start_point.prefill)  # Also enters the final state.
+            prefill_events = self.feed(start_point.prefill)  # Enters the state after the prefill.
             self._forget_prompt(prefill_events)
         elif self._delays_first_text(start_point):
             # The text before the first marker is stored until the marker shows its stage. A message
@@ -221,9 +221,9 @@ class Machine:
         return self._events
 
     def _finish_before_reading(self) -> None:
-        """Classify the first text if no marker has shown its stage, and drop an incomplete marker.
+        """Classify the stored text, and remove an incomplete marker at the end of the message.
 
-        The first text, in the state UNCLASSIFIED, is stored because it may be reasoning or content.
+        In the state UNCLASSIFIED, text is stored because this text may be reasoning or content.
         Example of an incomplete marker at the end of the message: `<|message|><|te`, the beginning
         of the marker `<|message|><|text|>`.
         """
@@ -233,7 +233,7 @@ class Machine:
             self._content_reader.drop_incomplete_marker(self._state)
 
     def _finish_interrupted_reasoning(self) -> None:
-        """Read a tool call inside the reasoning if no closing marker of the reasoning has followed.
+        """Read a tool call inside the reasoning, if the reasoning was not closed after this call.
 
         In the state INTERRUPTED_REASONING, all text from the tool call on has been stored, because
         a closing marker would have shown that the text is reasoning. `finish_interrupted` puts the

@@ -77,14 +77,15 @@ class OpenCall:
         self._call_writer = body.writer
 
     def read(self) -> Outcome | None:
-        """Read the next part of the body from the buffer, and pass its text to the TextWriter.
+        """Read the next part of the body from the buffer, and classify the text of this part.
 
-        The body reader parses the part. After the part, there are three cases:
+        The body reader parses the part. The TextWriter receives the text, as "call" if the text
+        belongs to a tool call, or as "pending" if the text may still be content. Examples:
 
-            part of the body      case               the text of the part is
-            `{"name": "f", "ar`   a call is open     "call": it belongs to the open tool call
-            `guments": {}}`       a call has ended   "call", see `_classify_ended_call`
-            `{"na`                no call started    "pending": it is a tool call or content
+            part                          classification of the text
+            `{"na`                        "pending", because no tool call has started
+            `me": "f", "arguments": {`    "call", because a tool call has started and is open
+            `}}`                          "call", because the open tool call has ended
 
         Returns:
             The outcome, or None if the body has not ended.
@@ -114,7 +115,7 @@ class OpenCall:
         return has_body_ended or has_list_item_ended
 
     def _classify_ended_call(self, part_start: int) -> None:
-        """Classify the part that the body reader has just read, because a tool call ended in it.
+        """Classify a part of the body in which a tool call has ended.
 
         In a list of tool calls, text may follow the end of the tool call. This text is "pending",
         because it may start another tool call. Examples:
@@ -124,7 +125,8 @@ class OpenCall:
             ` 1}}, {"na`    ` 1}}`    `, {"na`
 
         Args:
-            part_start: The position of the part in the buffer. The part ends at `buffer.pos`.
+            part_start: The position at which the part starts in the buffer. The part ends at the
+                buffer's position `pos`, because the body reader has just read the part.
         """
         text = self._buffer.text
         part_end = self._buffer.pos
@@ -150,7 +152,7 @@ class OpenCall:
         the JSON text of the arguments, or the stored arguments contain the closing marker.
         """
         if self._body_reader.status is DONE:
-            if self._text_writer.pending:
+            if self._text_writer.pending:  # The end of a list of tool calls, for example `]`.
                 self._text_writer.drop_pending()
             return Outcome.ENDED
         if not self._call_writer.is_open:
@@ -218,7 +220,7 @@ class OpenCall:
             or to write it as content.
         """
         was_open = self._call_writer.is_open
-        self._body_reader.finish()  # Ends the open tool call, and sets `status`.
+        self._body_reader.finish()  # This method ends the open tool call, and sets `status`.
         is_call = was_open or self._contains_complete_call()
         if is_call:
             self._text_writer.end_call()

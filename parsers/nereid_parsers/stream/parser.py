@@ -96,7 +96,7 @@ class OutputStart:
 
 
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
-    r"""Return the stage in which the output starts, and whether the prompt contains reasoning.
+    r"""Return the stage in which the output starts, and whether the prompt closes the reasoning.
 
     The stage is the part of the message to which the first character of the output belongs:
     reasoning, content or tool calls. Examples, with the reasoning markers `<think>` and `</think>`:

@@ -75,7 +75,7 @@ class CallWriter:
         """
         # The settings of the writer, which do not change.
         self.tools = tools
-        # The other policies repair or discard arguments, and need the complete arguments for this.
+        # All policies except RAW may repair or discard arguments, but only complete arguments.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._events = events
         self._new_id = new_id
@@ -112,7 +112,7 @@ class CallWriter:
         self._deviations = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
-        """Start a tool call, unless the policy treats its text as content.
+        """Start a tool call, unless its text is content. Return whether the tool call has started.
 
         A function is unknown if the request does not offer the function. For calls of unknown
         functions, the policy has three settings: the text is content, the tool call is accepted, or
@@ -125,7 +125,7 @@ class CallWriter:
                 call. If not, and if the function is not offered, the text is content.
 
         Returns:
-            Whether the tool call has started. If False, the caller must treat its text as content.
+            False if the text is content. The caller must then write the text as content.
         """
         if not name:
             return False

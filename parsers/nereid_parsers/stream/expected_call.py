@@ -180,8 +180,8 @@ class CallStarts:
         """Return the tool call without a marker that may start directly after another tool call.
 
         Example: after `{"name": "f", ..}`, the unread text `{"name": "g", ..}` may be another tool
-        call. The result is None if the unread text does not start with a text such as `{`, with
-        which a tool call of the format starts.
+        call. The result is None if the unread text does not start like a tool call of the
+        format, for example with `{`.
         """
         unmarked = self._calls.unmarked
         openings = (opening for variant in unmarked for opening in variant.body_openings())

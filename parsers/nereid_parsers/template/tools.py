@@ -1,7 +1,7 @@
 """Compare rendered messages to infer how a template writes tool calls.
 
-Each comparison renders two messages. The table shows what the messages contain, and what the
-difference between the renderings shows.
+Each comparison renders two messages. A line of the table contains the label of a comparison, the
+two messages, and the fact that the difference between the renderings shows.
 
 T1   content; a tool call               the text of a tool call
 T2   one tool call; two tool calls      the markup of a list of tool calls
@@ -14,12 +14,12 @@ T7b  two strings, one with markup       whether strings with markup are quoted
 T8   a call; content before the call    what ends the content
 
 T1 and T2 return the rendered tool calls, from which the readers in `calls/` infer the format. The
-comparisons T3 to T7b are in `calls/call_changes.py`. They only explain the format in the report.
+comparisons T3 to T7b are in `calls/call_changes.py`. T3 to T7b only explain the format in the
+report.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -53,18 +53,11 @@ from nereid_parsers.template.conversation import (
     conversation_with_calls,
 )
 from nereid_parsers.template.difference import markers, text_between
-from nereid_parsers.template.known_formats import (
-    add_family_variants,
-    markers_of_phrases,
-    recognise_tool_section,
-)
+from nereid_parsers.template.known_formats import add_family_variants
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober, unmask_call_ids
+from nereid_parsers.template.unrendered_calls import recognise_unrendered_calls
 
-# These words occur in the markers of tool lists and of tool results. If the word "call" replaces
-# such a word, the result may be a marker of tool calls. Example: `<|tool_list_start|>` becomes
-# `<|tool_call_start|>`.
-_NOT_CALL_WORD = re.compile(r"list|response|result|output")
 NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no tool calls.
 
 
@@ -73,13 +66,15 @@ class ToolFindings:
     """The result of the comparisons that concern tool calls.
 
     Attributes:
-        part: The tool section of the format, or None if the template renders no tool calls.
-        form: The name of the form of the tool calls, such as "JSON". "none" if there are no tool
-            calls.
+        part: The tool section, which declares how the model writes all tool calls of a message.
+            None if the template renders no tool calls, or if their format is unknown.
+        form: The name of the form of the tool calls, such as "JSON". "none" if the template renders
+            no tool calls.
         is_parallel: Whether one message can have several tool calls.
         with_content: Whether one message can have both content and tool calls.
-        end_markers: The markers after the tool calls that end the turn.
-        inner_headers: Headers that the model itself writes between the content and a tool call.
+        end_markers: The markers that follow the tool calls and end the model's turn.
+        inner_headers: The turn markers that the model writes between the content and a tool call,
+            such as `<|end|>` and `<|start|>assistant`.
     """
 
     part: ToolSection | None = None
@@ -98,13 +93,14 @@ def find_tools(
     Example: if two rendered tool calls are `<call>{"name": "f", ..}</call>` and
     `<call>{"name": "g", ..}</call>`, a tool call is a JSON object between `<call>` and `</call>`.
 
-    Mutates: `turn.prober`. It records the comparisons with the labels T1 to T8 for the report. If
-    the format cannot be inferred, a sentence is appended to `turn.prober.undecided`.
+    Mutates: `turn.prober`, which renders the conversations. The prober records the comparisons T1
+    to T8 for the report. If the format cannot be inferred, a sentence with the reason is appended
+    to `turn.prober.undecided`.
 
     Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversations.
-        reasoning: The reasoning part of the format.
-        wrapper: The markers around the content, or None.
+        turn: The text around the model's answers, such as `<|start|>assistant`.
+        reasoning: The reasoning part of the format, or None if there is none.
+        wrapper: The markers around the content, or None if there are none.
     """
     renderer = CallRenderer(turn, reasoning, wrapper)
     one_call = compare_call_presence(renderer)  # T1
@@ -119,42 +115,47 @@ def find_tools(
         with_content=content_before_call.is_rendered,
         inner_headers=content_before_call.inner_headers,
     )
-    undecided = turn.prober.undecided
-    call_format = infer_call_format(mask_call_numbers(texts), undecided)
-    return findings if call_format is None else _add_format(findings, call_format, undecided)
+    inference = infer_call_format(mask_call_numbers(texts))
+    turn.prober.undecided += inference.problems
+    if inference.call_format is None:
+        return findings
+    return _add_format(findings, inference.call_format, turn.prober)
 
 
-def _add_format(
-    findings: ToolFindings, call_format: CallFormat, undecided: list[str]
-) -> ToolFindings:
-    """Return a copy of `findings` with the inferred format of tool calls.
+def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober) -> ToolFindings:
+    """Return a copy of `findings` that also contains the inferred format of the tool calls.
 
-    The new findings also contain the markers after the tool calls that end the turn. Example: in
-    "<calls>..</calls><|end|>", the marker `<|end|>` ends the turn.
+    Example: from the rendered tool calls "<calls>..</calls><|end|>", `call_format` was inferred.
+    The result then contains a tool section between `<calls>` and `</calls>`, and the end marker
+    `<|end|>`, which ends the model's turn.
 
-    Args:
-        findings: The findings without a format.
-        call_format: The format of one tool call, and the markup around all tool calls.
-        undecided: The sentences that the report shows as "Not decided".
-
-    Mutates: `undecided`. A sentence is appended if the format is invalid.
+    Mutates: `prober.undecided`. If the format is invalid, a sentence for the report is appended,
+    and the result contains no tool section.
     """
     after_calls = split_text_after_calls(call_format.markup)
-    section = _tool_section(call_format, after_calls.section_close, undecided)
-    # `add_family_variants` also declares the tool calls that related models write.
-    part = None if section is None else add_family_variants(section)
-    # EOS_TOKEN is a placeholder that the template renders for an unknown token.
-    end_markers = [marker for marker in after_calls.turn_ends if marker != EOS_TOKEN]
-    return replace(findings, part=part, form=call_format.form, end_markers=tuple(end_markers))
+    # EOS_TOKEN is the name that the analysis passes to the template as the end-of-sequence token.
+    end_markers = tuple(marker for marker in after_calls.turn_ends if marker != EOS_TOKEN)
+    with_form = replace(findings, form=call_format.form, end_markers=end_markers)
+    try:
+        section = _tool_section(call_format, after_calls.section_close)
+    except FormatError as error:
+        prober.undecided.append(f"The tool section is invalid: {error}")
+        return with_form
+    # Related models write their tool calls with slightly different markers.
+    return replace(with_form, part=add_family_variants(section))
 
 
 def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
-    """Render the tool calls from which the functions in `calls/` infer the format.
+    """Render several tool calls, so that their differences show the format of a tool call.
+
+    Example: one of the rendered tool calls has two arguments, which shows how the template
+    separates arguments.
 
     Args:
         renderer: Renders messages with tool calls.
-        one_call: The text of one tool call, which is already rendered.
-        two_calls: The text of two tool calls, or "" if a message can have only one tool call.
+        one_call: The text of one tool call, which the caller has already rendered.
+        two_calls: The text of two tool calls, which the caller has already rendered. "" if a
+            message can have only one tool call.
     """
     number = ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),))
     special_value = ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),))
@@ -179,8 +180,7 @@ def compare_call_presence(renderer: CallRenderer) -> str:
         The text of the tool call, or "" if the template does not render tool calls.
     """
     text = renderer.text_of_calls(*ONE_CALL)
-    # No template contains this name, key or value. If `text` contains all three, the template has
-    # rendered the tool call.
+    # The three words are invented, so only a rendered tool call contains all of them.
     is_rendered = all(word in text for word in (FIRST_TOOL, FIRST_KEY, FIRST_VALUE))
     if is_rendered:
         finding = f"The call is written as {unmask_call_ids(text)!r}."
@@ -225,12 +225,13 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 
 class ContentBeforeCall(NamedTuple):
-    """The result of comparison T8.
+    """The result of comparison T8, which renders a message with content and a tool call.
 
     Attributes:
         is_rendered: Whether a message can have both content and tool calls.
-        inner_headers: The header and the end marker that the model itself writes between the
-            content and the tool call. Empty if the content and the tool call are in one turn.
+        inner_headers: The turn markers between the content and the tool call: the header of the
+            second turn, and the end marker of the first turn. Example: `<|start|>assistant` and
+            `<|end|>`. Empty if the content and the tool call are in one turn.
     """
 
     is_rendered: bool
@@ -238,15 +239,17 @@ class ContentBeforeCall(NamedTuple):
 
 
 def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
-    """Find out whether the template renders a message that has both content and a tool call.
+    """Find out whether the template renders a message that has both content and a tool call (T8).
 
     Some templates write the content and the tool call as two turns. Example: in
-    "CONTENT<|end|><|start|>assistant<call>..", the model itself writes the marker `<|end|>` and the
-    header `<|start|>assistant`. These two texts are the `inner_headers` of the result.
+    "CONTENT<|end|><|start|>assistant<call>..", the marker `<|end|>` ends the first turn, and the
+    header `<|start|>assistant` opens the second turn. The result contains these two texts as
+    `inner_headers`, because the model must write them itself.
+
+    Mutates: `turn.prober`, which records the comparison for the report.
 
     Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversations, and
-            records the comparison with the label T8 for the report.
+        turn: The text around the model's answers. `turn.prober` renders the conversations.
     """
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     text = turn.text_after_header(with_content) or ""
@@ -270,136 +273,88 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the header and the end marker that a template writes between content and a tool call.
+    """Return the turn markers in `between`, the text between the content and a tool call.
 
-    The texts exist only if the template writes the content and the tool call as two turns.
+    A template may write the content and the tool call as two turns. Then an end marker closes the
+    first turn, and the header opens the second turn. The result contains the header and the first
+    end marker. If the template writes one turn, the result is ().
 
-    >>> _headers_between("<|end|><|start|>assistant<call>", "<|start|>assistant")
+    >>> _headers_between("<|end|><|start|>assistant<call>", header="<|start|>assistant")
     ('<|start|>assistant', '<|end|>')
+    >>> _headers_between("<call>", header="<|start|>assistant")
+    ()
 
     Args:
-        between: The text between the content and the name of the function.
-        header: The header of the model's turn. The result is () if `between` contains no header.
+        between: The text after the content and before the name of the called function.
+        header: The text that opens a turn of the model, or "" if turns have no header.
     """
-    if not header or header not in between:
+    has_two_turns = bool(header) and header in between
+    if not has_two_turns:
         return ()
-    before_header, _, _ = between.partition(header)
-    end_markers = markers(before_header)
-    return (header, end_markers[0]) if end_markers else (header,)
-
-
-def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
-    """Find the declaration of the tool calls, if the template itself renders no tool calls.
-
-    The registry of formats declares how known models write tool calls. Such a declaration (a tool
-    section) is found by its markers, which occur in the template or in the vocabulary.
-
-    Mutates: `undecided` of the prober. A sentence about the result is appended for the report.
-
-    Returns:
-        The section, or None if the template does not offer the tools to the model, renders a part
-        of a tool call, or contains the markers of no registered section.
-    """
-    prober = renderer.turn.prober
-    prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
-    offers_tools = FIRST_TOOL in prompt
-    if not offers_tools:
-        return None
-    is_partly_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
-    markers_of_calls = _possible_call_markers(prober)
-    section = None if is_partly_rendered else recognise_tool_section(markers_of_calls)
-    prober.undecided.append(_describe_unrendered_calls(section))
-    return section
-
-
-def _describe_unrendered_calls(section: ToolSection | None) -> str:
-    """Describe for the report how a model writes tool calls that the template does not render.
-
-    Args:
-        section: The declaration of the tool calls, or None if it is not known.
-    """
-    if section is None:
-        return (
-            "The template offers tools but renders no complete call. Calls are returned as content."
-        )
-    opening = section.open or section.calls[0].open
-    return (
-        "The template offers tools but renders no calls. The format of the calls was "
-        f"recognised, not inferred: {opening.strip()!r} opens a call."
-    )
-
-
-def _possible_call_markers(prober: Prober) -> set[str]:
-    """Return possible markers of tool calls, for a template that renders no tool calls.
-
-    The result contains the markers in the text of the template, and the added tokens of the
-    tokenizer. The result also contains markers that are derived from the markers of tools and of
-    their results. Example: `<|tool_call_start|>` is derived from `<|tool_list_start|>`.
-    """
-    literal_text = "\n".join(prober.template.literals)
-    # Some phrases in a template identify the model family, and each family has known markers.
-    template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
-    derived_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
-    return {*prober.added_tokens, *template_markers, *derived_markers}
+    end_of_first_turn, _, _ = between.partition(header)
+    end_markers = markers(end_of_first_turn)
+    return (header, *end_markers[:1])
 
 
 # ---- the format ---------------------------------------------------------------------------------
 
 
-def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | None:
-    """Return the format of rendered tool calls, or None if no reader recognises their form.
+class _CallInference(NamedTuple):
+    """The result of `infer_call_format`.
 
-    Each reader in `READERS` is a function that recognises one form of tool calls, for example JSON.
-    The result of the first reader that recognises the form is returned.
-
-    Args:
-        texts: The rendered tool calls.
-        undecided: The sentences that the report shows as "Not decided".
-
-    Mutates: `undecided`. A sentence is appended for each reader that infers an invalid format.
-    Another sentence is appended if no reader recognises the form.
+    Attributes:
+        call_format: The format of the tool calls, or None if the format could not be inferred.
+        problems: Sentences for the report that state what could not be inferred.
     """
+
+    call_format: CallFormat | None
+    problems: list[str]
+
+
+def infer_call_format(texts: CallTexts) -> _CallInference:
+    """Infer the format of tool calls from their renderings.
+
+    The functions in `READERS` are called in order. Each function recognises one form of tool calls,
+    for example JSON, and returns None for any other form. The first format that a function returns
+    is the result. A function that raises FormatError is skipped, and the error is described in the
+    `problems` of the result.
+    """
+    problems = []
     for read_calls in READERS:
         try:
             call_format = read_calls(texts)
         except FormatError as error:
-            undecided.append(
+            problems.append(
                 f"The function {read_calls.__name__} inferred an invalid format of the calls: "
                 f"{error}"
             )
             continue
         if call_format is not None:
-            return call_format
-    undecided.append(
+            return _CallInference(call_format, problems)
+    problems.append(
         "The calls have no form that the analysis knows. "
         f"A call is written as {unmask_call_ids(texts.one_call)!r}."
     )
-    return None
+    return _CallInference(None, problems)
 
 
-def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSection | None:
-    """Declare the tool section of the format, or return None if the section is invalid.
+def _tool_section(calls: CallFormat, close: str) -> ToolSection:
+    """Declare the tool section: the format of all tool calls of a message and their markup.
 
-    A tool section consists of all tool calls and the markers around them, such as
-    `<calls>..</calls>`.
+    Example: in "<calls><call>f</call>, <call>g</call></calls>", `<calls>` opens the tool section,
+    `</calls>` closes the tool section, and ", " separates the tool calls.
 
     Args:
-        calls: The inferred format of the tool calls.
-        close: The text after all tool calls, without the markers that end the turn.
-        undecided: The sentences that the report shows as "Not decided".
+        calls: The inferred format of the tool calls, with the opening marker and the separator.
+        close: The closing marker, which the caller has separated from the markers that end the
+            model's turn.
 
-    Mutates: `undecided`. The reason is appended if the section is invalid.
+    Raises:
+        FormatError: The parser could not read such a tool section.
     """
+    separator = calls.markup.separator
     has_opening_marker = bool(calls.markup.open.strip())
-    try:
-        if not has_opening_marker:  # Such a section cannot have a closing marker either.
-            return ToolSection(calls.calls, separator=calls.markup.separator)
-        return ToolSection(
-            calls.calls,
-            open=calls.markup.open,
-            close=close.rstrip(),
-            separator=calls.markup.separator,
-        )
-    except FormatError as error:
-        undecided.append(f"The tool section is invalid: {error}")
-        return None
+    if not has_opening_marker:  # Such a section cannot have a closing marker either.
+        return ToolSection(calls.calls, separator=separator)
+    opening = calls.markup.open
+    return ToolSection(calls.calls, open=opening, close=close.rstrip(), separator=separator)

@@ -1,0 +1,81 @@
+"""Recognise the tool calls of a model whose chat template does not render tool calls.
+
+Such a template only describes the tools to the model. The registry of formats then supplies the
+format of the tool calls, if the markers of a registered format occur in the template or in the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+
+from nereid_parsers.format import ToolSection
+from nereid_parsers.template.calls.call_renderer import CallRenderer
+from nereid_parsers.template.conversation import FIRST_TOOL, ONE_CALL, Conversation
+from nereid_parsers.template.difference import markers
+from nereid_parsers.template.known_formats import markers_of_phrases, recognise_tool_section
+from nereid_parsers.template.probe import Prober
+
+# The words that occur in markers of tool lists and of tool results. If "call" replaces such a word,
+# the marker may become a marker of tool calls. Example: `<|tool_list_start|>` becomes
+# `<|tool_call_start|>`.
+_NOT_CALL_WORD = re.compile(r"list|response|result|output")
+
+
+def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
+    """Guess how the model writes tool calls, for a template that renders no complete tool call.
+
+    The registry of formats contains the tool sections of known models. A tool section declares how
+    a model writes tool calls, for example between `<|tool_call_start|>` and `<|tool_call_end|>`. If
+    the template or the vocabulary contains the markers of a registered tool section, that tool
+    section is returned.
+
+    Mutates: `renderer.turn.prober.undecided`. If the template offers tools to the model, a sentence
+    about the result is appended for the report.
+
+    Returns:
+        The tool section. None if no registered tool section matches, if the template does not offer
+        tools, or if the template renders the name of a called function.
+    """
+    prober = renderer.turn.prober
+    prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
+    offers_tools = FIRST_TOOL in prompt
+    if not offers_tools:
+        return None
+    section = None
+    is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
+    if not is_name_rendered:  # Otherwise the template shows an unknown format of tool calls.
+        section = recognise_tool_section(_possible_call_markers(prober))
+    prober.undecided.append(_describe_unrendered_calls(section))
+    return section
+
+
+def _describe_unrendered_calls(section: ToolSection | None) -> str:
+    """Return the sentence of the report on a template that offers tools but renders no tool calls.
+
+    Args:
+        section: The registered tool section that the analysis has chosen, or None.
+    """
+    if section is None:
+        return (
+            "The template offers tools but renders no complete call. Calls are returned as content."
+        )
+    opening = section.open or section.calls[0].open
+    return (
+        "The template offers tools but renders no calls. The format of the calls was "
+        f"recognised, not inferred: {opening.strip()!r} opens a call."
+    )
+
+
+def _possible_call_markers(prober: Prober) -> set[str]:
+    """Return the texts that may be markers of tool calls, if the template renders no tool calls.
+
+    There are three kinds of such texts: the markers in the template, the added tokens of the
+    tokenizer, and markers that are derived from a marker in the template. Example: the template
+    contains `<|tool_list_start|>`, so the result contains this marker and `<|tool_call_start|>`.
+    """
+    literal_text = "\n".join(prober.template.literals)
+    # A phrase such as "List of tools: [" identifies the model family, whose markers are known.
+    template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
+    derived_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
+    return {*prober.added_tokens, *template_markers, *derived_markers}

@@ -12,7 +12,11 @@ from nereid_parsers.format import (
     TaggedArguments,
 )
 from nereid_parsers.template import format_of_response_template
-from nereid_parsers.template.response.regex_parts import Field, OptionalWhitespace, alternatives
+from nereid_parsers.template.response.regex_parts import (
+    OptionalWhitespace,
+    VariableText,
+    alternatives,
+)
 from parsers.template.support import TEMPLATES
 
 SPECS = json.loads((TEMPLATES / "response_templates.json").read_text(encoding="utf-8"))
@@ -118,12 +122,12 @@ def test_an_invalid_declaration_is_rejected_with_the_reason(declared, words):
 
 def test_a_regex_is_split_into_literals_white_space_and_fields():
     assert alternatives(r"\s*<f=(?P<name>[^>\n]+)>") == [
-        (OptionalWhitespace(), "<f=", Field("name"), ">"),
+        (OptionalWhitespace(), "<f=", VariableText("name"), ">"),
     ]
     assert alternatives(r"<a>|<b\.?>\Z") == [("<a>",), ("<b.>",), ("<b>",)]
     assert alternatives(r"x(?:y|z)[ \n]*\w+.") == [
-        ("xy", OptionalWhitespace(), Field(""), Field("")),
-        ("xz", OptionalWhitespace(), Field(""), Field("")),
+        ("xy", OptionalWhitespace(), VariableText(""), VariableText("")),
+        ("xz", OptionalWhitespace(), VariableText(""), VariableText("")),
     ]
 
 

@@ -23,10 +23,10 @@ from nereid_parsers.format import (
 )
 from nereid_parsers.template.calls.call_texts import escape_braces, unescape_braces
 from nereid_parsers.template.response.regex_parts import (
-    Field,
     OptionalWhitespace,
     Piece,
     Pieces,
+    VariableText,
     alternatives,
     literal_text,
     marker_spellings,
@@ -35,14 +35,18 @@ from nereid_parsers.template.response.regex_parts import (
 from nereid_parsers.template.response.response_transform import keys_of_transform
 from nereid_parsers.tool_declarations import Body
 
-# Maps named groups of a regular expression to fields of a pattern. Other groups become {word}.
-_PATTERN_FIELDS = {"name": "{name}", "id": "{id}", "key": "{key}"}
+# Maps the name of a group in a regular expression to the placeholder in a pattern of a format. Any
+# other group becomes the placeholder {word}.
+_PLACEHOLDERS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
 class _CallStart(NamedTuple):
-    """The start of a tool call: a marker, and a pattern with the name and the id.
+    """The text before the body of a tool call, for example `<call><f=save>`.
 
-    The marker or the pattern can be empty.
+    Attributes:
+        marker: The fixed text that opens the tool call: `<call>`. May be empty.
+        head: The pattern that matches the name or the id of the function: `<f={name}>`. May be
+            empty.
     """
 
     marker: str
@@ -50,32 +54,44 @@ class _CallStart(NamedTuple):
 
 
 def tool_section(field: Mapping[str, Any]) -> ToolSection:
-    """Convert the declaration of the field `tool_calls` into the tool section of a format."""
+    """Convert the declaration of the field `tool_calls` into the tool section of a format.
+
+    A tool section declares how a model writes all tool calls of a message. Example:
+    {"open": ["<call>", "<tool>"], "close": "</call>", "content": "json"} gives a tool section with
+    two variants of a tool call. The first variant starts with `<call>`, the second with `<tool>`.
+
+    Raises:
+        FormatError: The declaration is incomplete, or a format cannot express it.
+    """
     closes = marker_spellings(field, "close")
     close = closes[0] if closes else ""
-    is_array = _describes_all_calls(field)
-    calls = [_call(field, start, close, is_array=is_array) for start in _call_starts(field)]
+    is_array = _is_array_of_calls(field)
+    calls = [_declare_call(field, start, close, is_array=is_array) for start in _call_starts(field)]
     return ToolSection(tuple(calls))
 
 
-def _describes_all_calls(field: Mapping[str, Any]) -> bool:
-    """Return whether the text of the field is one JSON array with all tool calls.
+def _is_array_of_calls(field: Mapping[str, Any]) -> bool:
+    """Return whether the model writes all tool calls of a message as one JSON array.
 
-    The member `transform_each` declares such an array. Otherwise the members `repeats` and
-    `transform` declare that the text is one tool call. Without these members, the text is an array.
+    `field` is the declaration of the field `tool_calls`. Its member `transform_each` is true for an
+    array. A member `repeats` or `transform` shows that the model writes one tool call after the
+    other. If all three members are missing, the model writes an array.
 
-    >>> _describes_all_calls({"repeats": True}), _describes_all_calls({"content": "json"})
+    >>> _is_array_of_calls({"repeats": True}), _is_array_of_calls({"content": "json"})
     (False, True)
     """
-    describes_one_call = bool(field.get("repeats") or field.get("transform"))
-    return bool(field.get("transform_each")) or not describes_one_call
+    if field.get("transform_each"):
+        return True
+    is_one_call = bool(field.get("repeats") or field.get("transform"))
+    return not is_one_call
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    r"""Read the possible starts of a tool call from the declaration of the field `tool_calls`.
+    r"""Return the possible starts of a tool call: the texts before the arguments.
 
-    A start consists of a marker and a header with the function's name. The member `open` declares
-    only markers. The member `open_pattern` is a regular expression for the marker and the header.
+    `field` is the declaration of the field `tool_calls`. Its member `open` contains the marker that
+    opens a tool call, or a list of such markers. Its member `open_pattern` contains a regular
+    expression, which matches the marker and also a header with the function's name.
 
     >>> _call_starts({"open": ["<call>", "<tool>"]})
     [_CallStart(marker='<call>', head=''), _CallStart(marker='<tool>', head='')]
@@ -83,10 +99,10 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
     [_CallStart(marker='<call>', head='\n<f={name}>')]
 
     Raises:
-        FormatError: The field has no opening marker.
+        FormatError: The declaration contains no opening marker.
     """
     if "open_pattern" in field:
-        return [_call_start(pieces) for pieces in alternatives(field["open_pattern"])]
+        return [_split_call_start(pieces) for pieces in alternatives(field["open_pattern"])]
     opens = marker_spellings(field, "open")
     if not opens:
         raise FormatError(
@@ -96,21 +112,30 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
     return [_CallStart(marker, "") for marker in opens]
 
 
-def _call_start(pieces: Pieces) -> _CallStart:
-    r"""Convert a split regular expression into the start of a tool call: a marker and a header.
+def _split_call_start(pieces: Pieces) -> _CallStart:
+    r"""Split the start of a tool call into a marker and a header with the function's name.
 
-    The expression is one alternative of the member `open_pattern`. The header is a pattern with the
-    function's name. The marker is the first literal, unless this literal directly precedes a field.
+    There are three cases. Without variable text, there is only a marker:
 
-    >>> _call_start(("<call>", OptionalWhitespace(), "<f=", Field("name"), ">"))
-    _CallStart(marker='<call>', head='\n<f={name}>')
-    >>> _call_start(("<f=", Field("name"), ">"))
-    _CallStart(marker='', head='<f={name}>')
-    >>> _call_start(("<call>", OptionalWhitespace()))
+    >>> _split_call_start(("<call>", OptionalWhitespace()))
     _CallStart(marker='<call>', head='')
 
+    If the first literal touches variable text, the literal belongs to the header:
+
+    >>> _split_call_start(("<f=", VariableText("name"), ">"))
+    _CallStart(marker='', head='<f={name}>')
+
+    Otherwise the first literal is the marker:
+
+    >>> _split_call_start(("<call>", OptionalWhitespace(), "<f=", VariableText("name"), ">"))
+    _CallStart(marker='<call>', head='\n<f={name}>')
+
+    Args:
+        pieces: The pieces of a regular expression that matches the start of a tool call. A piece is
+            a literal, optional white space or variable text such as the function's name.
+
     Raises:
-        FormatError: The tool call does not start with a literal.
+        FormatError: The first piece after white space is not a literal.
     """
     visible_pieces = _without_leading_whitespace(pieces)
     first_literal = visible_pieces[0] if visible_pieces else None
@@ -119,74 +144,86 @@ def _call_start(pieces: Pieces) -> _CallStart:
             "`open_pattern` of the field `tool_calls` must begin with a literal, but it begins "
             "with a group or is empty"
         )
-    has_field = any(isinstance(piece, Field) for piece in visible_pieces)
-    if not has_field:
+    has_variable_text = any(isinstance(piece, VariableText) for piece in visible_pieces)
+    if not has_variable_text:
         return _CallStart(text_of_literals(visible_pieces), head="")
     after_literal = visible_pieces[1:]
-    precedes_field = isinstance(after_literal[0], Field)
-    if precedes_field:
+    touches_variable_text = isinstance(after_literal[0], VariableText)
+    if touches_variable_text:
         return _CallStart(marker="", head=_pattern(visible_pieces))
     return _CallStart(first_literal, _pattern(after_literal))
 
 
 def _without_leading_whitespace(pieces: Pieces) -> Pieces:
-    """Remove the white-space pieces at the start of `pieces`."""
+    """Return the pieces of a regular expression without optional white space at the start."""
     while pieces and isinstance(pieces[0], OptionalWhitespace):
         pieces = pieces[1:]
     return pieces
 
 
 def _pattern(pieces: Pieces) -> str:
-    r"""Convert the pieces of a regular expression into a pattern such as `<f {name}>`.
+    r"""Convert the pieces of a regular expression into a pattern of a format, such as `<f {name}>`.
 
-    An expression for white space becomes a line break, which matches any white space in a pattern.
+    A pattern contains placeholders in braces, so the braces of a literal are doubled. Optional
+    white space becomes a line break, because a line break in a pattern matches any white space.
 
-    >>> _pattern(("<f{x} ", Field("name"), OptionalWhitespace()))
+    >>> _pattern(("<f{x} ", VariableText("name"), OptionalWhitespace()))
     '<f{{x}} {name}\n'
     """
     return "".join(_pattern_text(piece) for piece in pieces)
 
 
 def _pattern_text(piece: Piece) -> str:
-    """Convert one piece of a regular expression into a pattern."""
-    if isinstance(piece, Field):
-        return _PATTERN_FIELDS.get(piece.name, "{word}")
+    r"""Return the text in a pattern that corresponds to one piece of a regular expression.
+
+    >>> _pattern_text(VariableText("name")), _pattern_text("{"), _pattern_text(OptionalWhitespace())
+    ('{name}', '{{', '\n')
+    """
+    if isinstance(piece, VariableText):
+        return _PLACEHOLDERS.get(piece.name, "{word}")
     return escape_braces(piece) if isinstance(piece, str) else "\n"
 
 
-def _call(field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: bool) -> Call:
-    """Declare how the model writes a tool call: the marker, the header, the body and the end.
+def _declare_call(
+    field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: bool
+) -> Call:
+    """Return the declaration of one form of a tool call, from the marker that opens it to `close`.
+
+    Example: if the tool call is `<call><f=save>{"path": "a"}</call>`, `start` consists of the
+    marker `<call>` and the header `<f={name}>`. The body of the tool call is JSON.
 
     Args:
-        field: The declaration of the field `tool_calls`.
-        start: The start of the tool call.
-        close: The marker after the tool call.
-        is_array: Whether JSON that contains the names is an array of tool calls. Otherwise the JSON
-            is one object.
+        field: The declaration of the field `tool_calls`, which describes the body.
+        start: The text before the body.
+        close: The marker after the body, or "" if there is none.
+        is_array: Whether a body that contains the functions' names is a JSON array of tool calls.
+            Otherwise such a body is a JSON object with one tool call.
     """
     has_name_in_head = "{name}" in start.head
-    body = _body(field, has_name_in_head=has_name_in_head, is_array=is_array)
-    contains_name = isinstance(body, JsonObject | JsonArray)
-    if contains_name:
-        # A header must contain the name. So the text of the header is a part of the marker.
+    body = _declare_body(field, has_name_in_head=has_name_in_head, is_array=is_array)
+    is_name_in_body = isinstance(body, JsonObject | JsonArray)
+    if is_name_in_body:
+        # In a `Call`, a header must contain the name. So the text of this header, which contains no
+        # name, is appended to the marker.
         return Call(body, open=start.marker + unescape_braces(start.head), close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
 
 
-def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -> Body:
-    """Declare the body of a tool call, which contains the arguments and sometimes the name.
+def _declare_body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -> Body:
+    """Return the declaration of the body: the part of a tool call that contains the arguments.
 
-    The member `content` of the field is the form of the body, and the member `content_args`
-    describes this form. Example: {"content": "json"} is the body `JsonArguments` if the header
-    contains the name.
+    The member `content` of `field` names the form of the body, and the member `content_args`
+    contains the options of this form. Example: {"content": "json"} gives `JsonArguments` if the
+    function's name precedes the body. If the body itself contains the name, this declaration gives
+    `JsonObject` or `JsonArray`.
 
     Args:
         field: The declaration of the field `tool_calls`.
         has_name_in_head: Whether the function's name precedes the body.
-        is_array: Whether JSON that contains the names is an array of tool calls.
+        is_array: Whether a body that contains the functions' names is a JSON array of tool calls.
 
     Raises:
-        FormatError: The field declares a form of arguments that a `Body` cannot express.
+        FormatError: The declared form is unknown, or its options are invalid.
     """
     content = field.get("content", "text")
     options = field.get("content_args") or {}
@@ -200,15 +237,15 @@ def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -
         return _unquoted_key_arguments(options["string_delims"])
     if has_name_in_head:
         return JsonArguments()
-    keys = keys_of_transform(field.get("transform"))  # The JSON also contains the name.
+    keys = keys_of_transform(field.get("transform"))  # the keys of the name and the arguments
     return JsonArray(keys) if is_array else JsonObject(keys)
 
 
 def _unquoted_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArguments:
-    """Declare arguments such as `{a:<q>x<q>}`: keys have no quotes, and strings have delimiters.
+    """Return the declaration of arguments such as `{a:<q>x<q>}`, whose keys have no quotes.
 
-    `string_delims` contains pairs of the texts before and after a string. Only the first pair is
-    used, because a template renders all strings with one pair.
+    `string_delims` contains pairs of texts: the text before a string and the text after the string.
+    Only the first pair is used, because a template renders all strings with one pair.
 
     >>> _unquoted_key_arguments([["<q>", "<q>"]])
     BareKeyArguments(quote='<q>')
@@ -226,38 +263,40 @@ def _unquoted_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyAr
 
 
 def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
-    r"""Derive the tags around the arguments of a tool call from the expression `tag_pattern`.
+    r"""Return the declaration of arguments in tags, such as `<a=path>x</a>`.
 
-    The regular expression matches one argument. It contains the groups `key` and `value`.
+    The option `tag_pattern` is a regular expression that matches one argument with its tags. The
+    group `key` matches the name of the argument, and the group `value` matches the value.
 
     >>> _tagged_arguments({"tag_pattern": r"<a=(?P<key>\w+)>(?P<value>.*?)</a>"})
     TaggedArguments(open='<a={key}>', close='</a>', also=())
 
     Raises:
-        FormatError: The expression contains no key, or no value after the key.
+        FormatError: The expression has no group `key`, or no group `value` after it.
     """
     tag_pattern = str(options.get("tag_pattern", ""))
-    # Only the first alternative is used, because a template writes all values in the same tags.
+    # A template writes all arguments in equal tags, so the first alternative is sufficient.
     pieces = alternatives(tag_pattern)[0]
     if not _has_key_before_value(pieces):
         raise FormatError(
             "`tag_pattern` of the response_template must contain the group (?P<key>..), and after "
             "it the group (?P<value>..)"
         )
-    value_index = pieces.index(Field("value"))
+    value_index = pieces.index(VariableText("value"))
     before_value = _without_leading_whitespace(pieces[:value_index])
     after_value = pieces[value_index + 1 :]
-    # An opening tag is a pattern, because it contains the key. A closing tag is a fixed text.
+    # The opening tag is a pattern, because it contains the key. The closing tag is a fixed text.
     return TaggedArguments(open=_pattern(before_value), close=_closing_tag(after_value))
 
 
 def _has_key_before_value(pieces: Pieces) -> bool:
-    """Return whether the pieces contain the field `key`, and after it the field `value`.
+    """Return whether the group `value` follows the group `key` in a regular expression.
 
-    >>> _has_key_before_value(("<", Field("key"), ">", Field("value")))
-    True
+    >>> key, value = VariableText("key"), VariableText("value")
+    >>> _has_key_before_value(("<", key, ">", value)), _has_key_before_value(("<", value, ">", key))
+    (True, False)
     """
-    names = [piece.name for piece in pieces if isinstance(piece, Field)]
+    names = [piece.name for piece in pieces if isinstance(piece, VariableText)]
     has_both = "key" in names and "value" in names
     return has_both and names.index("key") < names.index("value")
 
@@ -265,14 +304,13 @@ def _has_key_before_value(pieces: Pieces) -> bool:
 def _closing_tag(pieces: Pieces) -> str:
     r"""Convert the pieces of a regular expression into the closing tag of an argument.
 
-    A closing tag is a marker, not a pattern, so its braces are not doubled. An expression for white
-    space becomes a line break.
+    A closing tag is a fixed text. Optional white space becomes a line break.
 
     >>> _closing_tag((OptionalWhitespace(), "</a>"))
     '\n</a>'
 
     Raises:
-        FormatError: A piece is a group of the regular expression.
+        FormatError: A piece is variable text.
     """
     texts = [
         "\n" if isinstance(piece, OptionalWhitespace) else literal_text(piece) for piece in pieces

@@ -1,8 +1,8 @@
 r"""Convert a `response_template`, transformers' declaration of a chat format, into a Format.
 
 The declaration is in tokenizer_config.json (transformers 5.23, utils/chat_parsing). For each field
-of a message, the declaration states the literal or the regular expression that opens and closes the
-field, and how the text of the field is parsed:
+of a message, the declaration contains the literal or the regular expression that opens the field,
+the literal or the regular expression that closes the field, and the form of the text between them:
 
     {"start_anchor": "<|im_start|>assistant\n", "fields": {
         "reasoning_content": {"open": "<think>", "close": "</think>"},
@@ -29,16 +29,16 @@ _KNOWN_FIELDS = {*REASONING_FIELDS, "content", "tool_calls"}
 def format_of_response_template(spec: Mapping[str, Any]) -> Format:
     """Convert a `response_template`, transformers' declaration of a chat format, into a Format.
 
-    Example: {"fields": {"content": {"close": "<end>"}}} declares that `<end>` ends a turn.
+    Example: {"fields": {"content": {"close": "<end>"}}} gives a format whose turns end with
+    `<end>`, because the content is the last part of a turn.
 
     Raises:
-        FormatError: The declaration is malformed, or declares something that a Format cannot
-            express.
+        FormatError: The declaration is malformed, or a Format cannot express the declaration.
     """
     fields = _checked_fields(spec)
-    # The field for reasoning has one of the names of REASONING_FIELDS, such as "reasoning_content".
+    # REASONING_FIELDS contains the possible names of this field, such as "reasoning_content".
     reasoning_fields = [fields[name] for name in REASONING_FIELDS if name in fields]
-    reasoning = _reasoning(reasoning_fields[0]) if reasoning_fields else None
+    reasoning = _declare_reasoning(reasoning_fields[0]) if reasoning_fields else None
     content = _content_markers(fields.get("content") or {})
     tools = tool_section(fields["tool_calls"]) if "tool_calls" in fields else None
     return Format(
@@ -53,10 +53,12 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
 def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check a `response_template`, and return its member `fields`.
 
-    Each field declares how the model writes one part of a message, such as "tool_calls".
+    The keys of `fields` are the parts of a message, such as "tool_calls". The values declare how
+    the model writes these parts.
 
     Raises:
-        FormatError: The declaration is malformed, has another version, or has an unknown field.
+        FormatError: The response template is malformed, has an unsupported version, or has an
+            unknown field.
     """
     if not isinstance(spec, Mapping):
         raise FormatError(f"the response_template must be a JSON object, but it is {spec!r}")
@@ -81,8 +83,11 @@ def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     return fields
 
 
-def _reasoning(field: Mapping[str, Any]) -> Reasoning:
+def _declare_reasoning(field: Mapping[str, Any]) -> Reasoning:
     """Convert the declaration of the field for reasoning into the reasoning part of a format.
+
+    A declaration may contain several spellings of a marker. A model writes the first spelling, and
+    the other spellings are also recognised.
 
     Example: {"open": "<think>", "close": "</think>"} gives `Reasoning("<think>", "</think>")`.
 
@@ -100,17 +105,23 @@ def _reasoning(field: Mapping[str, Any]) -> Reasoning:
 
 
 class _ContentMarkers(NamedTuple):
-    """The markers around the content, if any, and the markers that end the turn."""
+    """The markers in the declaration of the field `content`.
+
+    Attributes:
+        wrapper: The markers around the content, or None if there are none.
+        turn_ends: The markers that end the model's turn.
+    """
 
     wrapper: Wrapper | None
     turn_ends: tuple[str, ...]
 
 
 def _content_markers(field: Mapping[str, Any]) -> _ContentMarkers:
-    """Read the markers from the declaration of the field `content`.
+    """Return the markers in `field`, the declaration of the field `content`.
 
-    If the field has no opening marker, there is no wrapper, and the closing markers end the turn.
-    Otherwise the first closing marker belongs to the wrapper.
+    The markers around the content are called the wrapper. If `field` has no opening marker, there
+    is no wrapper, so all closing markers end the model's turn. If `field` has an opening marker,
+    the first closing marker belongs to the wrapper, and the others end the turn.
 
     >>> _content_markers({"close": "<end>"})
     _ContentMarkers(wrapper=None, turn_ends=('<end>',))

@@ -21,9 +21,11 @@ _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 def keys_of_transform(transform: object) -> Keys:
-    """Return the JSON keys that contain the name, the arguments and the id of a tool call.
+    """Return the JSON keys whose values are the name, the arguments and the id of a tool call.
 
-    A key may be a path of nested keys that are separated by dots, such as "function.name".
+    A transform describes how transformers builds a tool call from the JSON that a model writes. In
+    the example, "{content.f}" stands for the value of the key `f` of this JSON. The keys of nested
+    objects are joined by dots, as in "function.name".
 
     >>> transform = {"function": {"name": "{content.f}", "arguments": "{content.args}"}}
     >>> keys = keys_of_transform(transform)
@@ -31,12 +33,12 @@ def keys_of_transform(transform: object) -> Keys:
     ('f', 'args')
 
     Args:
-        transform: The rule by which transformers builds a tool call from the JSON, or a list of one
-            such rule. A rule is one placeholder, such as "{content.tool}", or an object of
-            placeholders. None if the JSON already has the form of a tool call.
+        transform: A rule, or a list of one rule. A rule is one placeholder, such as
+            "{content.tool}", or an object of placeholders. None if the model writes the JSON in the
+            form that transformers returns.
 
     Raises:
-        FormatError: The transform does not contain the keys.
+        FormatError: The transform is malformed, or does not contain the keys.
     """
     is_list_of_one = isinstance(transform, list) and len(transform) == 1
     rule: Any = transform[0] if is_list_of_one else transform  # type: ignore[index]
@@ -44,21 +46,22 @@ def keys_of_transform(transform: object) -> Keys:
         return Keys(name="function.name", arguments="function.arguments", id="id")
     function = _function_of_rule(rule)
     if isinstance(function, str):
-        return _usual_keys(_path(function))
+        return _default_keys_in(_path(function))
     return _keys_of_rule(rule, function)
 
 
 def _function_of_rule(rule: object) -> str | Mapping[str, Any]:
-    """Return the part of a rule that describes the name and the arguments.
+    """Return the member `function` of a rule, or the whole rule if there is no such member.
 
-    The part is a placeholder or an object with the members `name` and `arguments`. It is the member
-    `function` of the rule, or the whole rule if there is no such member.
+    A rule describes how transformers builds a tool call from the JSON that a model writes. The
+    result describes the called function. It is one placeholder, or an object with placeholders for
+    the name and the arguments.
 
     >>> _function_of_rule({"function": "{content}"}), _function_of_rule("{content}")
     ('{content}', '{content}')
 
     Raises:
-        FormatError: The part has another type.
+        FormatError: The result would be neither a string nor an object.
     """
     function = rule.get("function", rule) if isinstance(rule, Mapping) else rule
     if not isinstance(function, str | Mapping):
@@ -70,7 +73,10 @@ def _function_of_rule(rule: object) -> str | Mapping[str, Any]:
 
 
 def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
-    """Return the JSON keys in the placeholders of a transform, such as `f` in `{content.f}`.
+    """Return the JSON keys to which the placeholders of a rule refer, such as `f` in `{content.f}`.
+
+    The model writes a tool call as a JSON object. The result names the members of this object that
+    contain the function's name, the arguments and the id of the tool call.
 
     >>> function = {"name": "{content.f}", "arguments": "{content.a}"}
     >>> keys = _keys_of_rule({"id": "{content.number}", "function": function}, function)
@@ -78,8 +84,9 @@ def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
     ('f', 'a', 'number')
 
     Args:
-        rule: The transform. It may contain a placeholder for the id.
-        function: The object that contains the placeholders for the name and the arguments.
+        rule: The whole rule, which may contain a placeholder for the id.
+        function: The object in the rule that contains the placeholders for the name and the
+            arguments.
 
     Raises:
         FormatError: A placeholder is missing or malformed.
@@ -96,10 +103,13 @@ def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
     return Keys(name=name_path, arguments=arguments_path, id=id_path or None)
 
 
-def _usual_keys(function_path: str) -> Keys:
-    """Return the paths of the keys `name` and `arguments` in the object at `function_path`.
+def _default_keys_in(function_path: str) -> Keys:
+    """Return the paths of the members `name` and `arguments` of the object at `function_path`.
 
-    >>> _usual_keys("function").name, _usual_keys("").name
+    A path consists of the keys that lead to a value in nested JSON objects. The path "" is the
+    whole JSON object.
+
+    >>> _default_keys_in("function").name, _default_keys_in("").name
     ('function.name', 'name')
     """
     prefix = f"{function_path}." if function_path else ""
@@ -107,10 +117,10 @@ def _usual_keys(function_path: str) -> Keys:
 
 
 def _path(placeholder: object) -> str:
-    """Convert a placeholder to a path, for example `{content.tool.name}` to `tool.name`.
+    """Return the path of the JSON value that a placeholder stands for.
 
-    A path consists of keys that are joined by dots. The word "content" in a placeholder refers to
-    the whole JSON object, so the path does not contain this word.
+    A path consists of keys that are joined by dots. In a placeholder, "content" stands for the
+    whole JSON object, so the path does not contain this word.
 
     >>> _path("{content.tool.name}"), _path("{content}")
     ('tool.name', '')

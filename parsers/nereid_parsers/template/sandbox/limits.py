@@ -25,19 +25,22 @@ MAX_NUMBER = 10_000  # the largest length or width that an operation may demand
 MAX_BITS = 4096  # the largest number of bits of an integer
 _MAX_DEPTH = 100  # the largest number of levels of nested lists
 
-_ITEM_SIZE = 16  # `size_of` adds this size for each value.
-_STEPS_PER_CLOCK = 64  # The clock is slow, so only every 64th step reads the clock.
+_ITEM_SIZE = 16  # the size that `size_of` adds for each value
+_CHECKS_PER_CLOCK_READ = 64  # Reading the clock is slow, so most time checks do not read it.
 _REQUEST_SECONDS = 5.0
-# For each character of a request (see `size_of`), these numbers are added to ANALYSIS_LIMITS.
+# For each character of a request, these numbers are added to the limits in ANALYSIS_LIMITS.
 _STEPS_PER_CHARACTER = 8
 _TOTAL_SIZE_PER_CHARACTER = 64
 _VALUE_SIZE_PER_CHARACTER = 8
 _TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
-_POWER_WEIGHT = 200  # With this weight, powers of more than about 1500 bits are too large.
+# Each bit of a power counts as 200 characters, so that an analysis, which allows 300_000 characters,
+# rejects powers of more than 1500 bits.
+_CHARACTERS_PER_BIT_OF_POWER = 200
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
-_NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")  # In `{:{}}`, an argument gives the width.
+# Matches a field of a format string whose width is given by an argument, as in `{:{}}`.
+_NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")
 _LONG_NUMBER = re.compile(r"\d{5,}")
-_MAX_SHOWN_DIGITS = 12  # An error message shows at most this number of digits.
+_MAX_SHOWN_DIGITS = 12  # the largest number of digits in an error message
 
 
 class LimitError(TemplateError):
@@ -46,14 +49,14 @@ class LimitError(TemplateError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a `Budget`. They apply to the sum of all renderings that use the budget.
+    """The limits for all renderings of a template that use one `Budget`.
 
     Attributes:
-        steps: The number of loop items, calls and filters.
-        total_size: The total size of all values that the template makes, see `size_of`.
-        value_size: The number of characters of one string, or the size of one list.
-        seconds: The processor time of this thread, including the time of the compilation. The time
-            of other programs does not count.
+        steps: The largest number of loop items, function calls and filters in all renderings.
+        total_size: The largest total size of all values that the renderings make, see `size_of`.
+        value_size: The largest number of characters of one string, or the largest size of one list.
+        seconds: The longest processor time of the thread. This time includes the compilation of the
+            template, but not the time of other threads and programs.
     """
 
     steps: int = 400_000
@@ -66,11 +69,11 @@ ANALYSIS_LIMITS = Limits()
 
 
 def limits_for_request(variables: Mapping[str, Any]) -> Limits:
-    """Return the limits for rendering one request. The limits grow with the size of the request.
+    """Return the limits for rendering one request, which grow with the size of the request.
 
-    A template needs more steps and makes longer texts if the request is longer. `tojson` lengthens
-    a text more than other operations: one character can become six characters. The class `Limits`
-    explains each limit.
+    A template needs more steps and makes longer texts if the request is longer. The filter `tojson`
+    lengthens a text more than other operations do: one character can become six characters, as in
+    `\\u00e9`. The limits allow for this.
 
     Args:
         variables: The variables of the template, which contain the messages of the request.
@@ -85,10 +88,10 @@ def limits_for_request(variables: Mapping[str, Any]) -> Limits:
 
 
 class Budget:
-    """The numbers of steps, characters and seconds that a template may still use.
+    """The numbers of steps, characters and seconds that the renderings of a template may still use.
 
-    A budget may be used by only one thread. The time starts when the budget is created. Example:
-    with `Budget(Limits(steps=1))`, the second call of `step` raises a LimitError.
+    The time of a budget starts when the budget is created. Only one thread may use a budget.
+    Example: with `Budget(Limits(steps=1))`, the second call of `step` raises a LimitError.
     """
 
     __slots__ = ("_deadline_s", "_num_time_checks", "_size_left", "_steps_left", "limits")
@@ -104,8 +107,8 @@ class Budget:
     def check_time(self) -> None:
         """Raise LimitError if the time limit is exceeded. Only every 64th call reads the clock."""
         self._num_time_checks += 1
-        is_clock_read = self._num_time_checks % _STEPS_PER_CLOCK == 0
-        if is_clock_read and time.thread_time() > self._deadline_s:
+        reads_clock = self._num_time_checks % _CHECKS_PER_CLOCK_READ == 0
+        if reads_clock and time.thread_time() > self._deadline_s:
             raise LimitError(
                 f"the template takes more than {self.limits.seconds} seconds; it is too long or "
                 "contains an endless loop"
@@ -114,14 +117,16 @@ class Budget:
     def step(self, literal_size: int = 0) -> None:
         """Count one step of a rendering: a loop item, a function call or a filter.
 
-        The count stops a template that never ends, because no other thread can stop it.
+        A template can contain an endless loop, and no other thread can stop this loop. So the
+        number of steps is limited.
 
         Args:
-            literal_size: The number of characters of the template's own text that this step may
-                write. One loop item, for example, can write all text inside the loop.
+            literal_size: The largest number of characters of literal text that this step can write.
+                Literal text is text of the template itself, such as "Hi" in `Hi {{ name }}`.
 
         Raises:
-            LimitError: The template runs for too long, or makes too much text.
+            LimitError: The steps exceed the limit on their number, on the time or on the total
+                size.
         """
         self._steps_left -= 1
         if self._steps_left < 0:
@@ -133,10 +138,10 @@ class Budget:
         self.add_size(literal_size)
 
     def add_size(self, size: int) -> None:
-        """Add `size` to the total size of all texts and lists that the template has made.
+        """Add `size` to the total size of the texts and lists that all renderings have made.
 
         Raises:
-            LimitError: The total is larger than `Limits.total_size`.
+            LimitError: The total size is larger than `Limits.total_size`.
         """
         self._size_left -= size
         if self._size_left < 0:
@@ -146,12 +151,13 @@ class Budget:
             )
 
     def check(self, value: Any) -> Any:  # noqa: ANN401  # a template may make any value
-        """Check a value that the template made, add its size to the total, and return the value.
+        """Check the size of a value that the template has made, and return the value unchanged.
 
-        Numbers and other small values have no size.
+        The size is also added to the total size of all values. Numbers add nothing to the total.
 
         Raises:
-            LimitError: The value is too large, or the template makes too much text.
+            LimitError: The value is larger than the limit for one value, or all values together are
+                larger than the limit for the total size.
         """
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise LimitError(f"the template computes an integer with more than {MAX_BITS} bits")
@@ -166,7 +172,7 @@ class Budget:
         return value
 
     def check_size(self, size: int) -> None:
-        """Raise LimitError if `size`, the size of a value, exceeds the limit for one value."""
+        """Raise LimitError if the size of a value exceeds the limit for one value."""
         _check_size(size, self.limits.value_size)
 
     # ---- operations that are rejected before they run --------------------------------------------
@@ -174,16 +180,15 @@ class Budget:
     def check_operator(self, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
         """Raise LimitError if the result of `left operator right` would be too large.
 
-        The check precedes the operation, because the operation cannot be interrupted. Examples of
-        rejected operations: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
+        The template has not yet run the operation, because a running operation cannot be stopped.
+        Examples of rejected operations: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
         """
-        if operator == "*":  # The number may be on either side: `'x' * 3` or `3 * 'x'`.
+        if operator == "*":  # The string may be on either side: `'x' * 3` or `3 * 'x'`.
             self._check_repetition(left, right)
             self._check_repetition(right, left)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            num_bits = left.bit_length() * abs(right)  # an upper bound for the bits of the result
-            self.check_size(num_bits * _POWER_WEIGHT)
-        elif operator == "%":
+            self._check_power(left, right)
+        elif operator == "%":  # The left side may be a format string, as in `'%5d' % 1`.
             check_format(left)
             if isinstance(right, tuple):  # A number of the tuple may be a width, as in `%*d`.
                 check_numbers(right)
@@ -191,10 +196,16 @@ class Budget:
     def check_method(self, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
         """Raise LimitError if the result of the method call `owner.name(*args)` would be too large.
 
-        The owner is a string or a number. Example: `text.replace("", "x" * 1000)` inserts 1000
-        characters before each character of `text`.
+        Example: in `text.replace("", "x" * 1000)`, which inserts 1000 characters before each
+        character, `owner` is the value of `text`, and `name` is "replace".
+
+        Args:
+            owner: A string or a number.
+            name: The name of the method. Methods that are not listed below can only make a long
+                text if an argument is a large number.
+            args: The arguments of the method.
         """
-        check_numbers(args)
+        check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
         match name:
             case "format" | "format_map":
                 check_format(owner)
@@ -212,13 +223,20 @@ class Budget:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Raise LimitError if the result of the filter `name` on `value` would be too large.
+        """Raise LimitError if the result of a filter would be too large.
 
-        Example: for `text | indent(9999)`, `name` is "indent" and `args` is (9999,). Filters that
-        cannot lengthen a value by much are not checked.
+        A filter is a function that a template applies to a value. Example: in `text | indent(9)`,
+        `name` is "indent", `value` is the value of `text`, and `args` is (9,).
+
+        Args:
+            name: The name of the filter. Filters that are not listed below can only make a long
+                text if an option is a large number.
+            value: The value to which the filter is applied.
+            args: The positional options of the filter.
+            kwargs: The keyword options of the filter.
         """
         options = [*args, *kwargs.values()]
-        check_numbers(options)
+        check_numbers(options)  # An option may be a length, as in `text | center(10**9)`.
         match name:
             case "replace" if len(args) > 1:
                 self._check_replace(str(value), args[0], args[1])
@@ -233,69 +251,82 @@ class Budget:
                 self._check_indent(value, width or _DEFAULT_INDENT)
 
     def _check_tojson(self, options: list[Any]) -> None:
-        """Raise LimitError if the filter `tojson` would repeat a very long option.
+        """Raise LimitError if the options of the filter `tojson` are too long.
 
-        Options such as the indentation and the separators are written once for each line.
+        Options such as `indent` and `separators` are written once for each line of the JSON text,
+        so a long option makes a very long text.
         """
-        options_size = sum(_text_size(option) for option in options)
+        options_size = sum(_num_characters(option) for option in options)
         self.check_size(options_size * _TOJSON_LINES)
 
     def _check_indent(self, text: str, width: Any) -> None:  # noqa: ANN401
-        """Raise LimitError if `text | indent(width)` would be too large.
+        """Raise LimitError if the filter `indent` would add too many characters to `text`.
 
         Args:
-            text: The text.
-            width: The text before each line, or the number of spaces before each line.
+            text: The text whose lines are indented.
+            width: The text that the filter writes before each line, or the number of spaces.
         """
         indent_size = len(width) if isinstance(width, str) else int(width)
         self.check_size(text.count("\n") * indent_size)
 
     def _check_repetition(self, sequence: object, times: object) -> None:
-        """Raise LimitError if `sequence * times` would be too large."""
+        """Raise LimitError if the product `sequence * times` would be too large.
+
+        Example: `"ab" * 3` is a text of 6 characters. The product of two numbers is not checked.
+        """
         if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
             self.check_size(len(sequence) * max(times, 0))
+
+    def _check_power(self, base: int, exponent: int) -> None:
+        """Raise LimitError if the number `base ** exponent` would have too many bits."""
+        max_bits = base.bit_length() * abs(exponent)
+        self.check_size(max_bits * _CHARACTERS_PER_BIT_OF_POWER)
 
     def _check_replace(self, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
         """Raise LimitError if `text.replace(old, new)` could be too large.
 
-        An empty `old` matches before each character and at the end of the text.
+        The check assumes that `text` consists only of repetitions of `old`. Example: the text "aaa"
+        has at most 3 matches of "a". An empty `old` has 4 matches, one before each character and
+        one at the end.
         """
         old_size = max(len(str(old)), 1)
         max_replacements = len(text) // old_size + 1
         self.check_size(len(text) + max_replacements * len(str(new)))
 
     def _check_join(self, items: Any, separator: Any) -> None:  # noqa: ANN401
-        """Raise LimitError if `separator.join(items)` would be too large."""
+        """Raise LimitError if `separator.join(items)` would be too large.
+
+        The separators and the items are checked one after the other.
+        """
         if isinstance(items, list | tuple | str | dict):
             self.check_size(len(items) * (len(str(separator)) + 1))
             size_of(items, self.limits.value_size)  # raises LimitError if the items are too large
 
 
 def _check_size(size: int, max_size: int) -> None:
-    """Raise LimitError if `size`, the size of a value, is larger than `max_size`."""
+    """Raise LimitError if the size of a value is larger than `max_size`."""
     if size > max_size:
         raise LimitError(f"the template makes a value of size {size}, but the limit is {max_size}")
 
 
 def size_of(value: object, max_size: int, depth: int = 0) -> int:
-    """Return the approximate number of characters that a value of a template would have as text.
+    """Return the approximate number of characters of a value, if a template writes it as text.
 
-    A string counts as its length plus 16, and a list counts as the sum of its members plus 16. If a
-    value contains the same list twice, this list counts twice, because a template would also write
-    the list twice.
+    The size of a string is its length plus 16. The size of a list is the sum of the sizes of its
+    members plus 16. A list that occurs twice in the value counts twice, because a template would
+    write this list twice.
 
     >>> size_of("abc", max_size=100), size_of(["abc", "abc"], max_size=100)
     (19, 54)
 
     Args:
         value: The value.
-        max_size: The largest size that is allowed.
-        depth: The number of lists that contain the value.
+        max_size: The largest allowed size. The error is raised as soon as the sum exceeds this
+            size, because the sum for a list that contains another list many times may take long.
+        depth: The number of lists around the value, which the recursive calls pass.
 
     Raises:
-        LimitError: The size is larger than `max_size`, or the lists are nested too deeply. The
-            error is raised as soon as the limit is exceeded, because lists that contain each other
-            several times could be enormous.
+        LimitError: The size is larger than `max_size`, or the lists are nested too deeply.
     """
     if isinstance(value, str):
         return len(value) + _ITEM_SIZE
@@ -316,10 +347,10 @@ def size_of(value: object, max_size: int, depth: int = 0) -> int:
 
 
 def check_numbers(values: Iterable[object]) -> None:
-    """Raise LimitError if one of the values is a number with an absolute value above MAX_NUMBER.
+    """Raise LimitError if one of the arguments of an operation is a very large number.
 
-    The values are the arguments of an operation, which may use such a number as the length of a
-    text. Example: `'%*d' % (99999, 1)` would write 99999 characters.
+    The operation may use the number as the length of a text. Example: `'%*d' % (99999, 1)` would
+    write 99999 characters. The largest allowed absolute value is MAX_NUMBER.
     """
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
@@ -332,9 +363,9 @@ def check_numbers(values: Iterable[object]) -> None:
 def check_format(text: object) -> None:
     """Raise LimitError if a format string could write a very long text.
 
-    A format string is rejected if it contains a number with five or more digits (`%099999d`,
-    `{:>99999}`), or if an argument gives the width (`{:>{}}`). Any value may be passed, but only a
-    string with `%` or `{` is a format string.
+    There are two such cases. The format string contains a number with five or more digits, as in
+    `%099999d` and `{:>99999}`, or an argument determines the width, as in `{:>{}}`. Values other
+    than strings, and strings without `%` and `{`, are not format strings and are accepted.
     """
     if not isinstance(text, str):
         return
@@ -354,8 +385,12 @@ def check_format(text: object) -> None:
         )
 
 
-def _text_size(value: object) -> int:
-    """Return the number of characters in `value`, an option of the filter `tojson`."""
-    if isinstance(value, list | tuple):
-        return sum(_text_size(part) for part in value)
-    return len(value) if isinstance(value, str) else 0
+def _num_characters(option: object) -> int:
+    """Return the number of characters of all strings in an option of the filter `tojson`.
+
+    >>> _num_characters((", ", ": ")), _num_characters(4)
+    (4, 0)
+    """
+    if isinstance(option, list | tuple):
+        return sum(_num_characters(part) for part in option)
+    return len(option) if isinstance(option, str) else 0

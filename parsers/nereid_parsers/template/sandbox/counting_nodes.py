@@ -1,9 +1,9 @@
 """Rewrites the syntax tree of a chat template, so that each operation of a rendering is counted.
 
 jinja2 parses a template into a tree of nodes and generates Python code from the tree. `AddCounting`
-adds filters to the tree, and the generated code then calls these filters at each loop item and for
-each value that the template makes. `Generation` and `TimedCodeGenerator` limit the time of parsing
-and of generating code.
+adds filters to the tree. The generated code calls these filters at each loop item and for each
+value that the template makes. `Generation` limits the time of parsing, and `TimedCodeGenerator`
+limits the time of generating code.
 """
 
 from __future__ import annotations
@@ -20,41 +20,44 @@ from nereid_parsers.template.sandbox.limits import Budget
 
 
 class Generation(ext.Extension):
-    """A Jinja extension for the block `{% generation %}`, which surrounds the model's text.
+    """A Jinja extension for the block `{% generation %}`, and for the time limit of parsing.
 
-    The block renders its body. The extension also limits the time in which jinja2 parses a
-    template.
+    In a chat template, the block surrounds the text that a model generates, so that a trainer can
+    find this text. Here the block only renders its body.
     """
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares a mutable attribute
 
     def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
-        """Yield the tokens of a template, and raise LimitError if the time limit is exceeded."""
+        """Yield the tokens of a template. Raise LimitError if parsing exceeds the time limit."""
         for token in stream:
             self.environment.budget.check_time()  # type: ignore[attr-defined]
             yield token
 
     def parse(self, parser: Any) -> nodes.Node:  # noqa: ANN401  # jinja2's parser has no type here
-        """Return the syntax tree of one block `{% generation %}`."""
+        """Parse one block `{% generation %}`, and return its node in the syntax tree.
+
+        When the template runs, the node calls `_emit` with a function that renders the body.
+        """
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_emit"), [], [], body).set_lineno(line)
 
     def _emit(self, caller: Callable[[], str]) -> str:
-        """Return the rendered body of the block."""
+        """Return the rendered body of a block. `caller` is the function that renders the body."""
         return caller()
 
 
 class AddCounting(NodeTransformer):
     """Adds counting filters to a template's syntax tree, and records constants and variables.
 
-    Example: `{% for m in messages %}` becomes `{% for m in messages | _count_items %}`. The
-    environment in the module `environment` defines the filters. jinja2 finds the methods of this
-    class by their names.
+    Example: `{% for m in messages %}` becomes `{% for m in messages | _count_items %}`. The class
+    `_LimitedEnvironment` defines the filters. jinja2 calls the method `visit_X` for each node of
+    the class `X`, for example `visit_For` for a loop.
 
     Attributes:
-        literals: The literal texts and string constants.
-        literal_size: The number of characters of the literal texts.
+        literals: The literal texts outside the tags, and the string constants inside the tags.
+        literal_size: The number of characters of the literal texts outside the tags.
         names: The names of the variables that the template reads.
         compared: The constants with which the template compares each variable.
     """
@@ -68,17 +71,17 @@ class AddCounting(NodeTransformer):
         self.compared: dict[str, list[object]] = {}
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Visit a node, and raise LimitError if the time limit is exceeded."""
+        """Rewrite a node and its children. Raise LimitError if the time limit is exceeded."""
         self._budget.check_time()
         return super().visit(node, *args, **kwargs)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        """Add the filter `_count_items` to a loop, so that the items of the loop are counted."""
+        """Add filters to a loop, so that each item of the loop is counted as one step."""
         self.generic_visit(node)
         node.iter = _apply_filter(node.iter, "_count_items")
         if node.recursive:
-            # A recursive loop passes items to loop(). The filter for loop items does not count
-            # these items.
+            # The body of a recursive loop calls `loop(items)`. These items do not pass through the
+            # filter `_count_items`, so a statement at the start of the body counts the step.
             step = _apply_filter(nodes.Const(0, lineno=node.lineno), "_count_step")
             node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return node
@@ -89,25 +92,28 @@ class AddCounting(NodeTransformer):
         return _apply_filter(nodes.List(node.nodes, lineno=node.lineno), "_concatenate")
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        """Record a literal text."""
+        """Record a literal text of the template, such as `Hi ` in `Hi {{ name }}`."""
         self.literals.append(node.data)
         self.literal_size += len(node.data)
         return node
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
-        """Record a string constant."""
+        """Record a string constant, such as "user" in `{% if role == "user" %}`."""
         if isinstance(node.value, str):
             self.literals.append(node.value)
         return node
 
     def visit_Name(self, node: nodes.Name) -> nodes.Node:
-        """Record the name of a variable that the template reads."""
-        if node.ctx == "load":
+        """Record the name of a variable that the template reads, such as `name` in `{{ name }}`."""
+        if node.ctx == "load":  # Otherwise the template assigns a value to the variable.
             self.names.add(node.name)
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        """Record the constants of a comparison, such as "fast" in `{% if mode == "fast" %}`."""
+        """Record the constants with which a comparison compares a variable.
+
+        Example: `{% if mode == "fast" %}` records the constant "fast" for the variable `mode`.
+        """
         sides = [node.expr, *(operand.expr for operand in node.ops)]
         constants = [constant.value for side in sides for constant in _constants(side)]
         for side in sides:
@@ -117,16 +123,19 @@ class AddCounting(NodeTransformer):
         return node
 
     def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
-        """Check the size of a list or a dict that the template makes."""
+        """Add the filter `_check_size` to an expression that makes a list or a dict."""
         self.generic_visit(node)
         return _apply_filter(node, "_check_size") if node.items else node
 
     visit_Dict = visit_List
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        """Check the size of a tuple that the template makes."""
+        """Add the filter `_check_size` to an expression that makes a tuple.
+
+        A tuple without this filter is returned if it is empty, or if it is the target of an
+        assignment, as in `{% set a, b = c %}`.
+        """
         self.generic_visit(node)
-        # A tuple can also be the target of an assignment, as in `{% set a, b = c %}`.
         is_value = node.ctx == "load" and bool(node.items)
         return _apply_filter(node, "_check_size") if is_value else node
 
@@ -137,9 +146,10 @@ def _apply_filter(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401  # any 
 
 
 def _constants(node: nodes.Expr) -> list[nodes.Const]:
-    """Return the constants on one side of a comparison.
+    """Return the nodes of the constants on one side of a comparison.
 
-    Example: the sides `"fast"` and `["fast", "slow"]` give one constant and two constants.
+    Example: the side `"fast"` contains one constant, `["fast", "slow"]` contains two constants, and
+    the variable `mode` contains none.
     """
     if isinstance(node, nodes.Const):
         return [node]
@@ -149,9 +159,12 @@ def _constants(node: nodes.Expr) -> list[nodes.Const]:
 
 
 class TimedCodeGenerator(CodeGenerator):
-    """A code generator of jinja2 that raises LimitError when the time limit is exceeded."""
+    """The code generator of jinja2 with a time limit.
+
+    It raises LimitError if generating the Python code of a template takes too long.
+    """
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Write the code of a node, and raise LimitError if the time limit is exceeded."""
+        """Generate the code of a node. Raise LimitError if the time limit is exceeded."""
         self.environment.budget.check_time()  # type: ignore[attr-defined]
         return super().visit(node, *args, **kwargs)

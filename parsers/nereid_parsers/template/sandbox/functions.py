@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.utils import Namespace
 
-# The maximum length, in characters, of the error message when a template raises an error.
+# The largest number of characters of an error message that a template passes to `raise_exception`.
 _MAX_RAISED_MESSAGE = 500
 
 
@@ -34,10 +34,9 @@ def tojson(
 ) -> str:
     """Return `value` as JSON text without HTML escapes. Example: `tojson(["<"])` returns `["<"]`.
 
-    This function is the filter `tojson` of a template. It has the same arguments as in
-    transformers. Unlike transformers, it also accepts the iterators that filters such as `map`
-    return, and writes the iterators as lists. Other template engines also do so, and some templates
-    depend on this behaviour.
+    Templates use this function as the filter `tojson`. The filter `tojson` of transformers has the
+    same arguments as this function, but rejects iterators. This function writes an iterator, such
+    as the result of the filter `map`, as a list, because some templates depend on it.
     """
     return json.dumps(
         value,
@@ -50,18 +49,23 @@ def tojson(
 
 
 def raise_exception(message: object) -> NoReturn:
-    """Raise an error with the given message, because the template called `raise_exception`."""
+    """Raise an error with the given message. Templates call this function to reject a request."""
     raise jinja2.exceptions.TemplateError(str(message)[:_MAX_RAISED_MESSAGE])
 
 
 class CountedItems:
-    """A sequence whose items are counted when a loop reads them.
+    """A sequence that counts each item when a loop of a template reads the item.
 
-    The sequence has a length, because the loop variable `loop.last` needs the length.
+    Unlike an iterator, the sequence has a length. jinja2 needs the length for `loop.last`.
     """
 
     def __init__(self, items: Any, count: Callable[[Iterable[Any]], Iterator[Any]]) -> None:  # noqa: ANN401
-        """Wrap `items`. The function `count` yields the items, and counts each of them."""
+        """Create a sequence of `items`.
+
+        Args:
+            items: A list or another collection with a length.
+            count: A generator function that yields the items passed to it, and counts each item.
+        """
         self._items = items
         self._count = count
 

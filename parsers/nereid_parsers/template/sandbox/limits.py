@@ -33,8 +33,8 @@ _STEPS_PER_CHARACTER = 8
 _TOTAL_SIZE_PER_CHARACTER = 64
 _VALUE_SIZE_PER_CHARACTER = 8
 _TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
-# Each bit of a power counts as 200 characters, so that an analysis, which allows 300_000 characters,
-# rejects powers of more than 1500 bits.
+# Each bit of a power counts as 200 characters. So an analysis, in which a value may have 300_000
+# characters, rejects powers of more than 1500 bits.
 _CHARACTERS_PER_BIT_OF_POWER = 200
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
 # Matches a field of a format string whose width is given by an argument, as in `{:{}}`.
@@ -72,8 +72,8 @@ def limits_for_request(variables: Mapping[str, Any]) -> Limits:
     """Return the limits for rendering one request, which grow with the size of the request.
 
     A template needs more steps and makes longer texts if the request is longer. The filter `tojson`
-    lengthens a text more than other operations do: one character can become six characters, as in
-    `\\u00e9`. The limits allow for this.
+    lengthens a text more than other operations do, because it can convert one character to an
+    escape of six characters.
 
     Args:
         variables: The variables of the template, which contain the messages of the request.

@@ -1,4 +1,4 @@
-"""Find out in which conversations, and from which message fields, a template renders reasoning."""
+"""Find a conversation whose reasoning a template renders, and the fields that contain reasoning."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 
-# Matches a part of a message that the template printed as JSON or as a Python dict.
+# Matches the start of a message part that the template has written as JSON or as a Python dict:
+# the text `'thinking':` in "{'thinking': 'Numbat thinks.'}".
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
 _MAX_SWITCHES_TRIED = 6
 
-# Assistant messages with reasoning, in the order in which they are rendered. Some templates render
-# reasoning only in messages with tool calls.
+# Three assistant messages with reasoning: with content, with a tool call, and with both of them. Some
+# templates render the reasoning only in messages with tool calls.
 _ANSWERS = (
     AssistantMessage(CONTENT_TEXT, REASONING_TEXT),
     AssistantMessage("", REASONING_TEXT, ONE_CALL),
@@ -41,14 +42,18 @@ class ReasoningFindings:
     """The result of all comparisons that concern reasoning.
 
     Attributes:
-        part: The reasoning part of the format, or None if no markers were found.
-        wrapper: The markers around the content, if a comparison shows them.
-        conversation: A conversation whose reasoning the template renders, or None if there is none.
+        part: The reasoning part of the format, with the markers around the reasoning. None if no
+            markers were found.
+        wrapper: The markers around the content, or None if no comparison shows such markers.
+        conversation: A conversation whose reasoning the template renders, or None if the template
+            renders no reasoning.
         fields: The message fields from which reasoning is rendered. ("parts",) or ("blocks",) if
             reasoning must be a part of the content, see `InputForm.reasoning`.
-        switches: The text that each switch puts after the header in the generation prompt, if that
-            text differs from the default. Example: {"enable_thinking=False": "<think></think>"}.
-        inner_headers: Headers that the model itself writes between the reasoning and the content.
+        switches: The effect of each thinking switch: the text after the header in the generation
+            prompt. Example: {"enable_thinking=False": "<think></think>"}. Settings with the default
+            text are omitted.
+        inner_headers: The turn markers that the model writes between the reasoning and the content,
+            such as `<|start|>assistant`.
     """
 
     part: Reasoning | None = None
@@ -60,14 +65,14 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation in which reasoning is rendered, and the effect of each thinking switch.
+    """Find a conversation whose reasoning the template renders, and the effects of the switches.
 
-    The effect of a thinking switch, such as `enable_thinking=False`, is the text that the switch
-    adds to the generation prompt. The result does not contain the markers of reasoning, because
-    later comparisons infer the markers.
+    A thinking switch is a template variable such as `enable_thinking`. The effect of a switch is
+    the text that it adds to the generation prompt, for example "<think></think>". The markers of
+    the reasoning are not in the result, because later comparisons infer the markers.
 
-    Mutates: `turn.prober.form`. The prober then writes the reasoning of a message into the field
-    from which the template reads reasoning, for example into `reasoning_content`.
+    Mutates: `turn.prober.form`. The prober then writes the reasoning of each message into the place
+    from which the template reads reasoning, for example into the field `reasoning_content`.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
@@ -88,8 +93,8 @@ class _RenderedReasoning(NamedTuple):
     """A conversation whose reasoning the template renders.
 
     Attributes:
-        conversation: The conversation.
-        place: The place of the reasoning in the message, see `InputForm.reasoning`.
+        conversation: The conversation, whose last message contains reasoning.
+        place: The place of the reasoning in this message, see `InputForm.reasoning`.
     """
 
     conversation: Conversation
@@ -97,11 +102,11 @@ class _RenderedReasoning(NamedTuple):
 
 
 def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
-    """Try several conversations until the template renders the reasoning of one of them.
+    """Return the first conversation whose reasoning the template renders, or None.
 
-    The conversations differ in the kind of answer, in the setting of the thinking switches (such as
-    `enable_thinking`), and in the place of the reasoning in the message, for example in a field or
-    in a part of the content. Return None if the template renders no reasoning.
+    Three things are varied: the assistant message (with content, with a tool call, or with both),
+    the setting of the thinking switches such as `enable_thinking`, and the place of the reasoning
+    in the message. The place is a field of the message, or a part of the content.
     """
     settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]] or [NO_SWITCHES]
     places = _possible_places(turn)
@@ -115,10 +120,11 @@ def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
 
 
 def _possible_places(turn: ModelTurn) -> list[str]:
-    """Return the locations in a message from which the template may read reasoning.
+    """Return the places in a message from which the template may read reasoning.
 
-    `InputForm.reasoning` describes the locations. Only a template that contains the word "blocks"
-    can read reasoning from blocks.
+    The places are fields such as `reasoning_content`, a part of the content (PARTS), and a block of
+    the content (BLOCKS), see `InputForm.reasoning`. BLOCKS is included only if the template
+    contains the word "blocks", because other templates cannot read blocks.
     """
     mentions_blocks = any("blocks" in literal for literal in turn.prober.template.literals)
     if mentions_blocks:
@@ -127,11 +133,11 @@ def _possible_places(turn: ModelTurn) -> list[str]:
 
 
 def _is_rendered(answer: AssistantMessage, text: str) -> bool:
-    """Return whether a template has rendered the reasoning of `answer`.
+    """Return whether `text`, the rendered assistant message `answer`, contains its reasoning.
 
-    The reasoning must precede the content and the tool calls. The result is also False if `text`,
-    the rendered answer, contains a part of the message as JSON or as a Python dict, because the
-    template then does not expect the reasoning in this place of the message.
+    The reasoning must precede the content and the tool calls. If `text` contains a part of the
+    message as JSON or as a Python dict, the result is False. Such a text shows that the template
+    does not expect the reasoning in this place of the message.
 
     >>> answer = AssistantMessage(CONTENT_TEXT, reasoning=REASONING_TEXT)
     >>> _is_rendered(answer, f"<think>{REASONING_TEXT}</think>{CONTENT_TEXT}")
@@ -142,7 +148,7 @@ def _is_rendered(answer: AssistantMessage, text: str) -> bool:
     _, reasoning, after = text.partition(REASONING_TEXT)
     if not reasoning or _PRINTED_PART.search(text):
         return False
-    # A part of the message that is empty need not be rendered.
+    # If the message has no content, no content need follow. The same holds for tool calls.
     is_content_rendered = not answer.content or CONTENT_TEXT in after
     is_call_rendered = not answer.calls or FIRST_TOOL in after
     return is_content_rendered and is_call_rendered
@@ -151,14 +157,14 @@ def _is_rendered(answer: AssistantMessage, text: str) -> bool:
 def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, ...]:
     """Return the message fields from which the template renders reasoning.
 
-    The conversation is rendered once for each field, with the reasoning in this field only.
-    Example: ("reasoning_content",) for a template that contains `message.reasoning_content`. If the
-    template reads the reasoning from the content of a message, the result is ("parts",) or
-    ("blocks",), the name of the form of this content.
+    `conversation` contains reasoning. It is rendered once for each possible field, with the
+    reasoning in this field only. Example: the result is ("reasoning_content",) for a template that
+    writes `{{ message.reasoning_content }}`. If the reasoning must be a part of the content, there
+    is no such field. Then the result is ("parts",) or ("blocks",).
     """
     form = turn.prober.form
-    is_in_content = form.reasoning in (PARTS, BLOCKS)
-    if is_in_content:
+    is_part_of_content = form.reasoning in (PARTS, BLOCKS)
+    if is_part_of_content:
         return (form.reasoning,)
     rendered_fields = []
     for field_name in REASONING_FIELDS:
@@ -170,21 +176,21 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
 
 
 def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
-    """For each thinking switch, return the text that the switch adds to the generation prompt.
+    """Return the text that each setting of the thinking switches adds to the generation prompt.
 
     A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
-    text that opens the model's answer. Example: if the only effective switch is `enable_thinking`,
-    the result is {"enable_thinking=False": "<think></think>"}.
+    text that opens the model's answer. `turn.prompts` contains one generation prompt for each
+    setting. Example: {"enable_thinking=False": "<think></think>"} is the result if this setting
+    adds "<think></think>" after the header `<|im_start|>assistant`.
 
-    `turn.prompts` contains one prompt for each setting of the switches. Settings without an effect
-    are omitted. A setting of several switches is also omitted if some of these switches alone have
-    the same effect.
+    Two kinds of settings are omitted: settings that add the default text, and settings of several
+    switches whose text is also added by a setting of fewer switches.
     """
     if not turn.prompts:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # Prompts with fewer switches come first, so that the loop compares larger settings with them.
+    # The sort puts settings of fewer switches first, so that they are in `reported` in time.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
@@ -199,9 +205,11 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 def _has_same_effect_with_fewer_switches(
     smaller: GenerationPrompt, prompt: GenerationPrompt
 ) -> bool:
-    """Return whether `smaller` has the same text as `prompt`, but only some of its switches.
+    """Return whether `prompt` sets superfluous switches, because `smaller` has an equal text.
 
-    The compared text is the text after the header.
+    The two texts after the header must be equal, and `smaller` must set only switches that `prompt`
+    also sets. Example: `smaller` sets `enable_thinking=False`, `prompt` sets this switch and
+    `low_effort=True`, and both prompts end with "<think></think>".
     """
     all_switches = {*prompt.switches.variables, prompt.switches.system}
     some_switches = {*smaller.switches.variables, smaller.switches.system}

@@ -10,25 +10,28 @@ from typing import Any, NamedTuple
 from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_request
 
-# The names under which clients send the reasoning of a message. The first one is preferred.
+# The fields in which clients send the reasoning of a message. The first field with a value is used.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# The text `_END_OF_MESSAGE` is appended to the final message, to find the end of the message in the
-# rendered text. If a template removes the white space at the end of a message, the rendered text
-# contains only `_END_WORD`.
+# If a model continues the last message, `_END_OF_MESSAGE` is appended to the last message before the
+# rendering. In the rendered text, `_END_OF_MESSAGE` then shows where the last message ends. It ends
+# with a space, and a template may remove this space. Then the rendered text contains `_END_WORD`.
 _END_WORD = "CONTINUE_FINAL_MESSAGE_TAG"
 _END_OF_MESSAGE = f"{_END_WORD} "
 
 
 class ContinuationRefused(RenderRefused):
-    """A model cannot continue the final message. The text of this error gives the reason."""
+    """A request asks the model to continue the last message, but this is impossible.
+
+    The text of the error contains the reason.
+    """
 
 
 class _MarkedMessages(NamedTuple):
-    """The messages of a request, with `_END_OF_MESSAGE` at the end of the last message.
+    """The messages of a request, in which `_END_OF_MESSAGE` marks the end of the last message.
 
     Attributes:
-        messages: The messages.
-        final_text: The last text of the last message, without `_END_OF_MESSAGE`.
+        messages: The messages. The content of the last message ends with `_END_OF_MESSAGE`.
+        final_text: The last text in the content of the last message, without `_END_OF_MESSAGE`.
     """
 
     messages: list[dict[str, Any]]
@@ -36,28 +39,28 @@ class _MarkedMessages(NamedTuple):
 
 
 class RequestTemplate:
-    """A chat template that renders the requests of a server. Several threads may use it.
+    """A chat template that renders the requests of a server. Several threads may call `render`.
 
-    The text is the same as that of `apply_chat_template` in transformers. Each rendering has limits
-    that grow with the size of the request, so that a template cannot block the server.
+    The function `apply_chat_template` of transformers renders the same text. In this class, the
+    time and the output of each rendering are limited, so that a template cannot block the server.
 
     >>> RequestTemplate("{{ messages[0].content }}!").render({"messages": [{"content": "Hi"}]})
     'Hi!'
     """
 
     def __init__(self, source: str) -> None:
-        """Compile `source`.
+        """Compile the template `source`.
 
         Raises:
             TemplateError: The source has a syntax error, is too long or takes too long to compile.
         """
         self._source = source
         self._template = CompiledTemplate(source, Budget(), datetime.now)
-        # Each thread has its own template and budget, so that threads do not wait for each other.
+        # Each thread renders its own copy of the template, so that no thread waits for another.
         self._of_thread = threading.local()
 
     def render(self, variables: Mapping[str, Any], *, continue_final_message: bool = False) -> str:
-        """Render the messages of one request as the prompt for the model, and return the prompt.
+        """Return the prompt for the model: the text of all messages of one request.
 
         Args:
             variables: The variables `messages`, `tools`, `documents`, `add_generation_prompt`,
@@ -69,11 +72,11 @@ class RequestTemplate:
 
         Raises:
             ContinuationRefused: The last message has no content, or the template does not write
-                this content.
-            RenderRefused: The template failed, or raised an exception because of the messages. The
-                error contains the message of this exception.
-            LimitError: The rendering takes more than 5 seconds of processor time, or makes far more
-                text than the request contains.
+                the content of the last message.
+            RenderRefused: The template failed, or rejected the messages. The text of the error is
+                the template's error message.
+            LimitError: The rendering takes more than 5 seconds of processor time, or makes much
+                more text than the request contains.
         """
         limits = limits_for_request(variables)
         messages = [_prepare_message(message) for message in variables.get("messages", ())]
@@ -81,21 +84,26 @@ class RequestTemplate:
             return self._render_in_thread({**variables, "messages": messages}, limits)
         marked = self._mark_final_message(messages)
         text = self._render_in_thread({**variables, "messages": marked.messages}, limits)
-        return _cut_after(marked.final_text, text)
+        return _cut_at_message_end(marked.final_text, text)
 
     def _render_in_thread(self, variables: Mapping[str, Any], limits: Limits) -> str:
-        """Render this thread's copy of the template. Create the copy if it does not exist."""
+        """Render the template within the given limits, and return the text.
+
+        Each thread renders a copy of the template. The first call in a thread creates this copy and
+        stores it in `_of_thread`.
+        """
         if not hasattr(self._of_thread, "template"):
             self._of_thread.template = self._template.for_another_thread()
         text: str = self._of_thread.template.render(variables, Budget(limits))
         return text
 
     def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> _MarkedMessages:
-        """Append `_END_OF_MESSAGE` to the content of the last message, in a copy of the messages.
+        """Return a copy of the messages in which the last message ends with `_END_OF_MESSAGE`.
 
-        In the rendered text, `_END_OF_MESSAGE` then shows where the content of the last message
-        ends. If the content is a list of parts, `_END_OF_MESSAGE` is appended to the last part with
-        text.
+        `_END_OF_MESSAGE` is an artificial text. In the rendered prompt, it shows where the content
+        of the last message ends. Example: the content "Well," becomes the content "Well,END ", if
+        "END " is the artificial text. If the content is a list of parts, the text is appended to
+        the last part that contains text.
 
         Raises:
             ContinuationRefused: The last message contains no text, or the template does not write
@@ -112,11 +120,12 @@ class RequestTemplate:
 
 
 def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) -> _MarkedMessages:
-    """Copy `messages`, and append `_END_OF_MESSAGE` to the last text of the copy.
+    """Return a copy of the messages with `_END_OF_MESSAGE` after the last text of the last message.
 
     Args:
         messages: The messages of the request.
-        parts: The parts of the last message's content, such as `{"type": "text", "text": "Hi"}`.
+        parts: The content of the last message, for example an image and a text:
+            `[{"type": "image"}, {"type": "text", "text": "Hi"}]`.
 
     Raises:
         ContinuationRefused: No part contains text.
@@ -134,7 +143,13 @@ def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) ->
 def _replace_content(
     messages: Sequence[dict[str, Any]], content: object, *, final_text: str
 ) -> _MarkedMessages:
-    """Return a copy of the messages in which the last message has the given content."""
+    """Return a copy of the messages in which `content` is the content of the last message.
+
+    Args:
+        messages: The messages of the request.
+        content: The new content, which ends with `_END_OF_MESSAGE`.
+        final_text: The last text of the old content.
+    """
     return _MarkedMessages([*messages[:-1], {**messages[-1], "content": content}], final_text)
 
 
@@ -148,12 +163,14 @@ def _has_text(part: object) -> bool:
 
 
 def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a message without null members, and with the fields that templates read.
+    """Return a copy of a message in the form that templates expect.
 
-    Some templates read the field `thinking`, and others read `reasoning_content`, so the result
-    contains both fields. Example: `{"content": None, "reasoning": "Hm"}` gives
-    `{"reasoning": "Hm", "thinking": "Hm", "reasoning_content": "Hm"}`. The fields that the client
-    sends are not changed.
+    The copy has no null members. If the message contains reasoning, the copy contains the reasoning
+    in the fields `thinking` and `reasoning_content`, because some templates read the first field
+    and other templates read the second. Fields with a value are not changed.
+
+    >>> _prepare_message({"content": None, "reasoning": "Hm"})
+    {'reasoning': 'Hm', 'thinking': 'Hm', 'reasoning_content': 'Hm'}
     """
     prepared = {name: value for name, value in message.items() if value is not None}
     sent_fields = [name for name in _REASONING_FIELDS if name in prepared]
@@ -164,17 +181,24 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def _cut_after(final_text: str, text: str) -> str:
-    r"""Cut off the rendered `text` at the end of the final message, so that a model continues it.
+def _cut_at_message_end(final_text: str, text: str) -> str:
+    """Return the rendered `text` up to the end of the last message, which the model continues.
 
-    `_END_OF_MESSAGE` was appended to the final message before the rendering, and is not a part of
-    the result. Some templates remove the white space at the end of a message. If so, the result
-    does not end with white space either. Example: in the text
-    `"<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG</assistant>"`, the template has removed the space
-    at the end of `_END_OF_MESSAGE`, so the result is `"<assistant>Well,"`.
+    `_END_OF_MESSAGE`, which was appended to the last message before the rendering, shows the end.
+    `_END_OF_MESSAGE` itself ends with a space. If the template has kept this space, the white space
+    at the end of the last message is also kept:
+
+    >>> _cut_at_message_end("Well, ", "<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG </assistant>")
+    '<assistant>Well, '
+
+    If the template has removed this space, the template removes white space at the end of a
+    message. So the result does not end with white space either:
+
+    >>> _cut_at_message_end("Well, ", "<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG</assistant>")
+    '<assistant>Well,'
 
     Args:
-        final_text: The content of the last message, without `_END_OF_MESSAGE`.
+        final_text: The last text of the last message, without `_END_OF_MESSAGE`.
         text: The rendered text of the whole request.
 
     Raises:

@@ -56,7 +56,7 @@ def raise_exception(message: object) -> NoReturn:
 class CountedItems:
     """A sequence that counts each item when a loop of a template reads the item.
 
-    Unlike an iterator, the sequence has a length. jinja2 needs the length for `loop.last`.
+    Unlike an iterator, the sequence has a length, which jinja2 needs for `loop.length`.
     """
 
     def __init__(self, items: Any, count: Callable[[Iterable[Any]], Iterator[Any]]) -> None:  # noqa: ANN401

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import jinja2
 
-from nereid_parsers.template.report import CONTEXT_CHARS, Report, part_lines, supports_rows
+from nereid_parsers.template.format_lines import part_lines
+from nereid_parsers.template.report import CONTEXT_CHARS, Report, supports_rows
 
 # A page has more space than a terminal, so the page shows more text around each difference.
 _CONTEXT_CHARS = 4 * CONTEXT_CHARS

@@ -28,8 +28,8 @@ from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
 _MAX_SWITCHES_TRIED = 6
 
-# Three assistant messages with reasoning: with content, with a tool call, and with both of them. Some
-# templates render the reasoning only in messages with tool calls.
+# Three assistant messages with reasoning. The first also has content, the second has a tool call,
+# and the third has both. Some templates render reasoning only in messages with tool calls.
 _ANSWERS = (
     AssistantMessage(CONTENT_TEXT, REASONING_TEXT),
     AssistantMessage("", REASONING_TEXT, ONE_CALL),

@@ -1,13 +1,13 @@
-"""The result of an analysis, and the report that shows this result as text or JSON.
+"""The result of an analysis, and the report that shows the result as text or JSON.
 
-`page.py` shows the same report as HTML.
+The module `page` shows the report as HTML.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from itertools import groupby
 from operator import itemgetter
@@ -18,13 +18,14 @@ from nereid_parsers.format import Format
 from nereid_parsers.stream.parser import StreamParser
 from nereid_parsers.template.conversation import TOOLS
 from nereid_parsers.template.difference import Comparison
+from nereid_parsers.template.format_lines import part_lines
 from nereid_parsers.template.proof import Proof
 
 CONTEXT_CHARS = 60  # the number of characters that are shown before and after a difference
 PROMPT_END_CHARS = 80  # the number of characters that are shown from the end of a prompt
 
-# A function that adds colour to a text for a terminal. Its arguments are the kind of the text, such
-# as "title", "reasoning" or "added", and the text.
+# The type of a function that returns a text with colour for a terminal. The first argument is the
+# kind of the text, such as "title", "reasoning" or "added". The second argument is the text.
 Paint = Callable[[str, str], str]
 
 
@@ -48,7 +49,8 @@ class Supports:
         content: Whether the template renders content.
         reasoning: The message fields from which reasoning is rendered. ("parts",) or ("blocks",) if
             reasoning must be a part of the content.
-        switches: The text that each thinking switch adds after the header in the generation prompt.
+        switches: The text that each setting of the thinking switches adds to the generation prompt.
+            Example: {"enable_thinking=False": "<think></think>"}.
         calls: The form of tool calls, such as "JSON". "none" if tool calls are not rendered.
         parallel_calls: Whether one message can have several tool calls.
         content_with_calls: Whether one message can have both content and tool calls.
@@ -73,10 +75,10 @@ class TemplateAnalysis:
 
     Attributes:
         format: The inferred format. It is plain content if nothing could be inferred.
-        comparisons: The comparisons of renderings, in order. Each comparison contains its finding.
+        comparisons: The comparisons of renderings, in the order in which they were made.
         supports: The parts of a conversation that the template can render.
         undecided: Sentences that state what could not be inferred, and the reasons.
-        proofs: The rendered messages that were parsed with the format, and the results.
+        proofs: The rendered messages that were parsed to check the format, with the results.
     """
 
     format: Format
@@ -86,7 +88,7 @@ class TemplateAnalysis:
     proofs: tuple[Proof, ...] = ()
 
     def explain(self) -> str:
-        """Return the analysis as text: comparisons, format, checked samples and open questions."""
+        """Return a report on the analysis as text."""
         return report_text(report_of("", "", self.format, self))
 
 
@@ -95,12 +97,13 @@ class TemplateAnalysis:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A rendered message, split into the parts that the parser recognised.
+    """A rendered message for the report, split into the spans that the parser recognised.
 
     Attributes:
         name: The kind of message, such as "content and a tool call".
-        prompt_end: The end of the prompt before the message.
-        spans: Pairs of kind and text. The kinds are "reasoning", "content", "call" and "markup".
+        prompt_end: The last characters of the prompt before the message.
+        spans: The spans of the message in order, such as ("markup", "<think>"). A span is a pair of
+            a kind and a text. The kinds are "reasoning", "content", "call" and "markup".
         differs: The parts of the message that the parser returned wrongly, such as "content".
     """
 
@@ -117,11 +120,12 @@ class Report:
     Attributes:
         title: The path of the template or checkpoint, or "" for a report without a title.
         why: Sentences that state the source of the format.
-        format: The format.
-        analysis: The result of the analysis, if the format was inferred.
+        format: The format of the reasoning and the tool calls.
+        analysis: The analysis from which the format was inferred. None if the format has another
+            source.
         samples: The messages that were parsed to check the format.
-        constraint: The structural tag of a required tool call as JSON, or the reason why there is
-            none.
+        constraint: The structural tag that forces the model to call a tool, as JSON text. If there
+            is no such tag, a sentence with the reason.
     """
 
     title: str
@@ -133,26 +137,39 @@ class Report:
 
 
 def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | None) -> Report:
-    """Create a report on a format. `analysis` is the analysis that inferred the format, or None."""
+    """Create a report on a format.
+
+    Args:
+        title: The path of the template or checkpoint, or "" for a report without a title.
+        why: Sentences that state the source of the format.
+        fmt: The format.
+        analysis: The analysis from which the format was inferred, or None. It contains rendered
+            messages, which the report shows as samples.
+    """
     proofs = analysis.proofs if analysis is not None else ()
-    samples = tuple(_sample(fmt, proof) for proof in proofs)
-    constraint = _constraint(fmt, proofs)
+    samples = tuple(_parse_sample(fmt, proof) for proof in proofs)
+    constraint = _constraint_text(fmt, prompt=proofs[0].prompt if proofs else None)
     return Report(title, why, fmt, analysis=analysis, samples=samples, constraint=constraint)
 
 
-def _sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse a rendered message again, and return the message split into spans for the report.
+def _parse_sample(fmt: Format, proof: Proof) -> Sample:
+    """Parse a rendered message, and return the message as a sample for the report.
 
-    A span is a pair of a kind and a text, such as ("reasoning", "Numbat thinks about it."). The
-    report shows in this way how the parser with the format `fmt` reads the message. `proof`
-    contains the rendered message, its prompt, and the parts that were parsed wrongly.
+    A sample contains the spans that the parser recognises. A span is a pair of a kind and a text.
+    Example: the message "<think>Hm</think>" has the spans ("markup", "<think>"),
+    ("reasoning", "Hm") and ("markup", "</think>").
+
+    Args:
+        fmt: The format with which the message is parsed.
+        proof: The rendered message with its prompt. The analysis has already recorded which parts
+            of the message are parsed wrongly.
     """
     spans: list[tuple[str, str]] = []
     parser = StreamParser(
         fmt,
         tools=TOOLS,
         prompt=proof.prompt,
-        # The parser calls this function with the kind and the text of each piece.
+        # For each piece of the message, the parser calls this function.
         trace=lambda kind, text: spans.append((kind, text)),
     )
     parser.feed(proof.text)
@@ -163,7 +180,9 @@ def _sample(fmt: Format, proof: Proof) -> Sample:
 
 
 def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Join adjacent spans of the same kind, and yield the resulting spans.
+    """Yield the spans of a message. Neighbouring spans of one kind are joined.
+
+    A span is a pair of a kind and a text.
 
     >>> list(_join_spans([("content", "a"), ("content", "b"), ("markup", "<c>")]))
     [('content', 'ab'), ('markup', '<c>')]
@@ -174,12 +193,17 @@ def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
             yield kind, joined_text
 
 
-def _constraint(fmt: Format, proofs: tuple[Proof, ...]) -> str:
-    """Return the structural tag, as JSON text, that forces the model to call a tool.
+def _constraint_text(fmt: Format, prompt: str | None) -> str:
+    """Return the constraint that forces the model to call a tool, as text for the report.
 
-    If the format has no constraint, return a sentence with the reason.
+    The constraint is a structural tag, which is shown as JSON. If the format allows no constraint,
+    the result is a sentence with the reason.
+
+    Args:
+        fmt: The format of the tool calls.
+        prompt: The end of a prompt may open the reasoning, so the constraint depends on the prompt.
+            None if there is no prompt.
     """
-    prompt = proofs[0].prompt if proofs else None
     try:
         tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)
     except ConstraintError as error:
@@ -191,16 +215,16 @@ def _constraint(fmt: Format, proofs: tuple[Proof, ...]) -> str:
 
 
 def report_text(report: Report, paint: Paint = no_colour) -> str:
-    """Return the report as text, with the colours that `paint` adds."""
+    """Return the report as text. The function `paint` adds colours for a terminal."""
     return "\n".join(_report_lines(report, paint)) + "\n"
 
 
 def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
     """Yield the lines of the whole report.
 
-    The sections are the title, the comparisons of the analysis, the format, the parsed samples,
-    what the analysis could not decide, and the constraint of a tool call. Empty lines separate the
-    sections.
+    The sections of the report are the title, the comparisons, the format, the parsed samples, the
+    sentences on what could not be decided, and the constraint of a tool call. An empty line follows
+    each section except the last.
 
     Args:
         report: The contents of the report.
@@ -225,7 +249,7 @@ def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
 
 
 def _analysis_lines(analysis: TemplateAnalysis, paint: Paint) -> Iterator[str]:
-    """Yield the lines about the comparisons and about the parts that the template renders."""
+    """Yield the lines on the comparisons of an analysis, and on what the template supports."""
     yield paint("title", "Comparisons")
     yield from _indented(_COMPARISONS_EXPLAINED)
     for comparison in analysis.comparisons:
@@ -236,42 +260,48 @@ def _analysis_lines(analysis: TemplateAnalysis, paint: Paint) -> Iterator[str]:
 
 
 def _section_lines(title: str, lines: Iterable[str], paint: Paint) -> Iterator[str]:
-    """Yield the lines of a section of the report: the title, indented lines and an empty line."""
+    """Yield one section of the report: the title, the indented `lines` and an empty line."""
     yield paint("title", title)
     yield from _indented(lines)
     yield ""
 
 
 def _indented(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines with an indent of four spaces."""
+    """Yield each line with four spaces before it."""
     for line in lines:
         yield f"    {line}"
 
 
 def _comparison_lines(comparison: Comparison, paint: Paint) -> Iterator[str]:
-    """Yield the lines of one comparison: its name, its finding and the differing texts."""
+    """Yield the lines on one comparison: its label, its finding and the two renderings."""
     yield f"{paint('name', comparison.name)}: {comparison.changed}"
     yield f"    {comparison.finding}"
     yield from _indented(difference_lines(comparison, paint))
 
 
 def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
-    """Yield the lines of a sample: its name, the result, the end of the prompt and the text."""
-    state = paint("markup", "parsed correctly")
+    """Yield the lines on a parsed message.
+
+    The first line contains the name of the sample and whether it was parsed correctly. The second
+    line contains the end of the prompt. Each further line contains one span of the message, such as
+    "reasoning:'Hm'".
+    """
     if sample.differs:
-        state = paint("reason", f"parsed wrongly: {', '.join(sample.differs)} differ")
-    yield f"{paint('title', 'Sample')}: {sample.name}, {state}"
+        result = paint("reason", f"parsed wrongly: {', '.join(sample.differs)} differ")
+    else:
+        result = paint("markup", "parsed correctly")
+    yield f"{paint('title', 'Sample')}: {sample.name}, {result}"
     yield f"    {paint('markup', _on_one_line(sample.prompt_end))}"
     for kind, text in sample.spans:
         yield f"    {paint(kind, f'{kind}:{text!r}')}"
 
 
 def difference_lines(comparison: Comparison, paint: Paint = no_colour) -> Iterator[str]:
-    """Yield two lines that show where two renderings differ, one line for each rendering.
+    """Yield two lines that show where the two renderings of a comparison differ.
 
-    The minus sign marks the first rendering, and the plus sign marks the second rendering. Each
-    line also shows some text before and after the difference. There are no lines if the renderings
-    are equal.
+    The line with `-` shows the first rendering, and the line with `+` shows the second rendering.
+    Each line contains the differing text, and at most CONTEXT_CHARS characters before and after the
+    differing text. If the renderings are equal, there are no lines.
 
     >>> list(difference_lines(Comparison("T", "", "<a>yes</a>", "<a>no</a>", "")))
     ['- <a>yes</a>', '+ <a>no</a>']
@@ -295,9 +325,10 @@ def _on_one_line(text: str) -> str:
 
 
 def supports_rows(analysis: TemplateAnalysis) -> list[tuple[str, str]]:
-    """Return the rows of a table that shows what the template supports: pairs of name and text.
+    """Return the rows of the table that shows which features the template supports.
 
-    Example: `Supports(parallel_calls=True)` gives the pair ("parallel calls", "yes").
+    A row is a pair of a name and a value. Example: if one message can have several tool calls, one
+    row is ("parallel calls", "yes").
     """
     rows = []
     for supported in fields(analysis.supports):
@@ -308,12 +339,12 @@ def supports_rows(analysis: TemplateAnalysis) -> list[tuple[str, str]]:
 
 
 def _value_text(value: object) -> str:
-    """Return the text that the report shows for a value, such as "yes" for True.
+    """Return the text that the report shows for the value of an attribute of `Supports`.
 
-    The value is an attribute of `Supports`. An empty dict or tuple gives "none".
-
-    >>> _value_text(("reasoning", "thinking")), _value_text(True)
-    ('reasoning, thinking', 'yes')
+    >>> _value_text(True), _value_text("JSON"), _value_text(())
+    ('yes', 'JSON', 'none')
+    >>> _value_text(("reasoning", "thinking")), _value_text({"enable_thinking=False": "</think>"})
+    ('reasoning, thinking', "enable_thinking=False -> '</think>'")
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -327,52 +358,13 @@ def _value_text(value: object) -> str:
     return str(value)
 
 
-def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  # any dataclass
-    """Yield the lines that describe a part of a format, which is a dataclass with inner parts.
-
-    Fields with default values are omitted. Example: `Reasoning("<think>", "</think>")` gives the
-    lines "Reasoning", "  open: '<think>'" and "  close: '</think>'". `indent` is the white space
-    before each line.
-    """
-    yield f"{indent}{type(part).__name__}"
-    for declared in fields(part):
-        value = getattr(part, declared.name)
-        if value == _default_of(declared):
-            continue
-        inner_parts = _inner_parts(value)
-        if not inner_parts:
-            shown_value = value.value if isinstance(value, Enum) else value
-            yield f"{indent}  {declared.name}: {shown_value!r}"
-            continue
-        yield f"{indent}  {declared.name}:"
-        for inner_part in inner_parts:
-            yield from part_lines(inner_part, indent + "    ")
-
-
-def _inner_parts(value: object) -> tuple[object, ...]:
-    """Return the dataclass instances in the value of a field.
-
-    The value may be one instance, or a tuple of instances. The result is () for all other values.
-    """
-    values = value if isinstance(value, tuple) else (value,)
-    contains_dataclasses = bool(values) and is_dataclass(values[0])
-    return values if contains_dataclasses else ()
-
-
-def _default_of(declared: Field[Any]) -> object:
-    """Return the default value of a field of a dataclass, or MISSING if there is no default."""
-    if declared.default is MISSING and declared.default_factory is not MISSING:
-        return declared.default_factory()
-    return declared.default
-
-
 # ---- JSON ---------------------------------------------------------------------------------------
 
 
 def report_json(report: Report) -> str:
-    """Return the report as the text of a JSON object, for programs that read the report.
+    """Return the report as a JSON object, which other programs can read.
 
-    The comparisons are included only if the format was inferred from a template.
+    The object contains the comparisons only if the format was inferred from a template.
     """
     analysis = report.analysis
     data: dict[str, Any] = {
@@ -390,7 +382,7 @@ def report_json(report: Report) -> str:
 
 
 def as_data(value: Any) -> Any:  # noqa: ANN401  # any value of a report
-    """Convert a value of a report into dicts, lists and plain values, which JSON can contain.
+    """Convert a value of a report into dicts, lists and plain values, for a JSON document.
 
     A dataclass becomes a dict whose key `part` is the name of the class. Example:
     `Wrapper("<a>", "</a>")` gives `{"part": "Wrapper", "open": "<a>", "close": "</a>"}`.

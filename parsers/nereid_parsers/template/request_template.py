@@ -12,9 +12,9 @@ from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_re
 
 # The fields in which clients send the reasoning of a message. The first field with a value is used.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# If a model continues the last message, `_END_OF_MESSAGE` is appended to the last message before the
-# rendering. In the rendered text, `_END_OF_MESSAGE` then shows where the last message ends. It ends
-# with a space, and a template may remove this space. Then the rendered text contains `_END_WORD`.
+# If a model continues the last message, `_END_OF_MESSAGE` is appended to the message before the
+# rendering. In the rendered text, `_END_OF_MESSAGE` shows where the message ends. If a template
+# removes white space at the end of a message, the rendered text contains only `_END_WORD`.
 _END_WORD = "CONTINUE_FINAL_MESSAGE_TAG"
 _END_OF_MESSAGE = f"{_END_WORD} "
 

@@ -1,0 +1,52 @@
+"""Describe a format as lines of text for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+
+def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  # any dataclass
+    """Yield the lines of the report that describe a format or a part of a format.
+
+    A part is a dataclass, and its attributes may contain inner parts. Attributes with default
+    values are omitted. Example: `Reasoning("<think>", "</think>")` gives the lines "Reasoning",
+    "  open: '<think>'" and "  close: '</think>'".
+
+    Args:
+        part: The format or the part.
+        indent: The white space before each line. Inner parts have four more spaces.
+    """
+    yield f"{indent}{type(part).__name__}"
+    for declared in fields(part):
+        value = getattr(part, declared.name)
+        if value == _default_of(declared):
+            continue
+        inner_parts = _inner_parts(value)
+        if not inner_parts:
+            shown_value = value.value if isinstance(value, Enum) else value
+            yield f"{indent}  {declared.name}: {shown_value!r}"
+            continue
+        yield f"{indent}  {declared.name}:"
+        for inner_part in inner_parts:
+            yield from part_lines(inner_part, indent + "    ")
+
+
+def _inner_parts(value: object) -> tuple[object, ...]:
+    """Return the parts of a format that are in the value of an attribute, or () if there are none.
+
+    A part is an instance of a dataclass. The value may be one part, a tuple of parts, or a value
+    without parts, such as a string.
+    """
+    values = value if isinstance(value, tuple) else (value,)
+    contains_dataclasses = bool(values) and is_dataclass(values[0])
+    return values if contains_dataclasses else ()
+
+
+def _default_of(declared: Field[Any]) -> object:
+    """Return the default value of the attribute `declared`, or MISSING if it has no default."""
+    if declared.default is MISSING and declared.default_factory is not MISSING:
+        return declared.default_factory()
+    return declared.default

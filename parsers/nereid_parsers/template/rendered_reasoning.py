@@ -65,7 +65,7 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation whose reasoning the template renders, and the effects of the switches.
+    """Find a conversation whose reasoning the template renders, and the effects of switches.
 
     A thinking switch is a template variable such as `enable_thinking`. The effect of a switch is
     the text that it adds to the generation prompt, for example "<think></think>". The markers of
@@ -133,7 +133,7 @@ def _possible_places(turn: ModelTurn) -> list[str]:
 
 
 def _is_rendered(answer: AssistantMessage, text: str) -> bool:
-    """Return whether `text`, the rendered assistant message `answer`, contains its reasoning.
+    """Return whether `text`, a rendered assistant message, contains the reasoning of `answer`.
 
     The reasoning must precede the content and the tool calls. If `text` contains a part of the
     message as JSON or as a Python dict, the result is False. Such a text shows that the template
@@ -148,7 +148,7 @@ def _is_rendered(answer: AssistantMessage, text: str) -> bool:
     _, reasoning, after = text.partition(REASONING_TEXT)
     if not reasoning or _PRINTED_PART.search(text):
         return False
-    # If the message has no content, no content need follow. The same holds for tool calls.
+    # Only the content and the tool calls that the message contains must follow the reasoning.
     is_content_rendered = not answer.content or CONTENT_TEXT in after
     is_call_rendered = not answer.calls or FIRST_TOOL in after
     return is_content_rendered and is_call_rendered
@@ -190,7 +190,7 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # The sort puts settings of fewer switches first, so that they are in `reported` in time.
+    # Settings of fewer switches come first, so that the loop can compare larger settings with them.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
@@ -205,11 +205,10 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 def _has_same_effect_with_fewer_switches(
     smaller: GenerationPrompt, prompt: GenerationPrompt
 ) -> bool:
-    """Return whether `prompt` sets superfluous switches, because `smaller` has an equal text.
+    """Return whether `smaller` sets only some switches of `prompt`, but has the text of `prompt`.
 
-    The two texts after the header must be equal, and `smaller` must set only switches that `prompt`
-    also sets. Example: `smaller` sets `enable_thinking=False`, `prompt` sets this switch and
-    `low_effort=True`, and both prompts end with "<think></think>".
+    The compared text is `after_header`. Example: `smaller` sets `enable_thinking=False`, `prompt`
+    sets this switch and `low_effort=True`, and both prompts end with "<think></think>".
     """
     all_switches = {*prompt.switches.variables, prompt.switches.system}
     some_switches = {*smaller.switches.variables, smaller.switches.system}

@@ -22,7 +22,7 @@ from nereid_parsers.template.format_lines import part_lines
 from nereid_parsers.template.proof import Proof
 
 CONTEXT_CHARS = 60  # the number of characters that are shown before and after a difference
-PROMPT_END_CHARS = 80  # the number of characters that are shown from the end of a prompt
+PROMPT_END_CHARS = 80  # the number of characters at the end of a prompt that are shown
 
 # The type of a function that returns a text with colour for a terminal. The first argument is the
 # kind of the text, such as "title", "reasoning" or "added". The second argument is the text.

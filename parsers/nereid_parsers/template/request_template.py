@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_request
 
-# The fields in which clients send the reasoning of a message. The first field with a value is used.
+# The fields in which clients send the reasoning of a message. The first of the sent fields is used.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # If a model continues the last message, `_END_OF_MESSAGE` is appended to the message before the
 # rendering. In the rendered text, `_END_OF_MESSAGE` shows where the message ends. If a template
@@ -98,12 +98,12 @@ class RequestTemplate:
         return text
 
     def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> _MarkedMessages:
-        """Return a copy of the messages in which the last message ends with `_END_OF_MESSAGE`.
+        """Return a copy of the messages in which an artificial text ends the last message.
 
-        `_END_OF_MESSAGE` is an artificial text. In the rendered prompt, it shows where the content
-        of the last message ends. Example: the content "Well," becomes the content "Well,END ", if
-        "END " is the artificial text. If the content is a list of parts, the text is appended to
-        the last part that contains text.
+        In the rendered prompt, the artificial text `_END_OF_MESSAGE` shows where the content of the
+        last message ends. Example: the content "Well," becomes the content "Well,END ", if
+        "END " is the artificial text. If the content is a list of parts, the artificial text is
+        appended to the last part that contains text.
 
         Raises:
             ContinuationRefused: The last message contains no text, or the template does not write
@@ -112,7 +112,7 @@ class RequestTemplate:
         content = messages[-1].get("content") if messages else None
         if content is None:
             raise ContinuationRefused("the last message has no content to continue")
-        if "content" not in self._source:  # Then the template cannot read the field `content`.
+        if "content" not in self._source:  # Such a template cannot read this field.
             raise ContinuationRefused("the chat template does not write the content of messages")
         if isinstance(content, str):
             return _replace_content(messages, content + _END_OF_MESSAGE, final_text=content)
@@ -120,7 +120,7 @@ class RequestTemplate:
 
 
 def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) -> _MarkedMessages:
-    """Return a copy of the messages with `_END_OF_MESSAGE` after the last text of the last message.
+    """Append the artificial text `_END_OF_MESSAGE` to the last text of a copy of the messages.
 
     Args:
         messages: The messages of the request.

@@ -133,7 +133,8 @@ def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober)
     and the result contains no tool section.
     """
     after_calls = split_text_after_calls(call_format.markup)
-    # EOS_TOKEN is the name that the analysis passes to the template as the end-of-sequence token.
+    # EOS_TOKEN is an invented end-of-sequence token that the analysis passes to the template. No
+    # model generates this token.
     end_markers = tuple(marker for marker in after_calls.turn_ends if marker != EOS_TOKEN)
     with_form = replace(findings, form=call_format.form, end_markers=end_markers)
     try:
@@ -141,7 +142,7 @@ def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober)
     except FormatError as error:
         prober.undecided.append(f"The tool section is invalid: {error}")
         return with_form
-    # Related models write their tool calls with slightly different markers.
+    # `add_family_variants` also declares the tool calls of related models, whose markers differ.
     return replace(with_form, part=add_family_variants(section))
 
 
@@ -354,7 +355,7 @@ def _tool_section(calls: CallFormat, close: str) -> ToolSection:
     """
     separator = calls.markup.separator
     has_opening_marker = bool(calls.markup.open.strip())
-    if not has_opening_marker:  # Such a section cannot have a closing marker either.
+    if not has_opening_marker:  # Then a closing marker is not allowed either.
         return ToolSection(calls.calls, separator=separator)
     opening = calls.markup.open
     return ToolSection(calls.calls, open=opening, close=close.rstrip(), separator=separator)

@@ -44,7 +44,7 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
         return None
     section = None
     is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
-    if not is_name_rendered:  # Otherwise the template shows an unknown format of tool calls.
+    if not is_name_rendered:  # Otherwise the template itself renders tool calls in some form.
         section = recognise_tool_section(_possible_call_markers(prober))
     prober.undecided.append(_describe_unrendered_calls(section))
     return section

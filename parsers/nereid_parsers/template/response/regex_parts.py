@@ -406,6 +406,6 @@ class _Reader:
             return OptionalWhitespace()
         if char in ("w", "d", "S"):
             return _UNNAMED_TEXT
-        if char in ("Z", "b", "A", "z"):  # A boundary, such as the end of a word, is no text.
+        if char in ("Z", "b", "A", "z"):  # A boundary, such as `\b`, matches no text.
             return ""
         return _ESCAPED_CHARACTERS.get(char, char)

@@ -187,7 +187,7 @@ def _pattern_text(piece: Piece) -> str:
 def _declare_call(
     field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: bool
 ) -> Call:
-    """Return the declaration of one form of a tool call, from the marker that opens it to `close`.
+    """Return a `Call`, which declares how the model writes one tool call.
 
     Example: if the tool call is `<call><f=save>{"path": "a"}</call>`, `start` consists of the
     marker `<call>` and the header `<f={name}>`. The body of the tool call is JSON.
@@ -237,7 +237,7 @@ def _declare_body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array:
         return _unquoted_key_arguments(options["string_delims"])
     if has_name_in_head:
         return JsonArguments()
-    keys = keys_of_transform(field.get("transform"))  # the keys of the name and the arguments
+    keys = keys_of_transform(field.get("transform"))  # The body contains the name.
     return JsonArray(keys) if is_array else JsonObject(keys)
 
 

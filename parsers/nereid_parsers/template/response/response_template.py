@@ -36,7 +36,7 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
         FormatError: The declaration is malformed, or a Format cannot express the declaration.
     """
     fields = _checked_fields(spec)
-    # REASONING_FIELDS contains the possible names of this field, such as "reasoning_content".
+    # The field for reasoning has one of several names, such as "reasoning_content".
     reasoning_fields = [fields[name] for name in REASONING_FIELDS if name in fields]
     reasoning = _declare_reasoning(reasoning_fields[0]) if reasoning_fields else None
     content = _content_markers(fields.get("content") or {})

@@ -52,7 +52,7 @@ _MAX_MESSAGE = 300  # the largest number of characters of an error message
 
 
 class RenderRefused(Exception):
-    """A template failed to render a conversation. The message is the template's error message."""
+    """A template failed to render a conversation. The text of the error states the reason."""
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -166,7 +166,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
         # A macro is a part of the template, so its call can write all literal text of the template.
-        # Other functions are written in Python.
+        # Other functions are written in Python, and write no text of the template.
         budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)
         if isinstance(owner, str | bytes | int | float):
@@ -198,7 +198,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
                 self.budget.check_filter(name, value, tuple(options), kwargs)
             return self.budget.check(function(*args, **kwargs))
 
-        if pass_arg is not None:  # The returned filter needs the object of jinja2, too.
+        if pass_arg is not None:  # jinja2 then passes its object to the returned filter, too.
             limited.jinja_pass_arg = pass_arg  # type: ignore[attr-defined]
         return limited
 
@@ -269,7 +269,7 @@ def _owner_of_method(function: object) -> object:
 
 
 class CompiledTemplate:
-    """A chat template that is compiled, and whose renderings have limits on time and output.
+    """A compiled chat template, whose renderings are limited in time and output.
 
     Example: `CompiledTemplate("Hi {{ name }}", Budget()).render({"name": "Ann"})` returns "Hi Ann".
 
@@ -304,9 +304,7 @@ class CompiledTemplate:
         self._now = now
         env = self._new_environment(budget)
         counting = AddCounting(budget)
-        self._code = _compile(
-            env, source, counting
-        )  # This call also fills the lists of `counting`.
+        self._code = _compile(env, source, counting)  # `counting` records variables and texts.
         self.names = frozenset(counting.names)
         self.literals = tuple(counting.literals)
         self.compared = {

@@ -26,7 +26,7 @@ MAX_BITS = 4096  # the largest number of bits of an integer
 _MAX_DEPTH = 100  # the largest number of levels of nested lists
 
 _ITEM_SIZE = 16  # the size that `size_of` adds for each value
-_CHECKS_PER_CLOCK_READ = 64  # Reading the clock is slow, so most time checks do not read it.
+_CHECKS_PER_CLOCK_READ = 64  # Reading the clock is slow, so only every 64th time check reads it.
 _REQUEST_SECONDS = 5.0
 # For each character of a request, these numbers are added to the limits in ANALYSIS_LIMITS.
 _STEPS_PER_CHARACTER = 8

@@ -101,9 +101,9 @@ class RequestTemplate:
         """Return a copy of the messages in which an artificial text ends the last message.
 
         In the rendered prompt, the artificial text `_END_OF_MESSAGE` shows where the content of the
-        last message ends. Example: the content "Well," becomes the content "Well,END ", if
-        "END " is the artificial text. If the content is a list of parts, the artificial text is
-        appended to the last part that contains text.
+        last message ends. The artificial text is appended to the content of the last message. If
+        this content is a list of parts, the artificial text is appended to the last part that
+        contains text. Example: the content "Well," becomes "Well,CONTINUE_FINAL_MESSAGE_TAG ".
 
         Raises:
             ContinuationRefused: The last message contains no text, or the template does not write

@@ -300,7 +300,7 @@ def _headers_between(between: str, header: str) -> tuple[str, ...]:
 # ---- the format ---------------------------------------------------------------------------------
 
 
-class _CallInference(NamedTuple):
+class CallInference(NamedTuple):
     """The result of `infer_call_format`.
 
     Attributes:
@@ -312,7 +312,7 @@ class _CallInference(NamedTuple):
     problems: list[str]
 
 
-def infer_call_format(texts: CallTexts) -> _CallInference:
+def infer_call_format(texts: CallTexts) -> CallInference:
     """Infer the format of tool calls from their renderings.
 
     The functions in `READERS` are called in order. Each function recognises one form of tool calls,
@@ -331,12 +331,12 @@ def infer_call_format(texts: CallTexts) -> _CallInference:
             )
             continue
         if call_format is not None:
-            return _CallInference(call_format, problems)
+            return CallInference(call_format, problems)
     problems.append(
         "The calls have no form that the analysis knows. "
         f"A call is written as {unmask_call_ids(texts.one_call)!r}."
     )
-    return _CallInference(None, problems)
+    return CallInference(None, problems)
 
 
 def _tool_section(calls: CallFormat, close: str) -> ToolSection:

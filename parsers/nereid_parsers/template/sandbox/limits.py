@@ -201,8 +201,8 @@ class Budget:
 
         Args:
             owner: A string or a number.
-            name: The name of the method. Methods that are not listed below can only make a long
-                text if an argument is a large number.
+            name: The name of the method. A method that has no case below lengthens a text only a
+                little, unless an argument is a large number.
             args: The arguments of the method.
         """
         check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
@@ -229,9 +229,9 @@ class Budget:
         `name` is "indent", `value` is the value of `text`, and `args` is (9,).
 
         Args:
-            name: The name of the filter. Filters that are not listed below can only make a long
-                text if an option is a large number.
-            value: The value to which the filter is applied.
+            name: The name of the filter. A filter that has no case below lengthens a value only a
+                little, unless an option is a large number.
+            value: The value before the `|`.
             args: The positional options of the filter.
             kwargs: The keyword options of the filter.
         """

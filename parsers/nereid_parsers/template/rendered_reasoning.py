@@ -68,8 +68,8 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Find a conversation whose reasoning the template renders, and the effects of switches.
 
     A thinking switch is a template variable such as `enable_thinking`. The effect of a switch is
-    the text that it adds to the generation prompt, for example "<think></think>". The markers of
-    the reasoning are not in the result, because later comparisons infer the markers.
+    the text that the switch adds to the generation prompt, for example "<think></think>". Later
+    comparisons infer the markers of the reasoning, so `part` of the result is None.
 
     Mutates: `turn.prober.form`. The prober then writes the reasoning of each message into the place
     from which the template reads reasoning, for example into the field `reasoning_content`.
@@ -102,7 +102,7 @@ class _RenderedReasoning(NamedTuple):
 
 
 def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
-    """Return the first conversation whose reasoning the template renders, or None.
+    """Return the first of several conversations whose reasoning the template renders, or None.
 
     Three things are varied: the assistant message (with content, with a tool call, or with both),
     the setting of the thinking switches such as `enable_thinking`, and the place of the reasoning
@@ -157,10 +157,10 @@ def _is_rendered(answer: AssistantMessage, text: str) -> bool:
 def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, ...]:
     """Return the message fields from which the template renders reasoning.
 
-    `conversation` contains reasoning. It is rendered once for each possible field, with the
+    The conversation, which contains reasoning, is rendered once for each possible field, with the
     reasoning in this field only. Example: the result is ("reasoning_content",) for a template that
-    writes `{{ message.reasoning_content }}`. If the reasoning must be a part of the content, there
-    is no such field. Then the result is ("parts",) or ("blocks",).
+    writes `{{ message.reasoning_content }}`. If the template reads the reasoning from a part of the
+    content, the result is ("parts",) or ("blocks",).
     """
     form = turn.prober.form
     is_part_of_content = form.reasoning in (PARTS, BLOCKS)
@@ -183,8 +183,8 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
     setting. Example: {"enable_thinking=False": "<think></think>"} is the result if this setting
     adds "<think></think>" after the header `<|im_start|>assistant`.
 
-    Two kinds of settings are omitted: settings that add the default text, and settings of several
-    switches whose text is also added by a setting of fewer switches.
+    Two kinds of settings are omitted: settings without an effect, and settings of several switches
+    if some of these switches alone have an equal effect.
     """
     if not turn.prompts:
         return {}

@@ -280,10 +280,11 @@ class _Reader:
         raise self.error(f"the quantifier {quantifier.group()} must not repeat a literal")
 
     def read_group(self) -> list[Pieces]:
-        """Read a group. Return variable text for a named group, otherwise the inner alternatives.
+        """Read the group at `position`, and return its alternatives.
 
-        The method moves `position` to the end of the group. Example: the expression inside a named
-        group does not matter, so `(?P<key>[a-z]+)` gives only the name `key`.
+        A named group has one alternative, which is a piece of variable text with the name of the
+        group. Any other group has the alternatives inside the parentheses. The method moves
+        `position` to the end of the group.
 
         >>> _Reader("(?P<key>[a-z]+)").read_group(), _Reader("(?:a|b)").read_group()
         ([(VariableText(name='key'),)], [('a',), ('b',)])

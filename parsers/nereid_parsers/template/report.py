@@ -143,8 +143,8 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
         title: The path of the template or checkpoint, or "" for a report without a title.
         why: Sentences that state the source of the format.
         fmt: The format.
-        analysis: The analysis from which the format was inferred, or None. It contains rendered
-            messages, which the report shows as samples.
+        analysis: The analysis from which the format was inferred. The report shows the rendered
+            messages of the analysis as samples. None if the format has another source.
     """
     proofs = analysis.proofs if analysis is not None else ()
     samples = tuple(_parse_sample(fmt, proof) for proof in proofs)
@@ -201,8 +201,8 @@ def _constraint_text(fmt: Format, prompt: str | None) -> str:
 
     Args:
         fmt: The format of the tool calls.
-        prompt: The end of a prompt may open the reasoning, so the constraint depends on the prompt.
-            None if there is no prompt.
+        prompt: The prompt before the model's answer, or None if there is none. The constraint
+            depends on the prompt, because a prompt may end with the marker that opens reasoning.
     """
     try:
         tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)

@@ -54,8 +54,8 @@ def _function_of_rule(rule: object) -> str | Mapping[str, Any]:
     """Return the member `function` of a rule, or the whole rule if there is no such member.
 
     A rule describes how transformers builds a tool call from the JSON that a model writes. The
-    result describes the called function. It is one placeholder, or an object with placeholders for
-    the name and the arguments.
+    result describes the called function. The result is one placeholder, or an object with
+    placeholders for the name and the arguments.
 
     >>> _function_of_rule({"function": "{content}"}), _function_of_rule("{content}")
     ('{content}', '{content}')

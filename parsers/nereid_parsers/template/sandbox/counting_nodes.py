@@ -161,7 +161,7 @@ def _constants(node: nodes.Expr) -> list[nodes.Const]:
 class TimedCodeGenerator(CodeGenerator):
     """The code generator of jinja2 with a time limit.
 
-    It raises LimitError if generating the Python code of a template takes too long.
+    The generator raises LimitError if generating the Python code of a template takes too long.
     """
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run the frontend in this process, or start the workers of the frontend, which do so.
+    """Run the frontend in this process, or start several workers that run the frontend.
 
     Returns: the exit code.
 

@@ -141,8 +141,9 @@ _FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
 # Matches the beginning "temperature: " of the message "temperature: must be at least 0".
 _FIELD_AND_COLON = re.compile(rf"^({_FIELD_PATH.pattern}): ")
 # Matches a field name at the start of a sentence, such as "max_tokens" in "max_tokens must be at
-# least 1". A word with "_", "." or "[" is always a field name. A word without these characters is
-# a field name only if the pattern lists it. Example: "image" in "image is too large" is not listed.
+# least 1". A word that contains "_", "." or "[" is treated as a field name. Any other word is
+# treated as a field name only if the pattern contains the word. For example, the pattern does not
+# contain "image", so it does not match "image is too large".
 _FIELD_IN_SENTENCE = re.compile(
     r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
     r" (?=(?:must|requires|is|can|cannot|does)\b)"
@@ -223,9 +224,9 @@ def _invalid_argument_error(message: str) -> ApiError:
 
 
 def tokens_and_limit(message: str) -> tuple[int, int] | None:
-    """Parse an error message for an input that is too long.
+    """Find the number of tokens and the limit in an error message about a too long input.
 
-    Return the number of tokens and the limit in the message. Return None for any other message.
+    Return None for any other message.
 
     Example: "prompt has 9000 tokens; the limit is 4096 (max_model_len)" returns (9000, 4096).
     """
@@ -258,7 +259,7 @@ def first_field_error(error: ValidationError, place: str = "") -> FieldError:
     details = error.errors(include_url=False)
     if place:
         details = [{**detail, "loc": (place, *detail["loc"])} for detail in details]
-    # If a validator of Nereid has raised an error, pydantic stores this error in the details.
+    # If a validator of Nereid raised an error, pydantic's details contain this error.
     error_of_validator = details[0].get("ctx", {}).get("error")
     if isinstance(error_of_validator, FieldError):
         return error_of_validator
@@ -285,7 +286,7 @@ def _message_of(details: Sequence[ErrorDetails]) -> str:
 
 
 def _type_message(details: Sequence[ErrorDetails]) -> str:
-    """Return the error message for a value with a wrong type, or a value out of range.
+    """Return the error message for a field whose value has a wrong type or is out of range.
 
     Examples:
         stop=5:        "stop must be a string or a list of strings, but the request has 5"
@@ -366,7 +367,8 @@ def _requirement(detail: ErrorDetails) -> str:
         return _UNION_TYPES[type_name]
     requirement = _REQUIREMENTS.get(detail["type"])
     if requirement is None:
-        # Example: pydantic's message "Input should be a valid URL" returns "a valid URL".
+        # Example: for pydantic's message "Input should be a valid URL", this function returns "a
+        # valid URL".
         return re.sub(r"^(Input|String|Value) should (be )?", "", detail["msg"])
     limits = {name: _plain_number(limit) for name, limit in detail.get("ctx", {}).items()}
     return requirement.format(**limits)

@@ -55,8 +55,8 @@ def run_frontend(
     # WorkerPool blocks SIGUSR1 in a new worker process. If a SIGUSR1 has arrived since the process
     # started, `drain` is called now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    # All present objects are needed until the process ends. `freeze` makes the garbage collector
-    # ignore these objects, so that garbage collections are short and do not delay streams.
+    # All objects that exist now are needed until the process ends. `freeze` makes the garbage
+    # collector ignore these objects. Garbage collections are then short and do not delay streams.
     gc.collect()
     gc.freeze()
     _raise_descriptor_limit()

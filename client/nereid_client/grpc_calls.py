@@ -234,9 +234,9 @@ class Stream:
     async def _read_all(self) -> None:
         """Read all responses of the stream, and wake the method `read` after each response."""
         try:
-            # The metadata is awaited first. Otherwise, the first `read` would start a second gRPC
-            # operation that waits for the metadata, and both operations would leak memory if the
-            # connection fails.
+            # This line waits for the metadata before the first call of `read`. Otherwise, `read`
+            # would itself start a second gRPC operation that waits for the metadata. If the
+            # connection failed, both operations would leak memory.
             await self._call.initial_metadata()
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 self._responses.append(response)

@@ -32,7 +32,7 @@ class Connection:
     """
 
     def __init__(self, url: str) -> None:
-        """Create a connection to host:port of a gRPC endpoint. The first call connects."""
+        """Create a connection to the gRPC server `url` (HOST:PORT). The first call connects."""
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self.stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         # A ModelStreamInfer call can contain many requests, but the frontend sends only one.
@@ -90,7 +90,7 @@ class Connections:
         return connection
 
     def end_call(self, client: str) -> None:
-        """Record that a call of a client has ended."""
+        """Record that a gRPC call for the client has ended."""
         self._of_client[client].num_calls -= 1
         self._num_calls[client] -= 1
         if not self._num_calls[client]:

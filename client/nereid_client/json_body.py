@@ -34,7 +34,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _parse(raw: bytes) -> object:
-    """Parse a body, which may contain any JSON value. The errors are those of the caller."""
+    """Parse the JSON value in a body. The docstring of the caller describes the errors."""
     try:
         return json.loads(raw, parse_constant=_reject_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:
@@ -56,7 +56,7 @@ def _parse(raw: bytes) -> object:
 
 
 def _problem_of_number(error: ValueError) -> str:
-    """Return the reason why a number is invalid.
+    """Return the reason why the JSON parser rejected a number.
 
     The number is NaN, infinite, too large for a float (1e999), or an integer with thousands of
     digits. Only Python itself raises an error for such an integer, and names a Python function in

@@ -274,7 +274,8 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
     try:
         async for chunk in request.stream():
             chunks.append(chunk)
-            # The index of the last prompt's start, or -1 if no prompt starts in this chunk.
+            # The index at which the last prompt in this chunk starts, or -1 if no prompt starts in
+            # it.
             last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
             if last_start < 0:
                 num_bytes_of_prompt += len(chunk)
@@ -287,7 +288,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
 
 
 async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
-    """Wait until this client may start a request, then parse a body and return its JSON object.
+    """Wait until this client may start a request. Then parse the body and return its object.
 
     The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each
     large body, other requests run for as long as the parser needed for the body.

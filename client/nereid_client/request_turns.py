@@ -49,7 +49,7 @@ class RequestTurns:
             asyncio.get_running_loop().call_soon(self._next_iteration)
 
     def _pop_turn(self) -> asyncio.Future[None]:
-        """Remove and return the future for which the next request waits.
+        """Remove the next waiting request, and return the future that this request awaits.
 
         The client of this request moves to the end of the order.
         """

@@ -287,7 +287,8 @@ def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Set
     texts["served_model_name"] = texts["served_model_name"] or checkpoint.name
     texts = {name: text for name, text in texts.items() if text}
     texts.update(flags)
-    # An error message names the flag if the flag is given, and else the variable.
+    # An error message names the flag of a setting if this flag is given. Otherwise, it names the
+    # environment variable of the setting.
     labels = VARIABLES | {name: _flag(name) for name in flags}
     with _settings_errors(labels):
         return TypeAdapter(Settings).validate_strings(texts)

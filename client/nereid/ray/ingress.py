@@ -82,7 +82,7 @@ def _lost_error() -> ApiError:
 
 
 def _unsupported(path: str, body: bytes) -> str | None:
-    """Return the reason why a request cannot be forwarded, or None if there is no such reason.
+    """Return the reason why a request cannot be forwarded. If it can be, return None.
 
     The servers do not share their metrics and their stored responses, so requests that need these
     are not forwarded. Of the Responses API, only a new response that needs no stored response is
@@ -107,7 +107,7 @@ def _unsupported(path: str, body: bytes) -> str | None:
 
 
 def _field_of_stored_response(body: bytes) -> str | None:
-    """Return the first field of a body that requires a stored response, or None.
+    """Return the first field in the body that requires a stored response, or None.
 
     Example: b'{"input": "a", "previous_response_id": "resp_1"}' returns "previous_response_id".
     """

@@ -37,7 +37,7 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
 
 
 def _prompt_text(body: bytes) -> str:
-    """Return the JSON text of the fields that form the prompt, without the closing brackets.
+    """Return the JSON text of the prompt's fields. Omit the brackets at the end of the text.
 
     The text of a conversation's next turn then begins with the text of this turn. If the body
     contains no prompt, return "".
@@ -79,14 +79,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return a list that contains only the best server, and a list that contains all servers.
+        """Return two lists: one with only the best server, and one with all servers.
 
         If the best server accepts no requests, Ray tries the servers of the second list.
         """
         if pending_request is None:
             return [candidate_replicas]
-        # If all servers are full, Ray repeats this choice. This flag makes Ray wait before each
-        # repetition.
+        # If all servers are full, Ray calls this method again. With `should_backoff`, Ray waits
+        # before each new call.
         pending_request.routing_context.should_backoff = True
         best = self._best_server(_hashes_of(pending_request), candidate_replicas)
         return [[best], candidate_replicas]
@@ -94,7 +94,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
     def _best_server(
         self, hashes: Sequence[bytes], servers: Sequence[RunningReplica]
     ) -> RunningReplica:
-        """Return the server with the longest prefix, or a server with the fewest requests.
+        """Return the server that has received the longest prefix, or the least busy server.
 
         The class docstring describes the choice.
         """
@@ -112,7 +112,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
     def _server_with_prefix(
         self, hashes: Sequence[bytes], servers: Sequence[RunningReplica]
     ) -> RunningReplica | None:
-        """Return the server that has received the longest of the prefixes with these hashes.
+        """Return the server that has received the longest prefix of the new prompt.
 
         If several servers have received this prefix, return the server that received it last. If no
         server has received any of the prefixes, return None.
@@ -122,12 +122,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         return next((by_id[one] for one in ids if one in by_id), None)
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Increase the number of the server's running requests."""
+        """Add one to the number of the server's running requests."""
         super().on_send_request(replica_id)
         self._num_requests[replica_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Decrease the number of the server's running requests."""
+        """Subtract one from the number of the server's running requests."""
         super().on_request_completed(replica_id, internal_request_id)
         self._num_requests[replica_id] -= 1
         if self._num_requests[replica_id] <= 0:  # Ray also reports requests that were not sent
@@ -139,7 +139,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         replica_id: ReplicaID,
         result: object,  # noqa: ARG002 - the signature is Ray's
     ) -> None:
-        """Remember the replica that got a request, for each prefix of the request's prompt.
+        """For each prefix of a request's prompt, store the replica that received the request.
 
         If there are more than `_MAX_PREFIXES` prefixes, the prefixes are forgotten that no request
         has had for the longest time.
@@ -152,6 +152,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
 
 
 def _hashes_of(pending_request: PendingRequest) -> tuple[bytes, ...]:
-    """Return the prefix hashes of a request to `Server.forward`."""
+    """Return the prefix hashes that the arguments of `Server.forward` contain."""
     (request,) = pending_request.args
     return request.prefix_hashes  # type: ignore[no-any-return]

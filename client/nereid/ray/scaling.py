@@ -5,7 +5,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-# The number of servers does not change while the load is within 10 % of the target.
+# The number of servers stays the same if the load differs from the target by at most 10 %.
 _TOLERANCE = 0.1
 
 
@@ -29,7 +29,7 @@ class ScaleWithLoad:
         }
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the wanted number of servers, and an empty state.
+        """Return the number of servers that the load requires, and an empty state for Ray.
 
         Ray rounds the number up, applies the smallest and the largest number of replicas, and waits
         for the configured delays. If no server has reported a gauge, the number does not change.

@@ -92,7 +92,7 @@ class Server:
         self._wait_until_ready(ports["--openai-port"])
 
     def _wait_until_ready(self, port: int) -> None:
-        """Block until the models answer. Ray sends requests to this replica only afterwards.
+        """Wait until the models answer. Ray sends no requests to this replica before that.
 
         Raises: RuntimeError if the server has ended.
         """
@@ -179,12 +179,12 @@ def _is_ready(port: int) -> bool:
 
 
 def _without_connection_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the headers that do not describe a single connection, such as "content-type"."""
+    """Remove the headers that describe a single connection. Return all other headers."""
     return [(name, value) for name, value in headers if name.lower() not in _CONNECTION_HEADERS]
 
 
 def _load(page: str) -> dict[str, float]:
-    """Read the waiting sequences and the use of the KV cache from the text of a metrics page.
+    """Read the number of waiting sequences and the use of the KV cache from a metrics page.
 
     The page of a server with several engine processes has one line for each process. The numbers of
     waiting sequences are added. The use of the KV cache is the average over all processes.

@@ -60,10 +60,10 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
 
 
 def _continuation_fields(messages: Sequence[Json]) -> Json:
-    """Return the fields that make the model continue the last message, or {} if it must not.
+    """Return the fields that make the model continue the last message of a conversation.
 
     If the last message is a message of the assistant, the client has sent the beginning of the
-    answer.
+    answer. Otherwise, return {}.
     """
     if messages[-1]["role"] != "assistant":
         return {}

@@ -42,7 +42,7 @@ class MessageBuilder:
         self._finished: list[Json] = []  # the complete blocks
         self._block: _Block | None = None  # the current block
         self._num_calls = 0  # the number of tool calls that have started
-        # The fields that describe the end of the message.
+        # These fields describe the end of the message.
         self._usage: Usage = {"prompt_tokens": 0, "completion_tokens": 0}
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 
@@ -141,7 +141,7 @@ class MessageBuilder:
         return start_events + self._append(arguments)
 
     def _is_current_call(self, number: int) -> bool:
-        """Return whether the current block is the tool call with this number."""
+        """Return whether the current block is tool call number `number`."""
         is_call = self._block is not None and self._block.kind == "tool_use"
         return is_call and number == self._num_calls - 1
 
@@ -204,7 +204,7 @@ class MessageBuilder:
         return [*events, message_delta, {"type": "message_stop"}]
 
     def _stop_fields(self, finish_reason: str, matched: object) -> Json:
-        """Return the fields of the message that give the reason for its end.
+        """Return the fields of the message that say why the message ended.
 
         Args:
             finish_reason: the reason in OpenAI's API, such as "stop".

@@ -22,12 +22,11 @@ _NOT_IN_ANTHROPIC = "Anthropic's API has the field {} instead"
 _USE_REQUEST_ID_HEADER = "a message has a random id; the header X-Request-Id names a request"
 
 REFUSED_IN_MESSAGES = {
-    # Fields of Anthropic's API. Some of these fields exist only in the beta version of the API.
+    # These fields belong to Anthropic's API. Some of them exist only in its beta version.
     "container": Refusal("Nereid runs no code"),
     "mcp_servers": Refusal("the client calls the tools, also those of MCP servers", _EMPTY),
     "compaction": Refusal("Nereid does not compact conversations"),
-    # Because of the error code for the field `thread`, Anthropic's client sends the whole
-    # conversation again.
+    # After an error with the code below, Anthropic's client sends the whole conversation again.
     "thread": Refusal(
         "Nereid stores no conversations; send all messages", code="thread_unsupported_request"
     ),

@@ -131,7 +131,7 @@ class LineParser:
         return LineRequest(line.number, custom_id, _body(fields.get("body")))
 
     def _new_custom_id(self, fields: Mapping[str, Any]) -> str:
-        """Return the custom_id of a line. Store the id in order to find duplicates in later lines.
+        """Return the custom_id of a line. Store it, so that duplicates in later lines are found.
 
         Raises: LineError if the custom_id is wrong, or if an earlier line has the same custom_id.
         """
@@ -206,7 +206,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file if it exists, and read from it which input lines already have a result."""
+        """Open the file if it exists, and find out which input lines already have results."""
         self._path = path
         self._file: BinaryIO | None = None  # opened for the first line
         self._num_bytes = 0  # the size of the complete lines
@@ -241,7 +241,7 @@ class ResultFile:
         self._num_bytes += len(line)
 
     def _read_lines(self) -> None:
-        """Set `answered` and `_num_bytes` from the complete lines in the file."""
+        """Read the complete lines of the file, and set `answered` and `_num_bytes`."""
         with self._path.open("rb") as file:
             for line in file:
                 match = _LINE_OF_ID.match(line)

@@ -207,7 +207,7 @@ class BatchRun:
             return None
 
     async def _send(self, request: LineRequest, output: ResultFile, errors: ResultFile) -> None:
-        """Send the request in one line, and store the result.
+        """Send the request that one input line contains, and store the response.
 
         Args:
             request: the request.

@@ -152,7 +152,7 @@ class BatchRunner:
         self._wake_up.set()
 
     def _must_be_cancelled(self, batch: Batch) -> bool:
-        """Return whether a client has cancelled the batch, or its client has lost its API key."""
+        """Return whether the batch was cancelled, or the API key of its client was removed."""
         has_owner_key = self._key_file is not None and self._key_file.has(batch.owner)
         is_key_removed = bool(batch.owner) and not has_owner_key
         return batch.cancelling_at is not None or is_key_removed
@@ -177,7 +177,7 @@ class BatchRunner:
         self._pause_if_full(await asyncio.to_thread(files.num_bytes))
 
     def _pause_if_full(self, num_bytes: int) -> None:
-        """Pause all batches if the folder is too large, or else let them continue.
+        """If the folder is too large, pause all batches. Otherwise, let the batches continue.
 
         Args:
             num_bytes: the number of bytes in the folder.

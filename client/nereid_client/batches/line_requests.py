@@ -23,8 +23,8 @@ from nereid_client.middleware.api_key import CLIENT_OF_SCOPE
 from nereid_client.middleware.client_keys import Client, KeyEntry
 
 _LOWEST_PRIORITY = 2**31 - 1
-# The scheduling weight of batch requests. By default, a client has the much larger weight 1. If
-# memory is scarce, the engine therefore preempts batch requests before other requests.
+# The scheduling weight of batch requests. By default, other requests have the weight 1. If memory
+# is scarce, the engine therefore preempts batch requests first.
 _WEIGHT = 0.001
 # The limit for batch requests is divided by this number while other requests are running.
 _FRACTION_BESIDE_OTHERS = 4
@@ -102,7 +102,7 @@ class LineSlots:
         self._num_running += 1
 
     def release(self) -> None:
-        """Record that a batch request has ended, so that the next request may run."""
+        """Record that a batch request has ended. Another batch request may then run."""
         self._num_running -= 1
         self._slots.release()
 
@@ -179,10 +179,10 @@ class _Exchange:
         self._parts: list[bytes] = []  # the parts of the response's body
 
     async def receive(self) -> Message:
-        """Return the message with the body of the request. The second call never returns."""
+        """Return the request body as a message at the first call. Wait forever at a second call."""
         if self._request:
             return self._request.pop()
-        # A return would mean that the client has disconnected.
+        # If this method returned, the application would assume that the client has disconnected.
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -195,7 +195,7 @@ class _Exchange:
             self._parts.append(message.get("body", b""))
 
     def response(self) -> LineResponse:
-        """Return the response. A response without a body has the body None."""
+        """Return the complete response. If it has an empty body, the field `body` is None."""
         return LineResponse(
             self._status,
             request_id=self._headers.get("x-request-id", ""),

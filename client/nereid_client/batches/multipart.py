@@ -45,7 +45,7 @@ class FormReader:
         self._is_file = False
         self._text = b""  # the value of a text field
 
-        # The header of this part that is being parsed.
+        # The header that the parser is currently reading.
         self._header_name = b""
         self._header_value = b""
 
@@ -127,7 +127,7 @@ class FormReader:
         self.filename = unquote(filename) or "file"
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
-        """Pass the next bytes of the file on, or append the next bytes of a text field.
+        """Write the next bytes to the uploaded file, or append them to the text of a field.
 
         The parser calls this method. The bytes are `data[start:end]`.
 
@@ -154,7 +154,7 @@ class FormReader:
 
 
 def _boundary_of(content_type: str) -> bytes:
-    """Return the text that separates the parts of a form, from the header Content-Type.
+    """Return the boundary between the parts of a form. The header Content-Type contains it.
 
     Example: "multipart/form-data; boundary=abc" returns b"abc".
 

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _request_fields(args: argparse.Namespace, model: str) -> Json:
-    """Return the fields of a chat completion request that the flags set, without the messages."""
+    """Convert the flags to fields of a chat completion request. The messages are not included."""
     fields: Json = {"model": model, "stream": not args.json}
     if args.temperature is not None:
         fields["temperature"] = args.temperature

@@ -222,7 +222,7 @@ def _variables_of_flags(args: argparse.Namespace) -> dict[str, str]:
         value = getattr(args, attribute(flag))
         if value is not None:
             variables[variable] = value
-    # The values of these flags contain paths, which become absolute.
+    # These flags contain paths. Relative paths are converted to absolute paths.
     if args.config:
         variables["NEREID_MODELS_FILE"] = str(args.config.expanduser().absolute())
     if args.draft_model:
@@ -233,7 +233,7 @@ def _variables_of_flags(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _flags_by_variable() -> dict[str, str]:
-    """Return a dict that maps an environment variable to the flag with the value of the variable.
+    """Return a dict that maps each environment variable to the flag for the same setting.
 
     Example: the key "NEREID_MAX_MODEL_LEN" has the value "--max-model-len".
     """

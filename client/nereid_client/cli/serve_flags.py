@@ -17,7 +17,7 @@ _Number = TypeVar("_Number", int, float)
 # settings` writes this file, because this package must not import the backend, which declares the
 # settings.
 _ENGINE_SETTINGS = Path(__file__).with_name("engine_settings.json")
-# Maps each flag of the language model to the placeholder for its value in the text of --help. The
+# Maps each flag of the language model to the placeholder that --help shows for its value. The
 # backend checks the values of these flags.
 ENGINE_FLAGS = {
     "--max-model-len": "N",

@@ -142,7 +142,7 @@ WRITERS: Mapping[str, Callable[[Floats], str]] = {
 
 
 def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Response:
-    """Return an HTTP response with a JSON object. One member of the object is already encoded.
+    """Return a response with a JSON object. The value of the member `name` is the text `encoded`.
 
     Example: the members {"model": "a"}, the name "data" and the encoded member "[[0.5]]" return
     the body {"data":[[0.5]],"model":"a"}.

@@ -121,7 +121,7 @@ async def _embed_tokens(
 
 
 def _inputs_of_embedder(inputs: ModelInputs, tensor: str) -> ModelInputs:
-    """Return one input tensor of a reranker as the input of an embedding model.
+    """Convert one input tensor of a reranker to the input tensor of an embedding model.
 
     A reranker receives texts in the tensors "query" and "documents". An embedding model receives
     texts in the tensor "texts". If a document is an image, both kinds of model receive all
@@ -136,7 +136,7 @@ def _inputs_of_embedder(inputs: ModelInputs, tensor: str) -> ModelInputs:
 
 
 def _prompt_name(served: ServedModel, tensor: str) -> str | None:
-    """Return the name of the model's prompt for queries or for documents, or None.
+    """Return the name of the prompt that the model uses for the texts in `tensor`, or None.
 
     Example: a model with the prompts "query" and "passage" returns "passage" for "documents".
     """

@@ -134,7 +134,7 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
 
 
 def _has_other_name(target: PoolingTarget, name: str | None) -> bool:
-    """Return whether the name of a target is known before its model is loaded, and is not `name`.
+    """Return True if `name` is given, and the target is known to have only other names.
 
     Such a model need not be loaded, because it cannot answer the request.
     """
@@ -243,7 +243,7 @@ def require_kind(served: ServedModel, kind: str) -> None:
 
 
 def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
-    """Check that a request does not truncate texts to fewer tokens than the model's limit.
+    """Check that a request does not set a truncation length below the model's limit.
 
     The server can truncate texts only to the model's limit.
 
@@ -303,7 +303,7 @@ def _check_texts(inputs: ModelInputs, options: Mapping[str, Any]) -> None:
 
 
 def _count_tokens(request: Request, num_tokens: int) -> None:
-    """Add the tokens of a call to the limits and the metrics of the current client."""
+    """Count the tokens of a call in the limits and the metrics of the current client."""
     client = current_client.get()
     client.count_tokens(num_tokens)
     request.app.state.metrics.count_client_tokens(client.name, num_tokens, 0)

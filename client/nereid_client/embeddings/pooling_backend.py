@@ -205,7 +205,7 @@ class PoolingModels:
         return [model for model in models if model is not None]
 
     async def _find_without_loading(self, target: PoolingTarget) -> ServedModel | None:
-        """Return a model. If the model is loaded, but does not answer, return None.
+        """Return a model without loading it. If a loaded model does not answer, return None.
 
         A model that is not loaded is returned without properties.
         """

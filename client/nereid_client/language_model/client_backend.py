@@ -13,7 +13,7 @@ from nereid_client.streaming.deltas import Delta, Usage
 
 
 class ClientBackend:
-    """Forwards calls to a backend, and adds the id, weight and priority of the current client.
+    """Forwards calls to a backend. Adds the id, the weight and the priority of the current client.
 
     Args:
         backend: the backend that generates text.
@@ -89,7 +89,7 @@ class ClientBackend:
     async def _with_counted_tokens(
         self, deltas: AsyncGenerator[Delta], client: Client
     ) -> AsyncGenerator[Delta]:
-        """Yield the deltas. Afterwards, add the request's tokens to the client's token counters.
+        """Yield the deltas. Then add the tokens of the request to the client's token counters.
 
         If this generator is closed early, the tokens that the deltas have reported so far count.
         """

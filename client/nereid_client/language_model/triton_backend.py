@@ -314,8 +314,9 @@ class TritonBackend:
 
     def _request(self, model: str, generation: Generation, outputs: list[str]) -> Any:
         request = infer_request(model, generation.request_id, _inputs(generation), outputs)
-        # The tokenizer model lets clients take turns. The model needs the id of the client before
-        # the model parses the JSON text of the request, so the id is also sent as a parameter.
+        # In the tokenizer model, clients take turns. The tokenizer model needs the client id before
+        # it parses the JSON text of the request. The client id is therefore also sent as a
+        # parameter.
         if generation.client_id:
             request.parameters["client_id"].string_param = generation.client_id
         return request
@@ -378,7 +379,7 @@ def is_outage(text: str) -> bool:
 
 
 def _inputs(generation: Generation) -> list[InputTensor]:
-    """Return the input tensors of the ensemble, or of the tokenizer model, for a generation.
+    """Convert a `Generation` object to input tensors of the ensemble or of the tokenizer model.
 
     A tensor is left out if the generation does not have its value.
     """
@@ -401,7 +402,7 @@ def _text_tensor(name: str, text: str) -> InputTensor:
 
 
 def _with_fields(text: str, generation: Generation) -> str:
-    """Append fields about the client and the LoRA adapter to a JSON object that is given as text.
+    """Append fields about the client and the LoRA adapter to the JSON object in `text`.
 
     If the object already contains one of these fields, the result contains the key twice. JSON
     parsers then use the last value, so a client cannot replace the appended value.
@@ -417,7 +418,7 @@ def _with_fields(text: str, generation: Generation) -> str:
         values["lora_name"] = generation.lora_name
     if not values:
         return text
-    # The object is not parsed, because it can contain megabytes of text.
+    # The JSON text is not parsed, because it can be several megabytes long.
     given = text.rstrip().removesuffix("}").rstrip()
     added = json.dumps(values, ensure_ascii=False).removeprefix("{")
     separator = "" if given == "{" else ", "
@@ -430,7 +431,7 @@ def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:
     The result contains one delta for each choice that has new text. The last response of a stream
     may have no delta.
     """
-    # A response without outputs has no contents, either.
+    # If `outputs` is empty, `raw_output_contents` is empty, too.
     contents = zip(response.outputs, response.raw_output_contents, strict=False)
     tensors = {output.name: decode_strings(raw) for output, raw in contents}
     deltas = [cast("Delta", from_json(string)) for string in tensors.get("delta", ())]

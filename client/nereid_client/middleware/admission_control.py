@@ -21,22 +21,23 @@ from nereid_client.middleware.request_metrics import RequestMetrics, is_from_sup
 from nereid_client.middleware.shared_budget import SharedBudget
 
 _RETRY_AFTER = {"Retry-After": "1"}
-# A throttle counts the requests that were admitted or rejected within this number of seconds. This
-# time is called a window. A window must be shorter than the time in which the server processes a
-# full queue. Otherwise, the queue would become empty while the throttle still rejects requests.
+# A throttle counts the requests that were admitted or rejected in a period of this many seconds.
+# The period must be shorter than the time that the server needs to process a full queue. Otherwise,
+# the queue could become empty while the throttle still rejects requests.
 _WINDOW_S = 0.5
-# In _WINDOW_S seconds, the server may reject this share of the admitted requests, plus
-# _TOLERATED_REJECTIONS requests. After more rejections, the throttle rejects most new requests. It
-# admits some requests, because only admitted requests show whether the server is still overloaded.
+# Within _WINDOW_S seconds, the server may reject up to this share of the admitted requests, plus
+# _TOLERATED_REJECTIONS requests. If the server rejects more, the throttle itself rejects most new
+# requests. The throttle still admits some requests, because only these requests show whether the
+# server is overloaded.
 _TOLERATED_SHARE = 0.2
 _TOLERATED_REJECTIONS = 4
 _LONGEST_PAUSE_S = 1.0
 # When the number of throttles has reached this value, all throttles without a rejection in the last
 # _WINDOW_S seconds are deleted.
 _MAX_THROTTLES = 1024
-# At any time, up to this number of running health checks of `nereid serve` are not counted as
-# requests. After a start, `nereid serve` sends two health checks at the same time: one to the
-# language model, and one to an embedding model or a reranker.
+# Up to this many health checks of `nereid serve` can run at the same time without being counted as
+# requests. Two health checks run at the same time after a start: one of the language model, and one
+# of an embedding model or a reranker.
 _MAX_CHECKS = 2
 # If a request has waited too long in the server's queue, the error message begins with these words.
 _EXPIRED_IN_QUEUE = "the request waited"
@@ -48,7 +49,7 @@ _OVERLOADED = (503, 529)
 
 
 class Gate:
-    """Counts the running requests. Rejects new requests if too many run or if the server stops.
+    """Counts the running requests. Rejects new requests if too many run or a shutdown has begun.
 
     Args:
         running: counts the requests that run. Its limit is the setting max_concurrent_requests.
@@ -62,7 +63,7 @@ class Gate:
         self.is_draining = False
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Run the `with` block while no other process admits requests."""
+        """Run the `with` block in a transaction, in which no other process can admit requests."""
         return self._running.transaction()
 
     @property
@@ -136,7 +137,7 @@ class Throttle:
         self._retry_after = "1"
 
     def record_admission(self, now: float) -> None:
-        """Record that a request is sent to the server."""
+        """Record that the frontend sends a request to the server."""
         self._admission_times.append(now)
 
     def record_rejection(self, message: str, retry_after: str, started: float, now: float) -> None:
@@ -151,11 +152,12 @@ class Throttle:
         self._rejection_times.append(now)
         self._last_message = message
         self._retry_after = retry_after
-        # The server took `duration_s` seconds to reject this request. Meanwhile, it may have
-        # received more requests, which it must also reject. The frontend then sends no request for
-        # the same number of seconds. Without this pause, a slow server would receive requests
-        # faster than it can reject them. A request that waited in the queue until its time limit
-        # says nothing about the time that a rejection takes.
+        # It took `duration_s` seconds until the server rejected this request. In this time, the
+        # server may have received more requests that it must also reject. The frontend therefore
+        # sends no requests for another `duration_s` seconds, but at most for _LONGEST_PAUSE_S
+        # seconds. Otherwise, a slow server would receive requests faster than it can reject them.
+        # There is no pause if the request waited in the server's queue until its time limit,
+        # because `duration_s` then contains the waiting time.
         duration_s = now - started
         num_later = sum(admitted > started for admitted in self._admission_times)
         was_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
@@ -193,7 +195,7 @@ class Throttle:
 
 
 class AdmissionControl:
-    """Middleware that rejects requests above a limit, during an overload or during a shutdown.
+    """Middleware that rejects requests if too many run, or if the server is overloaded or stops.
 
     If a limit is exceeded, the response has the status 429. In the other cases, the status is 503.
 
@@ -217,7 +219,7 @@ class AdmissionControl:
         self._throttles: dict[tuple[str, str], Throttle] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to the application, or send a response with the status 429 or 503."""
+        """Call the application, unless the request is rejected with the status 429 or 503."""
         if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
             return
@@ -245,7 +247,8 @@ class AdmissionControl:
             throttle: limits the requests to an overloaded server. None if it is not overloaded.
             now: the current time of time.monotonic().
         """
-        # In the transaction, no other process admits requests between the check and the count.
+        # In the transaction, no other process can admit a request after the check and before the
+        # count.
         with self._gate.transaction():
             rejection = self._gate.rejection(client) or client.rejection(now)
             if rejection is None and throttle is not None:
@@ -271,7 +274,7 @@ class AdmissionControl:
             self._num_checks -= 1
 
     def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
-        """Wrap the function `send`, so that a throttle records a rejection by the server.
+        """Return a function that calls `send`, and records rejections by the server in a throttle.
 
         A rejection is a response with the status 503 and the header Retry-After. Only routes that
         call a model send such a response. In Anthropic's API, the status is 529.
@@ -281,7 +284,8 @@ class AdmissionControl:
             send: sends a message to the client.
             started: the time at which the request was admitted.
         """
-        # The header Retry-After of a rejection whose body has not arrived yet.
+        # The header Retry-After of a rejection, until the body of the rejection arrives. Otherwise,
+        # None.
         retry_after: str | None = None
 
         async def send_observed(message: Message) -> None:
@@ -298,7 +302,7 @@ class AdmissionControl:
     def _record_rejection(
         self, key: tuple[str, str], body: bytes, retry_after: str, started: float
     ) -> None:
-        """Record a rejection by the server in a throttle. Ignore a body that is no error object.
+        """Record a rejected request in its throttle. Ignore a body that is not an error object.
 
         The arguments `key` and `started` are those of `_observed`.
         """

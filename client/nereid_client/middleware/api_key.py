@@ -47,7 +47,7 @@ class ApiKey:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, or send a response with the status 401."""
+        """Call the application. If a required API key is missing or wrong, send the status 401."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -57,8 +57,9 @@ class ApiKey:
             return
         if client is None:
             client = ANONYMOUS
-        # The client's name is stored in the scope for the middleware CountRequests. CountRequests
-        # cannot read the context variable below, because CountRequests calls this middleware.
+        # The middleware CountRequests reads the client's name from the scope. It cannot read the
+        # context variable `current_client`, because this variable is set in a function that
+        # CountRequests calls.
         scope.setdefault("state", {})["client"] = client.name
         token = current_client.set(client)
         try:
@@ -99,7 +100,7 @@ class ApiKey:
         return Client(share=share) if share else ANONYMOUS
 
     def _is_main_key(self, key: str) -> bool:
-        """Return whether a key is the setting api_key. The duration does not depend on the key."""
+        """Return whether `key` equals the setting api_key. The comparison takes constant time."""
         return bool(self._key) and hmac.compare_digest(key.encode("latin-1"), self._key)
 
 

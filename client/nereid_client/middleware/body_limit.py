@@ -50,7 +50,7 @@ class BodyLimit:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, or send a response with the status 408, 413 or 429."""
+        """Call the application, unless a limit rejects the body with the status 408, 413 or 429."""
         if scope["type"] != "http" or _is_upload(scope):
             await self._app(scope, receive, send)
             return
@@ -76,7 +76,7 @@ class BodyLimit:
             self._total.remove(body.client, body.num_bytes)
 
     def _deadline(self) -> float | None:
-        """Return the time at which a body that starts now must be complete, or None."""
+        """Return the deadline for a body that starts now. Without a time limit, return None."""
         if self._timeout_s is None:
             return None
         return asyncio.get_running_loop().time() + self._timeout_s
@@ -86,8 +86,8 @@ class BodyLimit:
 
         Raises: ApiError 408 if the body is not complete at its deadline.
         """
-        # No time limit applies after the body, because the next message reports only that the
-        # client has disconnected.
+        # After the whole body has arrived, no time limit applies. The next message then only
+        # reports that the client has disconnected.
         deadline = None if body.is_complete else body.deadline
         try:
             async with asyncio.timeout_at(deadline) as timeout:
@@ -99,7 +99,7 @@ class BodyLimit:
         return message
 
     def _count(self, message: Message, body: "_ReceivedBody") -> None:
-        """Add the bytes in a message to the limits.
+        """Count the bytes of a message, and check that the body does not exceed the limits.
 
         Mutates: body.
 
@@ -115,7 +115,7 @@ class BodyLimit:
         body.num_bytes += num_bytes
 
     def _length_error(self, content_length: str) -> ApiError | None:
-        """Return an error if the header Content-Length exceeds the limit, or else None.
+        """Return an error if the header Content-Length exceeds the limit. Otherwise, return None.
 
         A very long number is not converted to an integer, because this conversion would take long.
         """

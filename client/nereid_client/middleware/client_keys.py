@@ -78,7 +78,7 @@ class Bucket:
             self._usages.add(self._key, amount, self.per_minute, now)
 
     def wait_s(self, now: float, amount: float = 1.0) -> float:
-        """Return the number of seconds until at least `amount` is available.
+        """Return the waiting time in seconds until `amount` is available.
 
         Return 0 if the amount is available now, or if there is no limit.
         """
@@ -124,7 +124,7 @@ class Client:
         priority: int | None = None,
         usages: Usages | None = None,
     ) -> None:
-        """Create a client. Without `entry`, the client has no limits."""
+        """Create a client. The default value of `entry` sets no limits."""
         self.name = name
         self.priority = priority
         self.share = (share or name)[:_MAX_SHARE_LENGTH]
@@ -210,7 +210,8 @@ class KeyFile:
         self._clock = clock
         self._usages = usages
 
-        # The version of the file that was read last, and the time at which it is compared again.
+        # `_version` identifies the content that was read last. At the time `_check_due`, this
+        # version is compared with the file again.
         self._version = self._current_version()
         self._check_due = clock() + _CHECK_EVERY_S
 
@@ -235,7 +236,7 @@ class KeyFile:
         return found
 
     def has(self, name: str) -> bool:
-        """Return whether the file has a client with this name."""
+        """Return whether the key file has an entry for the client `name`."""
         self._reload_if_changed()
         return name in self._clients
 

@@ -3,9 +3,9 @@
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 
-# The amount of one client may be at most _TIMES_THE_REST times the amount that remains free.
-# Example: if the limit is 100, the first client can use 75, which is 3 times the remaining 25. A
-# second client can use 18 of these 25.
+# One client may use at most _TIMES_THE_REST times the amount that is still free. Example: with a
+# limit of 100, the first client can use 75, because 25 remain free and 75 is 3 times 25. A second
+# client can then use 18 of the remaining 25.
 _TIMES_THE_REST = 3
 
 

@@ -117,12 +117,12 @@ class Timeouts:
                 await response.end_with(error, scope, receive)
 
     def _time_limit(self, scope: Scope) -> "_TimeLimit":
-        """Return the smaller of two limits: the server's setting and the request's header.
+        """Return the smaller time limit: the server's setting or the limit in the request's header.
 
         Raises: ApiError 400 if the header is wrong.
         """
         requested_s = _requested_limit(scope)
-        # A limit of 0 or None means that the time is not limited.
+        # If a limit is 0 or None, the time is not limited.
         if requested_s and (not self._limit_s or requested_s <= self._limit_s):
             return _TimeLimit(requested_s, is_requested=True)
         return _TimeLimit(self._limit_s or None, is_requested=False)
@@ -210,7 +210,7 @@ class _ObservedResponse:
         self._record(message)
 
     def _record(self, message: Message) -> None:
-        """Record whether the response has started, whether it is a stream, and whether it ended."""
+        """Record whether the response is a stream, has started, and has ended."""
         if message["type"] == "http.response.start":
             self._has_started = True
             media_type = Headers(raw=message["headers"]).get("content-type", "")
@@ -265,7 +265,7 @@ class _UnreadWatch:
             self._timer.cancel()
 
     def _check(self) -> None:
-        """End the request if a message has waited too long. Otherwise, set the timer again."""
+        """End the request if the client reads too slowly. Otherwise, set the timer again."""
         now = self._loop.time()
         unsent_since = self._response.unsent_since
         if unsent_since is None:  # no message is waiting

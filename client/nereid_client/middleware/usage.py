@@ -42,7 +42,7 @@ class Usages:
         return max(stored.amount - passed_s * per_minute / 60, 0.0)
 
     def add(self, key: str, amount: float, per_minute: int, now: float) -> None:
-        """Add `amount` to the used amount of a limit.
+        """Increase the used amount of a limit by `amount`.
 
         See `used` for the other arguments.
         """
@@ -58,7 +58,7 @@ class Usages:
         return nullcontext()
 
     def _read(self, key: str) -> StoredUsage:
-        """Return the usage that was stored last for a limit."""
+        """Return the last stored usage of the limit `key`."""
         return self._stored.get(key, NOTHING_USED)
 
     def _write(self, key: str, amount: float, now: float) -> None:

@@ -24,7 +24,7 @@ from nereid_client.protocol.request_body import RequestBody
 
 
 class Origin(Enum):
-    """The API that introduced a field. A field without an origin comes from OpenAI's API."""
+    """The API from which a field comes. A field without an origin comes from OpenAI's API."""
 
     VLLM = "vLLM"
     SGLANG = "SGLang"

@@ -298,7 +298,7 @@ class CohereEmbedRequest(RequestBody):
 
 
 def _first_known(names: Iterable[str], prompts: Iterable[str]) -> str | None:
-    """Return the first of `names` that is the name of a prompt, or None."""
+    """Return the first name in `names` that is also in `prompts`. If there is none, return None."""
     known_names = [name for name in names if name in prompts]
     return known_names[0] if known_names else None
 
@@ -353,7 +353,7 @@ def read_inputs(value: object, field: str) -> ModelInputs:
 
 
 def _tensors_of(items: list[Any], field: str) -> dict[str, list[Any]]:
-    """Return the input tensors for a list with at least one item, as described by `read_inputs`."""
+    """Return the input tensors for a list that has at least one item. See `read_inputs`."""
     if all(isinstance(item, str) for item in items):
         return {"texts": items}
     if isinstance(items[0], list):
@@ -412,7 +412,7 @@ def content_part(value: object, field: str, place: str) -> dict[str, str]:
 
 
 def _content_of(part: dict[str, Any], name: str, field: str, place: str) -> str:
-    """Return the text, or the URL of the image, in the key `name` of a content part.
+    """Return the value of the key `name` in a content part: a text, or the URL of an image.
 
     Raises: FieldError if the value is not a string.
     """

@@ -181,7 +181,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_echo(self) -> Self:
-        """If echo is true, check that the frontend knows the text to return for the prompt.
+        """If the request asks for an echo, check that the frontend knows the text of each prompt.
 
         The frontend does not convert token ids to text.
         """

@@ -56,7 +56,7 @@ class RequestLimits:
             )
 
     def check_prompt_size(self, num_bytes: int) -> None:
-        """Check the number of bytes of one prompt while the body is being read.
+        """Check the size of one prompt while the request body arrives.
 
         Args:
             num_bytes: the number of bytes of the prompt's JSON text that have arrived so far.
@@ -159,7 +159,7 @@ class PublishedLimits:
         return self._limits
 
     async def _refresh(self) -> None:
-        """Fetch the limits. If this fails, keep the limits, and let the next request fetch soon."""
+        """Fetch the limits. After a failure, keep the old limits until the next fetch."""
         try:
             async with asyncio.timeout(_FETCH_TIMEOUT_S):
                 published = await self._fetch()

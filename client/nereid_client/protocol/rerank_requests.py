@@ -255,7 +255,7 @@ class ClassifyRequest(PoolingRequest):
 
 
 def text_of(value: object, field: str, place: str) -> str:
-    """Return the text that `value` contains. The value is a string or a content part.
+    """Return the text in a value that is a string or a content part.
 
     Examples: "a", {"text": "a"}, [{"text": "a"}] and vLLM's {"content": [{"text": "a"}]} all
     return "a".
@@ -282,7 +282,7 @@ def text_of(value: object, field: str, place: str) -> str:
 
 
 def _only_member(value: object) -> object:
-    """Return the member of a list with one member. Return any other value unchanged."""
+    """If `value` is a list with one member, return this member. Otherwise, return `value`."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

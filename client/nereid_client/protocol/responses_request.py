@@ -310,7 +310,7 @@ class ResponsesRequest(GenerationRequest):
         return None if self.tool_choice is None else to_chat_tool_choice(self.tool_choice)
 
     def passed_on(self, body: Mapping[str, Any]) -> Json:
-        """Return the fields of the body that have the same names in a chat completion."""
+        """Return the fields of the body whose names are the same in chat completions."""
         return {
             name: value
             for name, value in body.items()

@@ -77,7 +77,7 @@ def _allowed_tools(choice: Json) -> Json:
 
 
 def chat_name(namespace: str | None, name: str) -> str:
-    """Return the name of a function in a chat completion. A namespace becomes a prefix.
+    """Return the name of a function in a chat completion: the namespace, if any, and the name.
 
     Example: namespace "files" and name "read" return "files__read".
     """

@@ -62,7 +62,7 @@ class TokenizeRequest(RequestBody):
         }
 
     def sampling_parameters(self) -> dict[str, Any] | None:
-        """Return the parameters for tokenizing a prompt. Return None if there are no parameters."""
+        """Return the tokenizer parameters for a prompt, or None if the request has none."""
         if self.messages is not None or self.add_special_tokens is None:
             return None
         return {"add_special_tokens": self.add_special_tokens}

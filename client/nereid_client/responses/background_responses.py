@@ -59,7 +59,7 @@ class BackgroundResponse:
         return self.client.name
 
     def record(self, events: Sequence[Json]) -> int:
-        """Store events, and return the number of bytes that the response grows by.
+        """Store events, and return how many bytes they add to the size of the response.
 
         The response contains the text of each delta. If the client has requested a stream, the
         encoded events are stored, too. The generators that `follow` has returned then yield them.
@@ -82,9 +82,9 @@ class BackgroundResponse:
         """
         position = after + 1
         while True:
-            # `changed` and `is_over` must be read before the events. If another event is added
-            # after the events were read, `changed` is set, and the wait below ends immediately. If
-            # `is_over` was true, no more events are added, so the events are complete.
+            # `changed` and `is_over` must be read before the events, so that no event is missed. An
+            # event that is added later sets `changed`, and the wait below then ends at once. If
+            # `is_over` is true, the events that are read after it are complete.
             changed = self._changed
             is_over = self.builder.is_over
             events = self.events or []  # None if the client has not requested a stream

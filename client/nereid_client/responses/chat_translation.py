@@ -22,7 +22,7 @@ RESPONSES_NAMES = FieldNames(
 
 
 def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequence[Json]) -> Json:
-    """Return the body of the chat completion that generates a response.
+    """Return the body of the chat completion request that replaces a Responses API request.
 
     Args:
         request: the request of the Responses API.
@@ -82,7 +82,7 @@ class _ChatBuilder:
         self.messages.append({"role": role, "content": content, **more})
 
     def assistant_message(self, later_fields: Iterable[str] = ()) -> Json:
-        """Return the assistant message to which the next item belongs.
+        """Return the assistant message to which the next item is added.
 
         Return the last message. If this message has another role, or contains a field of
         `later_fields`, append an empty assistant message and return the new message.
@@ -123,7 +123,7 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
 
 
 def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
-    """Add a text that the assistant has written to the chat.
+    """Add an assistant text to the messages of the chat.
 
     If the assistant's last message already has a text and no tool calls, the text becomes a new
     message. After tool calls, the text is added to the message with the calls. A new message would
@@ -159,8 +159,8 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
 
 def _add_call(chat: _ChatBuilder, item: Json) -> None:
     """Add a function call to the current assistant message."""
-    # If the status is not "completed", the arguments are incomplete, and the client has not run the
-    # function.
+    # If the status is not "completed", the arguments are incomplete. The client has not run this
+    # call.
     if item["status"] != "completed":
         return
     name = chat_name(item.get("namespace"), item["name"])

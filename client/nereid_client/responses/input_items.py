@@ -194,7 +194,7 @@ def _call(item: Mapping[str, Any], place: str) -> Json:
 
 
 def _check_json(text: str, place: str) -> None:
-    """Raise an ApiError 400 if a text is not JSON. `place` is the path of the text in the body."""
+    """Raise an ApiError 400 if `text` is not JSON. `place` is the path of `text` in the body."""
     try:
         json.loads(text)
     except RecursionError:
@@ -280,7 +280,7 @@ def _text(part: object, place: str) -> str:
 
 
 def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
-    """Return the texts of a list of parts. If there is no list, return an empty list.
+    """Return the texts of the parts in a list. If `content` is None, return an empty list.
 
     Example: [{"type": "text", "text": "a"}] returns ["a"].
 

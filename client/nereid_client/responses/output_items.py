@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class TextKind:
-    """The names that output items and events contain for one kind of text, such as messages.
+    """The type and field names that output items and events use for one kind of text.
 
     Attributes:
         item_type: the type of the item.
@@ -76,7 +76,7 @@ class TextItem:
         return event | {"logprobs": list(logprobs)} if self.kind is MESSAGE else event
 
     def item(self, status: str) -> Json:
-        """Return the item as JSON. Its field `status` contains the argument `status`."""
+        """Return the item as JSON, with the given value of the field `status`."""
         return self._item(status, [self._part("".join(self._pieces), self._logprobs)])
 
     def opening(self) -> list[Json]:
@@ -102,7 +102,7 @@ class TextItem:
 
     @property
     def _place(self) -> Json:
-        """The fields that identify the content part of this item in events."""
+        """The fields by which events identify the content part of this item."""
         return {"item_id": self.id, "output_index": self.index, self.kind.index_name: 0}
 
     def _part(self, text: str, logprobs: Sequence[Json]) -> Json:
@@ -152,7 +152,7 @@ class CallItem:
         }
 
     def item(self, status: str) -> Json:
-        """Return the item as JSON. Its field `status` contains the argument `status`."""
+        """Return the item as JSON, with the given value of the field `status`."""
         item = {
             "id": self.id,
             "type": "function_call",

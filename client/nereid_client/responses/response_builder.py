@@ -165,7 +165,7 @@ class ResponseBuilder:
         return events
 
     def _new_call(self, piece: ToolCallPiece) -> CallItem:
-        """Create the output item for a tool call from the first piece of the call.
+        """Create the output item for a tool call. `piece` is the first piece of this call.
 
         Raises: BackendError if the tool call with this index has ended.
         """

@@ -8,7 +8,7 @@ from nereid_client.protocol.responses_tools import Json
 def request_fields(
     request: ResponsesRequest, response_id: str, model: str, created: int, *, is_stored: bool
 ) -> Json:
-    """Return the constant fields of a response object, which repeat the fields of the request.
+    """Return the fields of a response object that do not change while the response is generated.
 
     If the request does not have a sampling parameter, the parameter is null in the response object.
     The default of the model then applies.

@@ -23,8 +23,9 @@ from nereid_client.responses.stored_response import (
 Json = dict[str, Any]
 
 # The column `number` gives the order in which the responses have ended. While a response runs, the
-# column `worker` contains the number of the process that generates the response. Afterwards, the
-# column is NULL. The triggers update the table `totals`, because counting all rows would take long.
+# column `worker` contains the number of the process that generates the response. After the end of
+# the response, the column `worker` is NULL. The triggers keep the table `totals` up to date,
+# because it would take too long to count all rows.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -155,7 +156,7 @@ class Store:
         self._running[run.id] = run
 
     def _full_error(self) -> ApiError:
-        """Return the error for a background response if running responses fill the store."""
+        """Return the error for a background response when running responses fill the store."""
         num_running, _ = self._totals("WHERE is_running")
         has_most_responses = num_running >= self._limits.count
         return ApiError(
@@ -320,14 +321,14 @@ class Store:
         return True
 
     def _fits(self, count: int, num_bytes: int) -> bool:
-        """Return whether `count` responses with `num_bytes` bytes in total keep both limits."""
+        """Return whether the limits allow `count` responses with `num_bytes` bytes in total."""
         return count <= self._limits.count and num_bytes <= self._limits.num_bytes
 
     def _delete_expired(self) -> None:
         self._database.execute("DELETE FROM responses WHERE expires_at <= ?", (self._now(),))
 
     def _start_timer(self) -> None:
-        """Start a timer that deletes the oldest response at the response's expiry time.
+        """Start the timer that deletes the oldest response when this response expires.
 
         Without the timer, an expired response would stay in memory until the next request.
         """
@@ -345,7 +346,7 @@ class Store:
 
 
 def delete_running(path: str, worker: int) -> None:
-    """Delete the responses that were running in a frontend process that has ended.
+    """Delete the responses that an ended frontend process has not finished.
 
     Args:
         path: the file of the database.

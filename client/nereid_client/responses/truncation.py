@@ -52,7 +52,7 @@ async def generate_truncated(
 
 
 def _shortened(chat: Json, error: BackendError) -> Json | None:
-    """Return a chat without its oldest turns, so that the backend may accept the chat.
+    """Return the chat without its oldest turns. The backend may accept the shorter chat.
 
     Return None if the backend rejected the chat for another reason than its length, or if there is
     no turn that can be removed.

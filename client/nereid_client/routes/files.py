@@ -34,7 +34,7 @@ async def upload_file(request: Request) -> Json:
 
 
 async def _read_upload(request: Request, upload: Upload) -> StoredFile:
-    """Read the form in a request, write the file to the upload, and store the file.
+    """Read the form in a request. Store the file from the form, and return the stored file.
 
     Raises: ApiError if the form is wrong, or if the file cannot be stored.
     """

@@ -83,7 +83,7 @@ def _kinds_of_model(task: str | None) -> Sequence[str]:
 
 
 def _kind_of_output(served: ServedModel, task: str | None) -> str:
-    """Return the kind of output for a task. Without a task, return the default of the model."""
+    """Return the kind of output for `task`. If `task` is None, return the default of the model."""
     if task is not None:
         return (_EMBEDDING_TASKS | _CLASSIFIER_TASKS)[task]
     default: str = served.info["kinds"][0]

@@ -90,7 +90,7 @@ async def _rerank(request: Request, default_format: str) -> Response:
 
 
 async def _read_rerank_request(request: Request) -> RerankRequest:
-    """Read and validate a body. If it has no `format`, add the query parameter `format`.
+    """Read and validate a request body. A query parameter can also set the field `format`.
 
     Raises: ApiError 400 that names the first wrong field.
     """
@@ -116,7 +116,7 @@ async def _score(request: Request, served: ServedModel, body: RerankRequest) -> 
 
 
 def _with_text(body: RerankRequest, response_format: str) -> bool:
-    """Return whether the response to a request repeats the documents.
+    """Return whether the response also contains the documents of the request.
 
     By default, responses in the formats of Jina and SGLang repeat the documents, and responses in
     the formats of Cohere and TEI do not.

@@ -44,7 +44,8 @@ router = APIRouter(tags=["Responses"])
 
 Json = dict[str, Any]
 
-# The events of a response are numbered from 0. A stream contains the events after a given number.
+# The first event of a response has the number 0. A stream contains the events after a given number.
+# With the number -1, a stream contains all events.
 _ALL_EVENTS = -1
 
 
@@ -270,7 +271,7 @@ def _items_until(previous_id: str, store: Store) -> list[Json]:
 
 
 def _not_ended_error(previous_id: str, status: str) -> ApiError:
-    """Return the error for a request that continues a response that has not ended."""
+    """Return the error for a request whose `previous_response_id` names an unfinished response."""
     return ApiError(
         400,
         f"previous_response_id must name a response that has ended, but {shown(previous_id)} "
@@ -368,7 +369,7 @@ async def _events(
 
 
 def _set_stored(events: list[Json], *, is_stored: bool) -> None:
-    """Set the field `store` of the whole response, which the last event of a stream contains.
+    """Set the field `store` of the response object in the last event.
 
     Mutates: the last of `events`.
     """

@@ -42,7 +42,7 @@ async def score(request: Request) -> Response:
 
 
 async def _score(request: Request, served: ServedModel, body: ScoreRequest) -> PoolingOutputs:
-    """Return the outputs `scores`, with one score for each pair of texts, and `num_tokens`.
+    """Return the output tensors `scores` and `num_tokens`. Each pair of texts has one score.
 
     The kind of the model `served` decides how the scores are computed.
     """

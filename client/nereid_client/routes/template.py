@@ -37,7 +37,7 @@ async def inspect_template(request: Request) -> Response:
 
 
 def _inspect(template: str) -> str:
-    """Return the report on a template as JSON.
+    """Return a report about a chat template as JSON.
 
     Raises: NereidParsersError if the template is wrong or exceeds a limit.
     """

@@ -44,7 +44,7 @@ def create_contexts(
 
 
 def _one_context(settings: Settings, metrics: RequestMetrics, backend: Backend) -> Contexts:
-    """Return the contexts of a frontend with one language model."""
+    """Return the `Contexts` object of a frontend that serves one language model."""
     return Contexts((Context(settings, ClientBackend(backend, metrics)),))
 
 

@@ -259,7 +259,7 @@ class ModelControl:
             state.is_loading = True
 
     async def _query_unknown_states(self, states: Iterable[ModelState]) -> None:
-        """Set `is_loaded` of the models for which the frontend does not know this value.
+        """Query the server for each model whose `is_loaded` is None, and set `is_loaded`.
 
         A model that is being loaded or unloaded is skipped.
         """
@@ -292,7 +292,7 @@ class ModelControl:
                     await self._unload_idle(state)
 
     async def _unload_idle(self, state: ModelState) -> None:
-        """Unload an idle model. If this fails, log the reason, and try again much later."""
+        """Unload an idle model. After a failure, log the reason, and try again much later."""
         async with state.lock:
             try:
                 await self._unload(state)
@@ -313,7 +313,7 @@ def _uses_memory(state: ModelState) -> bool:
 
 
 def _used_memory(states: Iterable[ModelState]) -> int:
-    """Return how many bytes of the memory budget the models use now."""
+    """Return the total estimated memory of the models that use memory now, in bytes."""
     return sum(_memory_of(state) for state in states if _uses_memory(state))
 
 

@@ -76,7 +76,10 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
 
 
 def _num_replicas(settings: Mapping[str, str]) -> int:
-    """Return the setting data_parallel_size. If the value is not a number, the model rejects it."""
+    """Return the setting data_parallel_size. For an invalid value, return 1.
+
+    The model itself rejects an invalid value when it starts.
+    """
     text = settings.get("data_parallel_size", "1")
     return int(text) if text.isdecimal() else 1
 
@@ -133,14 +136,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _file_bytes(path: Path, settings: Mapping[str, str]) -> float:
-    """Return the size of the weights of one file in memory, in bytes."""
+    """Return how many bytes of memory the weights of one file need."""
     if path.suffix != ".safetensors":
         return path.stat().st_size
     return sum(_tensor_bytes(tensor, settings) for tensor in tensors_of(path))
 
 
 def _tensor_bytes(tensor: Mapping[str, Any], settings: Mapping[str, str]) -> float:
-    """Return the size of a tensor in memory, in bytes.
+    """Return how many bytes of memory a tensor needs.
 
     Args:
         tensor: the tensor's header in the safetensors file.

@@ -242,8 +242,8 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
         raise SettingsError(
             f"models_file: the file {path} has the name {repeated_names[0]!r} twice."
         )
-    # Names in requests can be different, but have the same name in the model repository, where a
-    # "-" replaces each character that is not allowed there.
+    # Two different names can become the same name in the model repository, because each character
+    # that is not allowed there is replaced by "-".
     triton_names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
     if len(set(triton_names)) < len(triton_names):
         raise SettingsError(
@@ -256,7 +256,7 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
 
 
 def _triton_name(name: str) -> str:
-    """Return the name that a model and its folder have in the model repository.
+    """Convert the name of a model to a name that is valid in the model repository.
 
     Example: "org/chat" returns "org-chat".
     """

@@ -71,7 +71,7 @@ class _ChatChunks(ChunkBuilder[Delta]):
         return self.chunk(choice)
 
     def _text_chunk(self, index: int, message_delta: Json, delta: Delta) -> Json:
-        """Return a chunk with the new parts of a message, and with the fields of its tokens.
+        """Return a chunk with new parts of a message, and with the fields that describe the tokens.
 
         Args:
             index: the index of the choice.

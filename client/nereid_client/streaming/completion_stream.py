@@ -219,7 +219,7 @@ def _usage(options: CompletionOptions, total: Delta) -> Usage | None:
 
 
 def _token_ids(options: CompletionOptions, *, prompt_delta: Delta, delta: Delta) -> Json:
-    """Return the fields that contain token ids. Without requested token ids, return {}.
+    """Return the fields with token ids. If the request does not ask for token ids, return {}.
 
     Args:
         options: the options that decide what the choice contains.

@@ -166,7 +166,7 @@ def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
     group_kinds: set[str] = set()  # the kinds of output in the last group
     for delta in deltas:
         kinds = {kind for kind in _KINDS if kind in delta}
-        # A delta without output, which has for example only the usage, fits into every group.
+        # A delta without output, for example a delta with only the usage, can join any group.
         has_one_kind = len(group_kinds | kinds) <= 1
         if groups and has_one_kind:
             groups[-1].append(delta)
@@ -227,7 +227,7 @@ def unfinished_error() -> BackendError:
 
 
 async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> AsyncGenerator[Delta]:
-    """Yield deltas. While the reader is busy, merge the deltas that arrive.
+    """Yield the deltas of a stream. While the reader is busy, merge the deltas that arrive.
 
     A slow reader therefore never delays the backend, and the memory contains only the text that the
     reader has not read. Closing this generator closes `deltas`.
@@ -293,7 +293,7 @@ _Queue = asyncio.Queue[tuple[int, Delta] | Exception | None]
 
 
 async def _feed(queue: _Queue, index: int, source: AsyncGenerator[Delta]) -> None:
-    """Put all deltas of a source into the queue. Then put None, or the error of the source."""
+    """Put all deltas of a source into the queue, followed by None or by the source's error."""
     try:
         async with aclosing(source):
             async for delta in source:
@@ -314,7 +314,7 @@ class _Inbox:
         self._changed = asyncio.Event()
 
     async def fill(self, deltas: AsyncGenerator[Delta]) -> None:
-        """Read all deltas of a stream into this inbox."""
+        """Read all deltas of a stream, and add them to the waiting deltas."""
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -325,7 +325,7 @@ class _Inbox:
             self._changed.set()
 
     async def pop_all(self) -> list[Delta]:
-        """Wait for new deltas, and return them. At the end of the stream, return []."""
+        """Wait for new deltas, and return all of them. After the end of the stream, return []."""
         while not self._waiting and not self._has_ended:
             self._changed.clear()
             await self._changed.wait()
@@ -334,7 +334,7 @@ class _Inbox:
 
 
 def _append(waiting: list[Delta], delta: Delta, group: Group = by_choice) -> None:
-    """Append a delta to `waiting`. If `waiting` is then too long, merge its deltas in place."""
+    """Append a delta to `waiting`. If `waiting` becomes too long, merge the deltas in it."""
     waiting.append(delta)
     if len(waiting) >= _MAX_UNMERGED:
         waiting[:] = group(waiting)

@@ -1,4 +1,4 @@
-"""In errors, replaces the field names of chat completions by the field names of another API.
+"""Replaces chat completion field names in errors by the field names of another API.
 
 The Responses API and Anthropic's API translate their requests to chat completions. An error of the
 backend therefore names a field that the client has not sent.
@@ -13,7 +13,7 @@ from nereid_client.streaming.deltas import Delta
 
 
 class FieldNames:
-    """The names that another API has for the fields of a chat completion.
+    """The field names of another API that correspond to the field names of chat completions.
 
     Args:
         names: maps a field of a chat completion to the field of the other API.
@@ -37,11 +37,11 @@ class FieldNames:
         return ApiError(400, message, param=param, code=api_error.code)
 
     def _rename_start(self, text: str) -> str:
-        """If a text starts with the name of a known field, replace this name by the new name."""
+        """If the text starts with a known field name, replace the field name by its new name."""
         return self._pattern.sub(lambda match: self._names[match[1]], text)
 
     async def rename_in(self, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
-        """Yield the deltas unchanged. If the backend fails, rename the fields in the error message.
+        """Yield the deltas unchanged. Rename the fields in the message of a backend error.
 
         Raises: ApiError for every BackendError.
         """

@@ -68,14 +68,14 @@ class CompletionLogprobs:
 
     def __init__(self, *, tokens_as_ids: bool = False, echo: str = "") -> None:
         self._tokens_as_ids = tokens_as_ids
-        # The end of the choice's text, in which the texts of the next tokens are searched.
+        # The last part of the choice's text. The texts of the next tokens are in this part.
         self._text = echo
         self._text_start = 0  # the position of `_text` in the text of the choice
         self._next_position = 0  # the position after the last token that was found
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
-        """Return the part of `logprobs` for the prompt. It comes before the parts for the deltas.
+        """Return the part of `logprobs` for the prompt. The parts for the deltas come after it.
 
         Args:
             token_ids: the token ids of the prompt.
@@ -93,7 +93,7 @@ class CompletionLogprobs:
             else:
                 part["token_logprobs"].append(_finite(entries[str(token_id)]["logprob"]))
                 part["top_logprobs"].append(self._likely_prompt_tokens(entries))
-        # The text of the deltas starts at the end of the prompt, even if the last token of the
+        # The text of the first delta comes directly after the prompt, even if the last token of the
         # prompt was not found.
         self._next_position = self._text_start + len(self._text)
         return part
@@ -149,7 +149,7 @@ class CompletionLogprobs:
         return _as_id(token_id) if self._tokens_as_ids else token
 
     def _skip_incomplete_character(self, entry: TokenLogprob, *, is_last: bool) -> None:
-        """Skip an incomplete character in the text, if the token `entry` starts a new character.
+        """If the token `entry` starts a new character, skip the incomplete character before it.
 
         The decoder then contains the first bytes of a character that no later token can complete.
         The text has U+FFFD in the place of these bytes.
@@ -200,14 +200,15 @@ class CompletionLogprobs:
         return position
 
     def _find(self, piece: str, *, is_last: bool) -> int | None:
-        """Return the index of the next token's text in `_text`, or None if it is not there.
+        """Return the index in `_text` at which the next token starts, or None if it is not found.
 
         The arguments are those of `_locate`.
         """
         start = self._next_position - self._text_start
         next_text = self._text[start : start + len(piece)]
-        # If more deltas follow, `next_text` can be only the beginning of the piece, because the
-        # rest has not arrived yet. A piece that starts with `next_text` therefore also matches.
+        # `next_text` is the text at the expected position. If more deltas follow, `next_text` can
+        # be shorter than the piece, because the rest of the text has not arrived yet. The piece
+        # then matches if it starts with `next_text`.
         is_next = next_text == piece or (not is_last and piece.startswith(next_text))
         if is_next:
             return start
@@ -216,7 +217,7 @@ class CompletionLogprobs:
 
 
 def joined(parts: Iterable[Json]) -> Json:
-    """Join all parts of one choice into one field `logprobs`.
+    """Join the parts of a choice's log-probabilities into one field `logprobs`.
 
     Example: {"tokens": ["a"], ...} and {"tokens": ["b"], ...} return {"tokens": ["a", "b"], ...}.
     """
@@ -240,7 +241,7 @@ def _chat_entry(entry: TopLogprob, *, tokens_as_ids: bool) -> Json:
 
 
 def _without_extra_space(piece: str, text: str) -> str:
-    """Return the first token of a text without the space that only the token has.
+    """Return the text of a first token. Remove a leading space that the whole text does not have.
 
     Some tokenizers put a space before the first token, but the text does not have this space.
 
@@ -265,7 +266,7 @@ def _prompt_texts(prompt: str, token_ids: Sequence[int], logprobs: PromptLogprob
 
 
 def _first_token(text: str, others: Sequence[str]) -> str:
-    """Return the text of the first token of a prompt. `others` contains the other tokens' texts.
+    """Return the text of a prompt's first token. `others` are the texts of the other tokens.
 
     Example: "a cat" and [" cat"] return "a". If `text` does not end with the joined texts of the
     other tokens, return the text before the second token.

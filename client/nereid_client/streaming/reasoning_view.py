@@ -1,4 +1,4 @@
-"""Send reasoning either piece by piece while it is generated, or as a whole when it is complete."""
+"""Send reasoning in pieces while it is generated, or as a whole when it is complete."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ _END_OF_REASONING = ("content", "tool_calls", "finish_reason")
 
 @dataclass
 class ReasoningView:
-    """Sends the reasoning of a stream either piece by piece, or as a whole when it is complete.
+    """Sends the reasoning of a stream in pieces, or as a whole when the reasoning is complete.
 
     Attributes:
         streams_reasoning: whether reasoning is sent while it is generated. If false, the reasoning

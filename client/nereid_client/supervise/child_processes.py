@@ -49,7 +49,7 @@ ZOMBIE = "Z"
 
 
 class Waiter(Protocol):
-    """A function that waits between two checks. If it returns True, SIGKILL is sent at once.
+    """A function that waits for some seconds. If it returns True, SIGKILL is sent at once.
 
     Example: `threading.Event.wait`.
     """
@@ -178,7 +178,7 @@ class ChildProcess:
         self._process.wait()
 
     def _relay(self, log: IO[str], on_line: Callable[[str], None]) -> None:
-        """Copy the program's output to the log, and record errors and the last lines.
+        """Copy the program's output to the log. Also store the errors and the last lines.
 
         Call `on_line` with the lines that the user should see.
         """
@@ -208,7 +208,7 @@ class ChildProcess:
             self._record_refusal(line.removeprefix(ERROR_PREFIX).strip())
 
     def _record_refusal(self, reason: str) -> None:
-        """Add a reason to `refusals`. The first reason also sets `refused_at`.
+        """Add a reason to `refusals`. If this reason is the first one, also set `refused_at`.
 
         Several models can reject the same setting. The reason is then stored only once.
         """

@@ -109,8 +109,8 @@ class HangWatch(threading.Thread):
         """Return a description of the hang, or None if the model answers or has no requests."""
         if not self._may_hang():
             return None
-        # A hang can begin shortly after a check, so the next check begins up to this time later.
-        # The rest of the limit is the time in which the model must answer.
+        # A hang can begin shortly after a check. The next check begins at most `longest_delay_s`
+        # seconds later. The model then has the rest of the limit to answer.
         longest_delay_s = self._limit_s / _CHECKS_PER_LIMIT
         timeout_s = self._limit_s - longest_delay_s
         answer = fetch(self._url, timeout_s, dict(self._probe.body))
@@ -122,7 +122,10 @@ class HangWatch(threading.Thread):
         )
 
     def _may_hang(self) -> bool:
-        """Return whether the server runs, and has requests or does not report their number."""
+        """Return whether a check is needed: the server has requests, or it sends no metrics.
+
+        If the server has ended, return False.
+        """
         page = read_metrics(self._metrics_url)
         if page is None:  # the server has ended, and the supervisor detects this itself
             return False

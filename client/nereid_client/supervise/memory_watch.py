@@ -126,7 +126,7 @@ class MemoryWatch:
         self._check_available(processes)
 
     def _warn(self, process: ProcessMemory) -> None:
-        """Print that a process has exceeded its budget."""
+        """Print a warning that a process exceeds its memory budget."""
         self._complain(
             f"nereid: {process.name} uses {process.num_bytes // _MIB} MiB of memory, but the "
             f"budget of a process is {self._budget // _MIB} MiB (--max-process-memory)"
@@ -141,7 +141,7 @@ class MemoryWatch:
         self._restart(largest, f"only {available // _MIB} MiB of memory are available")
 
     def _restart(self, process: ProcessMemory, reason: str) -> None:
-        """Kill a process, which the Triton server or the supervisor then starts again."""
+        """Kill a process. The Triton server or the supervisor then starts the process again."""
         self._complain(
             f"nereid: {process.name} (process {process.pid}) uses {process.num_bytes // _MIB} MiB "
             f"of memory and is restarted, because {reason}"

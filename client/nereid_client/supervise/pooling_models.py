@@ -119,7 +119,7 @@ def _has_model(repository: Path, kind: str) -> bool:
 
 
 def _pooling_model(flag: str, checkpoint: str, repository: Path) -> PoolingModel:
-    """Return the model of a flag with this checkpoint.
+    """Return the pooling model that `flag` selects. `checkpoint` is the value of the flag.
 
     Raises: CliError if the path is not a checkpoint, or if the model repository lacks the model.
     """
@@ -201,7 +201,7 @@ class PoolingWarmUp(threading.Thread):
             self.curls.append(self._frontend.curl(path, body))
 
     def _post_until_available(self, path: str, body: dict[str, Any]) -> Answer:
-        """Repeat a POST request until the model is available, and return the answer."""
+        """Repeat a POST request while the model is unavailable, and return the final response."""
         answer = self._frontend.post(path, body)
         while answer.status in _UNAVAILABLE:
             time.sleep(_POLL_EVERY_S)

@@ -53,7 +53,7 @@ def _open_file(path: Path) -> IO[str]:
 
 
 def _standard_output(*, is_json: bool) -> IO[str]:
-    """Return the standard output as a log. Lines that are printed as messages are not repeated.
+    """Return a log on standard output. It omits lines that are also printed as messages.
 
     Args:
         is_json: whether the log and the messages of `nereid serve` are JSON objects.

@@ -32,8 +32,8 @@ _PROGRAM = "triton_python_backend_stub"
 _NAME_LENGTH = 15  # the kernel keeps 15 characters of a process name
 _RESCAN_EVERY_S = 5.0
 _ZOMBIE_S = 0.4
-# A stub that has disappeared is reported as dead only after this number of seconds. When a server
-# stops, its stubs disappear before the server ends, and such stubs must not be reported.
+# A stub that has disappeared is reported as dead only after this many seconds. When a server stops,
+# its stubs disappear shortly before the server. These stubs must not be reported.
 _VANISHED_S = 2.0
 _CHECK_EVERY_S = 1.0
 _ABANDONED_AFTER_S = 5.0
@@ -69,7 +69,8 @@ class StubWatch:
 
         # The state of `dead_model`.
         self._models: dict[int, str] = {}  # maps the process id of a stub to the name of its model
-        # Maps the process id of a dead stub to the time at which it was found.
+        # Maps the process id of each dead stub to the time at which the supervisor found that it is
+        # dead.
         self._dead_since: dict[int, float] = {}
         self._rescan_due = 0.0  # the time of the next search for new stubs
 
@@ -108,7 +109,7 @@ class StubWatch:
         return None
 
     def _may_disappear(self) -> bool:
-        """Return whether the server itself may end a stub process.
+        """Return whether the server may have ended a stub process on purpose.
 
         The server ends a stub if it unloads the model, or if the model cannot be loaded.
         """
@@ -134,7 +135,7 @@ class StubWatch:
         return now - self._waiting_since >= _ABANDONED_AFTER_S
 
     def _update_waiting_since(self, now: float) -> None:
-        """Set `_waiting_since` if the server has begun to wait, or clear it if the wait is over."""
+        """Set `_waiting_since` when the server starts to wait. Reset it after the wait."""
         is_waiting = bool(self._models) and is_waiting_for_a_child(self._server)
         if not is_waiting:
             self._waiting_since = None

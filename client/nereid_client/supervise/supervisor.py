@@ -74,7 +74,7 @@ class Supervisor:
                 self._end_all()
 
     def _run(self, log: IO[str]) -> int:
-        """Run the programs until a signal arrives, or until a program must not be restarted.
+        """Run the programs. Stop after a signal, or if a failed program must not be restarted.
 
         Returns: the exit code of `nereid serve`.
         """
@@ -92,7 +92,7 @@ class Supervisor:
         return 0
 
     def _start_programs(self, log: IO[str]) -> None:
-        """Start the Triton server, the frontend and the warm-up, and the fork server if needed."""
+        """Start the Triton server, the frontend, the warm-up and, if needed, the fork server."""
         plan = self._plan
         for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
@@ -175,7 +175,7 @@ class Supervisor:
         return None
 
     def _failure_of(self, program: SupervisedProgram) -> str | None:
-        """Return the reason why a program must be restarted, or None if it works."""
+        """Return the reason why a program must be restarted, or None if the program works."""
         failure = program.failure()
         if failure is None and program is self._server:
             return self._server_failure()
@@ -272,7 +272,10 @@ class Supervisor:
         return 1
 
     def _print_output(self, failure: str, child: ChildProcess) -> None:
-        """Print the last lines of a failed program's output, between two lines with the reason."""
+        """Print why a program failed, and print the last lines of its output.
+
+        The reason for the failure is printed before and after these lines.
+        """
         complain(f"nereid serve: {failure}. The last lines of its output are:")
         for line in (*child.tail, *child.errors):
             # The server logs a traceback as one line, in which \\n replaces each line end.
@@ -298,7 +301,7 @@ class Supervisor:
         say("Press Ctrl-C to stop.")
 
     def _drain(self) -> None:
-        """Make the frontend refuse new requests, and wait until the running requests have ended.
+        """Make the frontend reject new requests. Wait until the running requests have ended.
 
         Stop waiting after the time limit for the drain, or after a second signal.
         """

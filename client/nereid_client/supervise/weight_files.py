@@ -95,7 +95,7 @@ def _damage_of_file(path: Path) -> str | None:
 
 
 def _wrong_length_message(path: Path, size: int, length: int, *, is_pointer: bool) -> str:
-    """Return the error message for a file whose first 8 bytes contain an impossible length."""
+    """Return the error message for a file whose first 8 bytes give an impossible header length."""
     if is_pointer:
         return (
             f"the file {path} is only a pointer of Git LFS. Run `git lfs pull` to download the "

@@ -123,8 +123,8 @@ class _WorkerResponse:
     async def body(self) -> AsyncGenerator[bytes]:
         """Yield the body of the response as it arrives, and then close the connection."""
         try:
-            # Each call of `_read` can add any number of parts, even none. The first parts can
-            # arrive together with the headers, before this loop starts.
+            # One call of `_read` can add several parts or none. Parts can also arrive with the
+            # headers, before this loop starts.
             while self._parts or not self._is_complete:
                 if self._parts:
                     received = b"".join(self._parts)
@@ -138,7 +138,7 @@ class _WorkerResponse:
             self._writer.close()
 
     async def _read(self) -> None:
-        """Read received bytes, and pass them to the parser, which calls the methods `on_...`.
+        """Read received bytes, and pass them to the parser. The parser calls the `on_...` methods.
 
         Raises: EOFError if the connection has ended.
         """

@@ -122,7 +122,7 @@ class WorkerPool:
                 self._end_all()
 
     def _run(self, folder: Path, port: int) -> int:
-        """Run the workers until a signal arrives or a restart cannot repair a failure."""
+        """Run the workers. Stop after a signal, or after a failure that a restart cannot repair."""
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
@@ -132,7 +132,8 @@ class WorkerPool:
         for place in places:
             self._workers.append(_Worker(place, self._start(place)))
         if self._is_draining:
-            # SIGUSR1 may have arrived after a worker had started, but before it was in the list.
+            # A SIGUSR1 may have arrived after the start of a worker, but before the worker was
+            # added to the list.
             self._drain_all()
         while not self._stop.wait(_CHECK_EVERY_S):
             for worker in self._workers:
@@ -261,7 +262,7 @@ def worker_sockets(place: WorkerPlace, host: str) -> list[socket.socket]:
 
 
 def _prepare_worker() -> None:
-    """Prepare the process of a worker before it starts the worker's program.
+    """Configure the signals of a new worker process before the worker's program starts.
 
     The kernel will send SIGTERM to this process when its parent process ends. SIGUSR1 is blocked
     until the worker can handle the signal, because the signal would end a starting worker.

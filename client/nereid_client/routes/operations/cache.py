@@ -75,7 +75,7 @@ def _select_model(request: Request, model: str | None) -> None:
 
 
 async def _call(request: Request, parameters: dict[str, str]) -> dict[str, Any]:
-    """Send a call about the prefix cache to the executor model, and return the answer.
+    """Send a request about the prefix cache to the executor model, and return the answer.
 
     If the client uses a key of the key file, the call is limited to the sessions of this client.
     """

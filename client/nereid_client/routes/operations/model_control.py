@@ -39,7 +39,7 @@ async def unload_model(request: Request, model_id: str) -> dict[str, Any]:
 
 
 def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
-    """Return the object that loads models, and the entry for the model with this name.
+    """Return the object that loads models, and the `ModelSpec` of the model named `model_id`.
 
     Raises: ApiError: 403 if the client may not load and unload models, 404 if no model has this
         name.

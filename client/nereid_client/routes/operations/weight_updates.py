@@ -68,8 +68,8 @@ async def reload_weights(request: Request) -> dict[str, Any]:
 
 def _check_client() -> None:
     """Raise an ApiError 403 if the current client has an API key in the key file."""
-    # A client has a name only if its API key is in the key file. The key in NEREID_API_KEY gives no
-    # name.
+    # A client has a name only if its API key is in the key file. A client that uses the key in
+    # NEREID_API_KEY has no name.
     if current_client.get().name:
         raise ApiError(
             403,

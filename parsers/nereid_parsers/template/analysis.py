@@ -55,9 +55,9 @@ differs between the two probes, and what the analysis finds for the template of 
 For the example, the result is the layout `Sections(Reasoning("<think>", "</think>"), None, tools)`.
 Here `tools` declares that each call is a JSON object between `<tool_call>` and `</tool_call>`.
 
-The comparisons cannot show everything. The module known_formats.py declares the formats of
-templates whose renderings are ambiguous, the other ways in which a model family writes calls, and
-the formats of tool calls for templates that render no tool calls.
+The comparisons cannot show everything. The module known_formats.py declares three things: the
+formats of templates whose renderings are ambiguous, forms of tool calls that a model writes but its
+template does not render, and the formats of tool calls for templates that render no tool calls.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def analyze_template(
 ) -> TemplateAnalysis:
     """Infer how a model writes reasoning, content and tool calls, from its chat template.
 
-    The result contains a `Format`, with which the parser splits the output of the model. It also
-    contains the comparisons of rendered conversations that show this format.
+    The result contains a `Format`: the parser splits the output of the model with this format. The
+    result also contains the comparisons of rendered conversations that show this format.
 
     Example: a template that renders `<think>REASONING</think>CONTENT` implies a format in which
     `<think>` and `</think>` enclose reasoning.
@@ -128,16 +128,16 @@ def analyze_checkpoint_template(
 ) -> TemplateAnalysis:
     """Infer how a model writes reasoning, content and tool calls, as `analyze_template` does.
 
-    This function also uses the added tokens of the tokenizer. If the template renders no tool
-    calls, the added tokens can show the format of the tool calls.
+    In addition, this function uses the tokens that were added to the tokenizer's vocabulary. If the
+    template renders no tool calls, added tokens such as "<tool_call>" can show the format of the
+    tool calls.
 
     Args:
         jinja_source: The template.
         bos_token: The tokenizer's token for the beginning of a text, if known.
         eos_token: The tokenizer's token for the end of a turn, if known.
         template_kwargs: Template variables that are set in every rendering.
-        added_tokens: The tokens that were added to the tokenizer's vocabulary, such as
-            "<tool_call>".
+        added_tokens: The tokens that were added to the tokenizer's vocabulary.
     """
     # The prober renders test conversations with the template, and stores findings for the report.
     prober = Prober(
@@ -151,9 +151,9 @@ def analyze_checkpoint_template(
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
-    has_calls = _choose_message_form(prober)  # This function also sets `prober.form`.
+    has_calls = _choose_message_form(prober)  # `_choose_message_form` sets `prober.form`.
     turn = compare_generation_prompt(prober)  # the text around the model's answers
-    # The formats of a few templates cannot be inferred, so they are declared in known_formats.py.
+    # The format of a few templates cannot be inferred. known_formats.py declares these formats.
     known_format = find_quarantined(jinja_source)
     if known_format is None:
         return _infer(turn)
@@ -163,11 +163,12 @@ def analyze_checkpoint_template(
 def _choose_message_form(prober: Prober) -> bool:
     """Find a form of messages that the template can render, and store the form in `prober.form`.
 
-    Templates expect the same message in different forms. For example, content is a string or a list
-    of parts. The chosen form is one in which the template renders content and tool calls. If the
-    template never renders tool calls, the template renders only content in the chosen form.
+    Templates expect a message in different forms. For example, the content of a message is a string
+    in one form and a list of parts in another form. The function first searches for a form with
+    rendered content. Then it searches the variants of this form for one with rendered tool calls.
 
-    Mutates: `prober.form`, and `prober.undecided` if the template never renders content.
+    Mutates: `prober.form`. If the template never renders content, a sentence for the report is
+    appended to `prober.undecided`.
 
     Returns:
         Whether the template renders tool calls.
@@ -179,14 +180,14 @@ def _choose_message_form(prober: Prober) -> bool:
         error_messages = list(prober.refusals.values())
         why = error_messages[0] if error_messages else "the rendering does not contain the content"
         prober.undecided.append(f"The template does not render plain content: {why}")
-    call_form = prober.find_call_form()  # This form is a variant of `prober.form`.
+    call_form = prober.find_call_form()  # a variant of `prober.form`
     if call_form is not None:
         prober.form = call_form
     return call_form is not None
 
 
 class _Findings(NamedTuple):
-    """What the comparisons of renderings show about each part of a model's output.
+    """The findings of all comparisons of renderings, for each part of a model's output.
 
     Attributes:
         reasoning: The findings about reasoning.
@@ -200,8 +201,15 @@ class _Findings(NamedTuple):
 
 
 class _CheckedFormat(NamedTuple):
-    """A format, and the rendered messages that were parsed with the format to check it."""
+    """A format, and the rendered messages that were parsed with this format to check it.
 
+    Attributes:
+        findings: The findings from which the format was made.
+        format: The format.
+        proofs: The parsed messages. A proof lists the parts that were parsed wrongly.
+    """
+
+    findings: _Findings
     format: Format
     proofs: list[Proof]
 
@@ -211,15 +219,16 @@ def _use_known_format(
 ) -> TemplateAnalysis:
     """Return the analysis of a template whose format is declared in known_formats.py.
 
-    The comparisons of renderings are made for the report, although the format is not inferred from
-    these comparisons. As for an inferred format, rendered messages are parsed with the format to
-    check it.
+    The declaration replaces the inference. Rendered conversations are still compared, because the
+    report shows these comparisons. To check the declared format, the parser parses rendered
+    messages with this format.
 
     Mutates: `turn.prober`, which stores the comparisons and the sentences for the report.
 
     Args:
-        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
-        known_format: The declaration of the format.
+        turn: The text around the model's answers in the renderings. `turn.prober` renders the
+            conversations.
+        known_format: The declared format, with the model and the reason for the declaration.
         has_calls: Whether the template renders tool calls.
     """
     turn.prober.undecided.append(
@@ -227,37 +236,40 @@ def _use_known_format(
     )
     reasoning = find_rendered_reasoning(turn)
     tools = _compare_known_calls(turn, has_calls=has_calls)
-    # The declared format contains the markers of reasoning and content. Only the markers that end a
-    # turn are inferred, so no findings about reasoning are needed.
-    content = compare_content(turn, ReasoningFindings())
-    turn = replace(turn, end_markers=content.end_markers)
+    # Only the markers that end a turn are inferred from this comparison. The declared format
+    # contains the markers of reasoning and content, so empty findings about reasoning suffice.
+    end_markers = compare_content(turn, ReasoningFindings()).end_markers
+    turn = replace(turn, end_markers=end_markers)
     findings = _Findings(reasoning, wrapper=None, tools=tools)
-    fmt = _with_turn_ends(known_format.make_format(), content.end_markers)
+    fmt = _with_turn_ends(known_format.make_format(), end_markers)
     proofs = parse_renderings(fmt, turn, reasoning, tools)
-    return _result(turn, findings, _CheckedFormat(fmt, proofs))
+    return _result(turn, _CheckedFormat(findings, fmt, proofs))
 
 
 def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Make the comparisons T1 and T2 of tool calls whose format is known, and return the findings.
+    """Compare rendered tool calls whose format is already known, and return the findings.
+
+    The report shows two comparisons: an answer with and without a tool call (the label is T1), and
+    a message with one and with two tool calls (T2).
 
     Mutates: `turn.prober`, which records the comparisons for the report.
 
     Args:
-        turn: The model's turn in the renderings.
+        turn: The text around the model's answers in the renderings.
         has_calls: Whether the template renders tool calls.
     """
     renderer = CallRenderer(turn)
-    compare_call_presence(renderer)  # Only the report needs this comparison (T1).
-    two_calls = compare_two_calls(renderer)
+    compare_call_presence(renderer)  # Only the report needs this comparison.
+    two_calls = compare_two_calls(renderer)  # "" if a message can have only one tool call
     form_of_calls = "recognised" if has_calls else NO_CALLS  # The report shows this word.
     return ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
 
 
 def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
-    """Return a copy of a known format that declares the markers that end the model's turn.
+    """Add the markers that end the model's turn to a copy of a known format.
 
-    A layout of messages already declares some of these markers, so only the other markers are
-    added. A format with another layout is returned unchanged.
+    If the layout of the format is `Messages`, the layout already declares some of the markers, so
+    only the other markers are added. A format with another layout is returned unchanged.
     """
     if not isinstance(fmt.layout, Messages):
         return fmt
@@ -268,8 +280,10 @@ def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
 def _infer(turn: ModelTurn) -> TemplateAnalysis:
     """Infer the format of a model's output from rendered conversations, and check the format.
 
-    To check the format, the parser parses rendered messages. If a tool call is parsed wrongly, the
-    result contains no format of tool calls, and the parser then returns tool calls as content.
+    Example: a template that renders `<think>REASONING</think>CONTENT` gives a format in which
+    `<think>` and `</think>` enclose reasoning. To check the format, the parser parses rendered
+    messages with this format. If the parser does not return the rendered tool call, the result is a
+    format without tool calls.
 
     Mutates: `turn.prober`, which stores the comparisons and the open questions for the report.
 
@@ -279,42 +293,59 @@ def _infer(turn: ModelTurn) -> TemplateAnalysis:
     """
     reasoning = find_reasoning(turn)
     content = compare_content(turn, reasoning)
-    turn = replace(turn, end_markers=content.end_markers)  # for the comparisons of tool calls
+    # The comparisons of tool calls need the markers that end a turn.
+    turn = replace(turn, end_markers=content.end_markers)
     # Some templates write markers around the content only in messages with tool calls.
     wrapper = content.wrapper or compare_content_with_call(turn, reasoning.part)
     tools = find_tools(turn, reasoning.part, wrapper)
-    findings = _Findings(reasoning, wrapper, tools)
-    checked = _make_checked_format(turn, findings)
+    checked = _make_checked_format(turn, _Findings(reasoning, wrapper, tools))
     wrong_call = _wrong_call(checked.proofs)
     if wrong_call is not None:
-        turn.prober.undecided.append(
-            "The format of the calls could not be inferred: the parser did not return the call "
-            f"that the template renders as {wrong_call.text!r}."
-        )
-        without_calls = ToolFindings(inner_headers=tools.inner_headers)
-        findings = _Findings(reasoning, wrapper, without_calls)
-        checked = _make_checked_format(turn, findings)
+        checked = _make_format_without_calls(turn, checked.findings, wrong_call)
     turn.prober.undecided += [_wrong_parts(proof) for proof in checked.proofs if proof.differs]
-    return _result(turn, findings, checked)
+    return _result(turn, checked)
+
+
+def _make_format_without_calls(
+    turn: ModelTurn, findings: _Findings, wrong_call: Proof
+) -> _CheckedFormat:
+    """Make a format from the findings about reasoning and content. Omit the form of tool calls.
+
+    With this format, the parser returns the text of a tool call as content.
+
+    Mutates: `turn.prober.undecided`. A sentence about `wrong_call` is appended for the report.
+
+    Args:
+        turn: The text around the model's answers in rendered conversations.
+        findings: All findings.
+        wrong_call: The rendered message whose tool call was parsed wrongly.
+    """
+    turn.prober.undecided.append(
+        "The format of the calls could not be inferred: the parser did not return the call "
+        f"that the template renders as {wrong_call.text!r}."
+    )
+    without_calls = ToolFindings(inner_headers=findings.tools.inner_headers)
+    return _make_checked_format(turn, findings._replace(tools=without_calls))
 
 
 def _make_checked_format(turn: ModelTurn, findings: _Findings) -> _CheckedFormat:
-    """Combine the findings into a format, and parse rendered messages with this format.
+    """Combine the findings into a format, and parse rendered messages to check this format.
 
-    Mutates: `turn.prober.undecided`, see `_make_format`.
+    Mutates: `turn.prober.undecided`. If the findings contradict each other, a sentence is appended.
     """
     fmt = _make_format(turn, findings)
-    return _CheckedFormat(fmt, parse_renderings(fmt, turn, findings.reasoning, findings.tools))
+    proofs = parse_renderings(fmt, turn, findings.reasoning, findings.tools)
+    return _CheckedFormat(findings, fmt, proofs)
 
 
 def _wrong_call(proofs: list[Proof]) -> Proof | None:
-    """Return the message with one tool call if this message was parsed wrongly, or else None."""
+    """Return the proof with one tool call if the call was parsed wrongly, or else None."""
     wrong_calls = [proof for proof in proofs if proof.name == ONE_CALL_PROOF and proof.differs]
     return wrong_calls[0] if wrong_calls else None
 
 
 def _wrong_parts(proof: Proof) -> str:
-    """Return a text for the report. The text names the wrongly parsed parts of a message."""
+    """Return sentences for the report that name the wrongly parsed parts of a message."""
     return (
         f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
         f"The template renders the message as {proof.text!r}."
@@ -322,16 +353,16 @@ def _wrong_parts(proof: Proof) -> str:
 
 
 def _make_format(turn: ModelTurn, findings: _Findings) -> Format:
-    """Combine the findings into a `Format`, with which the parser reads a model's output.
+    """Combine the findings into a `Format`. The parser splits a model's output with this format.
 
-    If the findings contradict each other, return the format for plain content.
+    If the findings contradict each other, return a format in which all output is content.
 
     Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
 
     Args:
         turn: The text around the model's answers in rendered conversations.
-        findings: The findings. The attributes `part` declare the markers of reasoning and the form
-            of tool calls.
+        findings: The findings. `findings.reasoning.part` declares the markers of reasoning, and
+            `findings.tools.part` declares the form of tool calls.
     """
     reasoning = findings.reasoning.part
     ends = _ends_of_format(turn, findings)
@@ -353,15 +384,17 @@ def _visible_markers(part: Reasoning | None) -> list[str]:
 
 
 def _ends_of_format(turn: ModelTurn, findings: _Findings) -> tuple[str, ...]:
-    """Return the texts that the parser removes from the output because they end a turn.
+    """Return the texts that the parser removes from the output because these texts end a turn.
 
-    Some models write the header of a turn, such as `<|assistant|>`, inside their output. The parser
-    must remove these headers too. Example: ("<|end|>", "<|assistant|>").
+    Some models also write a header, the text that opens a turn, inside their output. The parser
+    must remove such headers too. Example: `<|end|>` ends a turn, and `<|assistant|>` is a header,
+    so the result is ("<|end|>", "<|assistant|>").
 
     Args:
-        turn: The text around the model's answers. It contains the markers that end a turn.
-        findings: The findings about tool calls contain further markers that end a turn. The
-            findings about tool calls and about reasoning contain the headers inside the output.
+        turn: The text around the model's answers. `turn.end_markers` are the markers that end a
+            turn with content.
+        findings: The findings. `findings.tools.end_markers` are the markers that end a turn with
+            tool calls. The attributes `inner_headers` are the headers inside the output.
     """
     ends = [
         *turn.end_markers,
@@ -373,20 +406,21 @@ def _ends_of_format(turn: ModelTurn, findings: _Findings) -> tuple[str, ...]:
     return tuple(dict.fromkeys(end for end in ends if end))  # without duplicates
 
 
-def _result(turn: ModelTurn, findings: _Findings, checked: _CheckedFormat) -> TemplateAnalysis:
+def _result(turn: ModelTurn, checked: _CheckedFormat) -> TemplateAnalysis:
     """Return the result of the whole analysis, which the report shows to the user.
 
-    The result contains the format, and everything that supports it: the comparisons, the parts of a
-    conversation that the template renders, the open questions, and the checked messages.
+    The result contains the format, the comparisons of renderings, the features that the template
+    supports, the open questions, and the messages that were parsed to check the format.
 
     Args:
-        turn: The text around the model's answers. `turn.prober` has recorded the comparisons.
-        findings: What the comparisons show.
-        checked: The format, and the messages that were parsed to check the format.
+        turn: The text around the model's answers. `turn.prober` has recorded the comparisons and
+            the open questions, and `turn.prober.form` is the form of messages that the template
+            renders.
+        checked: The format with its findings, and the parsed messages.
     """
     prober = turn.prober
-    reasoning = findings.reasoning
-    tools = findings.tools
+    reasoning = checked.findings.reasoning
+    tools = checked.findings.tools
     supports = Supports(
         content=True,
         reasoning=reasoning.fields,

@@ -33,10 +33,10 @@ _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}
 
 @dataclass(frozen=True, slots=True)
 class ContentFindings:
-    """The result of comparison C1.
+    """The result of comparing a conversation without an answer and one with an answer.
 
     Attributes:
-        wrapper: The markers around the content, or None if the content has no markers.
+        wrapper: The markers around the content of the answer, or None if there are no markers.
         end_markers: The markers that end the model's turn.
     """
 
@@ -54,17 +54,18 @@ class ContentFindings:
 def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFindings:
     """Find the markers around the content of an answer, and the markers that end the turn.
 
-    Example: the rendered answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
-    `</answer>` and the end marker `<|im_end|>`.
+    The two markers around the content are called the wrapper. Example: the rendered answer
+    "<answer>CONTENT</answer><|im_end|>" has the wrapper `<answer>`, `</answer>` and the end marker
+    `<|im_end|>`.
 
-    The report shows a comparison with the label C1: a conversation without an answer, and the same
-    conversation with an answer.
+    Mutates: `turn.prober`, which records a comparison for the report, with the label C1: a
+    conversation without an answer, and this conversation with an answer.
 
     Args:
         turn: The text around the model's answers in the renderings. `turn.prober` renders the
-            conversations, and records the comparison for the report.
-        reasoning: The findings about reasoning. If the rendered answer shows no wrapper, the
-            wrapper of these findings is used.
+            conversations.
+        reasoning: The findings about reasoning. Some templates write a wrapper only after
+            reasoning, so the wrapper of these findings is used if the answer has no wrapper.
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
     answer = turn.text_after_header(conversation) or ""
@@ -73,12 +74,12 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     if not is_rendered:
         return ContentFindings(reasoning.wrapper)
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
-    wrapper = _wrapper_around(markup_before, after, turn)
-    after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
-    # Some templates write a wrapper only after reasoning.
+    wrapper_of_answer = _wrapper_around(markup_before, after, turn)
+    if wrapper_of_answer is not None:
+        after = after.removeprefix(wrapper_of_answer.close)
     findings = ContentFindings(
-        wrapper=wrapper or reasoning.wrapper,
-        end_markers=tuple(_end_markers(after_wrapper, turn)),
+        wrapper=wrapper_of_answer or reasoning.wrapper,
+        end_markers=tuple(_end_markers(after, turn)),
     )
     turn.prober.record(
         "C1 content",
@@ -91,10 +92,10 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
 
 
 def _wrapper_around(markup_before: str, after: str, turn: ModelTurn) -> Wrapper | None:
-    """Return the markers around the content, or None if no markup precedes the content.
+    """Return the markers around the content, or None if no marker opens the content.
 
-    Example: the text before the content is "<answer>", and the text after the content is
-    "</answer><|im_end|>". The markers are `<answer>` and `</answer>`.
+    Example: "<answer>" precedes the content, and "</answer><|im_end|>" follows. The result is
+    `Wrapper("<answer>", "</answer>")`.
 
     Args:
         markup_before: The text before the content, without the markers of reasoning.
@@ -102,22 +103,26 @@ def _wrapper_around(markup_before: str, after: str, turn: ModelTurn) -> Wrapper 
         turn: The text around the model's answers.
     """
     if not markup_before:
-        return None
+        return None  # A marker that only follows the content ends the turn, see `_end_markers`.
     closing = _wrapper_close(after, markup_before.strip(), turn)
     return Wrapper(markup_before, closing)
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
-    """Find content markers that a template writes only in messages with tool calls.
+    """Find markers around the content that a template writes only in messages with tool calls.
 
-    Such a template also writes the markers if the content is empty. Example: a message without
-    content is rendered as "<say></say><call>..", and a message with content is rendered as
-    "<say>CONTENT</say><call>..". So `<say>` and `</say>` are the markers.
+    Such a template writes the markers even if the content of the message is empty. Example: a
+    message without content is rendered as "<say></say><call>..", and a message with content is
+    rendered as "<say>CONTENT</say><call>..". The result is `Wrapper("<say>", "</say>")`.
+
+    Mutates: `turn.prober`. If there are markers, `turn.prober` records the comparison for the
+    report, with the label C2.
 
     Args:
         turn: The text around the model's answers in the renderings. `turn.prober` renders the
-            conversations, and records the comparison with the label C2 for the report.
-        reasoning: The reasoning part of the format. Its markers are not content markers.
+            conversations.
+        reasoning: The declared markers of reasoning, which are removed before the comparison. None
+            if the model writes no reasoning.
 
     Returns:
         The markers, or None if there are no such markers.
@@ -141,13 +146,15 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
 
 
 def _markers_around_content(text: str) -> Wrapper | None:
-    """Return the markers around the content in a rendered answer.
+    """Return the marker before and the marker after the content in a rendered answer.
 
-    Return None if other text than one marker precedes the content, or if no marker follows the
-    content.
+    The content of the answer is CONTENT_TEXT. Return None if the text before the content is not
+    exactly one marker, or if no marker follows the content.
 
     >>> _markers_around_content(f"<say>{CONTENT_TEXT}</say><call>")
     Wrapper(open='<say>', close='</say>')
+    >>> _markers_around_content(f"Answer: {CONTENT_TEXT}</say>") is None
+    True
     """
     before, _, after = text.partition(CONTENT_TEXT)
     opening = before.strip()
@@ -157,7 +164,7 @@ def _markers_around_content(text: str) -> Wrapper | None:
 
 
 def _starts_with_empty_content(text: str, wrapper: Wrapper) -> bool:
-    """Return whether `text` starts with the markers of content, and with nothing between them.
+    """Return whether `text` starts with the two markers of content, without content between them.
 
     >>> _starts_with_empty_content("<say> </say><call>", Wrapper("<say>", "</say>"))
     True
@@ -180,8 +187,8 @@ def _text_without_reasoning(
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     r"""Remove the markers of reasoning from the start of `text`, a rendered answer.
 
-    Some templates write these markers even if a message has no reasoning. Without them, the text
-    starts with the content or with a tool call.
+    Some templates write the markers of reasoning even if a message has no reasoning. The result
+    starts with the content or with a tool call. If `reasoning` is None, `text` is returned.
 
     >>> strip_reasoning_markers("<think></think>\n\nHello", Reasoning("<think>", "</think>\n\n"))
     'Hello'
@@ -199,7 +206,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
 
 
 def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None:
-    """Return the text after one of the markers at the start of `text`. Ignore leading white space.
+    """Remove one of the markers, and the white space before this marker, from the start of `text`.
 
     Return None if `text` does not start with one of the markers.
 
@@ -214,47 +221,56 @@ def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None
 
 
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
-    """Find the markers that end the model's turn. `after` is the text after the content.
+    """Find the markers that end the model's turn.
 
-    There are three cases. For each case, the columns show the text after the content, the text
-    after a user's message, and the result:
+    A marker that also follows a user's message ends a turn. There are three cases. The columns show
+    the text after the content of an answer, the text after a user's message, and the result:
 
-        `<|eom|><|eot|>`          `<|eot|>`                 two markers: ["<|eom|>", "<|eot|>"]
-        `<|out|>turn<|of|>`       `<|out|>turn<|of|>`       markers with a word between them:
-                                                            ["<|out|>turn<|of|>"]
-        `<|im_end|>`              any text                  one marker: ["<|im_end|>"]
+        `<|eom|><|eot|>`        `<|eot|>`               two markers: ["<|eom|>", "<|eot|>"]
+        `<|out|>turn<|of|>`     `<|out|>turn<|of|>`     markers and a word: ["<|out|>turn<|of|>"]
+        `<|im_end|>`            any text                one marker: ["<|im_end|>"]
 
     The result is [] if no marker follows the content.
+
+    Args:
+        after: The text after the content of an answer.
+        turn: The text around the model's answers. `turn.trailing_text` is the text after a user's
+            message, and `turn.header` is the text that opens the model's turn.
     """
     after_content = after.lstrip()
     after_user_message = turn.trailing_text.lstrip()
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
     if first in ("", EOS_TOKEN):  # EOS_TOKEN is a placeholder for an unknown token.
         return []
-    if second != first and _ends_turn(second, after_user_message, turn.header):
+    if second != first and _ends_user_turn(second, after_user_message, turn.header):
         return [first, second]
     with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
-    return with_words if with_words else [first]
+    return with_words or [first]
 
 
-def _ends_turn(marker: str, after_user_message: str, header: str) -> bool:
-    """Return whether a marker ends a turn, because a user's message ends with the same marker.
+def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
+    """Return whether `marker` ends the turn of a user: it is the first marker after the message.
 
-    A marker of the header opens the next turn, so it does not end a turn.
+    A marker in `header`, the text that opens the model's turn, does not end the user's turn.
 
-    >>> _ends_turn("<|eot|>", after_user_message="<|eot|>", header="<|start|>")
+    >>> _ends_user_turn("<|eot|>", after_user_message="<|eot|><|start|>", header="<|start|>")
     True
+    >>> _ends_user_turn("<|start|>", after_user_message="<|start|>", header="<|start|>")
+    False
     """
     return bool(marker) and marker == leading_marker(after_user_message) and marker not in header
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Find the text that ends a turn, if the text contains words, as in `<|out|>turn<|of|>`.
+    """Find a turn's end that consists of markers and words, such as `<|out|>turn<|of|>`.
 
-    One more marker may follow the text. The result is [] if no such text ends a turn.
+    The text must follow both an answer and a user's message. If another marker follows this text in
+    both places, this marker also ends the turn. The result is [] if no such text ends a turn.
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
+    >>> _end_markers_with_words("<|out|>turn<|of|>", "<|out|>turn<|of|><|in|>", "<|in|>")
+    ['<|out|>turn<|of|>']
 
     Args:
         after_content: The text after the content of an answer.
@@ -264,21 +280,24 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     turn_end = _turn_end_with_words(after_content, after_user_message, header)
     if not turn_end:
         return []
-    rest_of_answer = after_content.removeprefix(turn_end)
-    rest_of_user_message = after_user_message.removeprefix(turn_end)
-    next_marker = _shared_first_marker(rest_of_answer, rest_of_user_message)
-    # EOS_TOKEN is a placeholder. A marker of the header opens the next turn.
+    next_marker = _shared_first_marker(
+        after_content.removeprefix(turn_end), after_user_message.removeprefix(turn_end)
+    )
+    # EOS_TOKEN is a placeholder for an unknown token, and a marker of the header opens a turn.
     is_end_marker = next_marker not in ("", EOS_TOKEN, *markers(header))
     return [turn_end, next_marker] if is_end_marker else [turn_end]
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
-    """Return the markers and words with which both texts start, or "" if there are none.
+    """Return the markers and words that follow both an answer and a user's message.
 
-    The result is also "" if the markers and words contain the header of the model's next turn.
+    Example: `<|out|>turn<|of|>`. The result is "" if no such text follows, or if the text contains
+    the header, because then the text belongs partly to the model's next turn.
 
     >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", "<|in|>")
     '<|out|>turn<|of|>'
+    >>> _turn_end_with_words("<|out|>bot<|sep|>", "<|out|>bot<|sep|>", "bot<|sep|>")
+    ''
 
     Args:
         after_content: The text after the content of an answer.
@@ -289,13 +308,14 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
     if match is None or not after_user_message.startswith(match.group()):
         return ""
     turn_end = match.group()
+    # The first marker ends the turn. Only the text after this marker can open the next turn.
     after_first_marker = turn_end.removeprefix(leading_marker(turn_end))  # `turn<|of|>`
     contains_next_header = bool(header.strip()) and header.strip() in after_first_marker
     return "" if contains_next_header else turn_end
 
 
 def _shared_first_marker(text: str, other: str) -> str:
-    """Return the marker with which both texts start, or "" if there is no such marker.
+    """Return the marker with which `text` and `other` both start, or "" if there is none.
 
     >>> _shared_first_marker("<|over|>Hello", "<|over|>")
     '<|over|>'
@@ -306,42 +326,40 @@ def _shared_first_marker(text: str, other: str) -> str:
 
 
 def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
-    r"""Return the marker that closes the content, or "" if there is no such marker.
+    r"""Return the markup that closes the content, with the white space before it, or "".
 
-    The first marker after the content closes the content, unless this marker ends the whole turn.
-    The white space before the marker is a part of the result. Examples for the opening marker
-    `<answer>`, if every message ends with `<|im_end|>`:
+    There are three cases. In this table, every message ends with `<|im_end|>`. The columns show the
+    opening markup, the text after the content, and the result:
 
-        "\n</answer><|im_end|>"   "\n</answer>"
-        "<|im_end|>"              "", because this marker ends the turn
+        <answer>             \n</answer><|im_end|>            "\n</answer>"
+        <|in|>answer<|sep|>  <|out|>answer<|sep|><|im_end|>   "<|out|>answer<|sep|>"
+        <answer>             <|im_end|>                       "", because <|im_end|> ends the turn
 
     Args:
         after: The text after the content.
-        opening: The marker before the content.
+        opening: The markup before the content.
         turn: The text around the model's answers. `turn.trailing_text` is the text after a user's
             message.
     """
-    # If several markers open the content, as in `<|open|>answer<|sep|>`, several markers also close
-    # the content.
-    several_markers = compound_closing(after, opening)
-    if several_markers:
-        return several_markers
+    markers_and_words = compound_closing(after, opening)  # the second line of the table, or ""
+    if markers_and_words:
+        return markers_and_words
     marker = leading_marker(after)
-    if not marker or _ends_whole_turn(marker, opening, turn.trailing_text):
+    if not marker or _ends_turn_not_content(marker, opening, turn.trailing_text):
         return ""
     before_marker, _, _ = after.partition(marker)
     return before_marker + marker
 
 
-def _ends_whole_turn(marker: str, opening: str, after_user_message: str) -> bool:
-    """Return whether a marker after the content ends the turn, and not only the content.
+def _ends_turn_not_content(marker: str, opening: str, after_user_message: str) -> bool:
+    """Return whether a marker after the content ends the turn, and does not close the content.
 
-    A marker that also follows a user's message usually ends a turn. Exception: a marker such as
-    `</answer>`, which has the same name as the opening marker `<answer>`, closes the content.
+    A marker ends a turn if the marker also follows a user's message. Exception: if `<answer>` opens
+    the content, `</answer>` always closes the content, because the two markers have one name.
 
-    >>> _ends_whole_turn("<|im_end|>", "<answer>", after_user_message="<|im_end|>")
+    >>> _ends_turn_not_content("<|im_end|>", "<answer>", after_user_message="<|im_end|>")
     True
-    >>> _ends_whole_turn("</answer>", "<answer>", after_user_message="</answer>")
+    >>> _ends_turn_not_content("</answer>", "<answer>", after_user_message="</answer>")
     False
     """
     follows_user_message = marker == EOS_TOKEN or marker in after_user_message

@@ -21,14 +21,14 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.difference import ListMarkup, list_markup
 
-# Tags that are named after the arguments, as in `<zqKeyOne>zqValueOne</zqKeyOne>`.
+# The tags of two arguments. The key of an argument is the name of its tags.
 _FIRST_OPEN = f"<{FIRST_KEY}>"
 _FIRST_CLOSE = f"</{FIRST_KEY}>"
 _SECOND_CLOSE = f"</{SECOND_KEY}>"
 
 
 class _NestedCall(NamedTuple):
-    """The texts around the arguments of a tool call, in which each argument is an element.
+    """The texts around the name and the arguments of a tool call. Each argument is an element.
 
     The examples are the texts of `<c>f ~<a>1~</a>~<b>2~</b></c>`, in which the marker `~` precedes
     every tag.
@@ -49,8 +49,8 @@ class _NestedCall(NamedTuple):
 def read_nested(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls in which an argument is an element: `<city>Paris</city>`.
 
-    Return None if the arguments have another form. A marker may precede every tag. Example:
-    `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.
+    Return None if the arguments have another form. Some templates write a marker before every tag.
+    Example: in `f ~<a>1~</a>~<b>2~</b>`, the marker is `~`, and the arguments are `a` and `b`.
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -73,15 +73,18 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
     """Cut a tool call with two arguments at its name and at the elements of its arguments.
 
-    Return None if the arguments are not elements.
+    A template may write a marker before every tag. Example: the result for
+    `<c>f ~<a>1~</a>~<b>2~</b></c>` is `_NestedCall("<c>", " ", "~", "</c>")`. Return None if the
+    arguments are not elements.
     """
+    # In the example, the words are `f`, `<a>`, `1`, `</a>` and `</b>`.
     words = (FIRST_TOOL, _FIRST_OPEN, FIRST_VALUE, _FIRST_CLOSE, _SECOND_CLOSE)
     pieces = split_at_words(two_arguments, *words)
     if pieces is None:
         return None
-    # `<c>f ~<a>1~</a>~<b>2~</b></c>` is cut into `<c>`, ` ~`, ``, `~`, `~<b>2~` and `</c>`.
-    before_name, before_first_tag, _, after_first_value, _, after = pieces
-    tag_marker = after_first_value.strip()
+    # In the example, the pieces are `<c>`, ` ~`, ``, `~`, `~<b>2~` and `</c>`.
+    before_name, before_first_tag, _, before_first_closing_tag, _, after = pieces
+    tag_marker = before_first_closing_tag.strip()
     return _NestedCall(
         before_name,
         after_name=before_first_tag.removesuffix(tag_marker),
@@ -93,7 +96,7 @@ def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
 def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
     """Return the markup around two tool calls whose arguments are elements (`<a>1</a>`).
 
-    Return None if the elements of the two tool calls are not in the expected order. Example: for
+    Return None if a name and an element do not follow each other in each tool call. Example: for
     `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`, `item_close` is `</c>` and
     `separator` is `;`.
     """
@@ -105,15 +108,16 @@ def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """In the markup `calls`, move `marker` from the end of each text to the start of the next text.
+    """Correct the markup of tool calls in which `marker` precedes every tag.
 
-    Example: in the calls `~<f>..~</f>~<g>..~</g>~`, the marker `~` precedes each tag. But
-    `list_markup` treats the `~` before `<g>` as the end of the first call, `~</f>~`. The result
-    treats this `~` as the start of the second call, `~<g>`:
+    The function `list_markup` assigns a marker between two tool calls to the end of the first call.
+    The result assigns such a marker to the start of the second call. Example: in the tool calls
+    `~<f>..~</f>~<f>..~</f>~</all>`, the marker is `~`, and each tool call is between `~<f>` and
+    `~</f>`:
 
-    >>> markup = ListMarkup(open="~", item_open="<f>", item_close="~</f>~")
+    >>> markup = ListMarkup(open="~", item_open="<f>", item_close="~</f>~", close="</all>")
     >>> _move_marker_to_next_tag(markup, "~")
-    ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~')
+    ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~</all>')
 
     If `item_close` does not end with the marker, the markup is already correct.
     """

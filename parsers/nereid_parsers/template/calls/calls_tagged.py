@@ -60,10 +60,12 @@ class _TaggedCall(NamedTuple):
 
 
 def read_tagged(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls in which tags enclose the key and the value of each argument.
+    """Infer the format of tool calls in which a tag contains the key of each argument.
 
-    Return None if the tool calls have another form. Example: `<call f><arg key="a">1</arg></call>`
-    has the header `<call {name}>` and arguments between `<arg key="{key}">` and `</arg>`.
+    Return None if the tool calls have another form. Example: the result for
+    `<call f><arg key="a">1</arg></call>` declares the header `<call {name}>` (the text before the
+    arguments), the opening tag `<arg key="{key}">` and the closing tag `</arg>` of an argument, and
+    the closing text `</call>` of the tool call.
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -78,23 +80,29 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         markup = ListMarkup(item_open=call.before_name, item_close=call.after)
     if markup is None:
         return None
-    # `markup.item_close` is the text after the last value: `</arg></call>`. Its start belongs to
-    # the last argument, and only its end (`arguments.close`) belongs to the tool call.
-    arguments = list_markup(call.before_first_key, call.between_arguments, markup.item_close)
+    after_last_value = markup.item_close  # `</arg></call>`
+    arguments = list_markup(call.before_first_key, call.between_arguments, after_last_value)
+    # Of the text after the last value, `</arg>` belongs to the argument (`arguments.item_close`),
+    # and `</call>` belongs to the tool call (`arguments.close`).
     markup_of_calls = replace(markup, item_close=arguments.close)
     tags = _infer_value_tags(texts, arguments, call.before_value)
     quotes = _find_quotes(texts, call.before_value)
     body = tags if quotes is None else _add_quotes(tags, quotes)
-    # `arguments.open` is the text between the name and the first argument, such as `>`.
-    calls = calls_with_head(markup_of_calls, arguments.open, body)
+    after_name = arguments.open  # `>`, the text between the name and the first argument
+    calls = calls_with_head(markup_of_calls, after_name, body)
     return CallFormat("tagged arguments", calls, markup_of_calls)
 
 
 def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
     """Cut a tool call with two arguments at its name, its keys and its values.
 
-    Return None if these words have another order, or if the closing tag of an argument repeats the
-    key, as in `<a>1</a>`. In the second case, the module `calls_nested` infers the format.
+    Example: `<c f><k>a</k>1<k>b</k>2</c>` is cut into `<c `, `><k>`, `</k>`, `<k>` and `</c>`. The
+    `</k>` before the second value is omitted, because it is equal to the text before the first
+    value.
+
+    Return None if the name, the keys and the values have another order. Also return None if the
+    closing tag of an argument repeats the key, as in `<a>1</a>`. The module `calls_nested` infers
+    the format of such elements.
     """
     words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
     pieces = split_at_words(two_arguments, *words)
@@ -109,9 +117,9 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
 def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
     """Return the markup around two tool calls in which tags enclose the arguments.
 
-    Return None if the words of the two tool calls (name, key and value) are not in the expected
-    order. Example: for `<c f><k>a</k>1</k></c>;<c g><k>b</k>2</k></c>`, `item_open` is `<c `,
-    `item_close` is `</k></c>` and `separator` is `;`.
+    Return None if a name, a key and a value do not follow one another in each tool call. Example:
+    for `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `, `item_close` is `</k></c>`
+    and `separator` is `;`.
     """
     words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
     pieces = split_at_words(two_calls, *words)
@@ -136,55 +144,66 @@ class _TextAroundArgument(NamedTuple):
 def _infer_value_tags(
     texts: CallTexts, arguments: ListMarkup, before_string: str
 ) -> TaggedArguments:
-    """Infer the tags around the value of an argument.
+    """Infer the tags before and after the value of an argument, for strings and for numbers.
 
-    Some templates write different tags for strings and for numbers. Each example shows the argument
-    `a` with the string "x", the argument `a` with the number 41, and the result:
+    There are three cases. Each example shows the argument `a` with the string "x", the argument `a`
+    with the number 41, and the opening tag in the result:
 
         <arg key="a">x</arg>                 <arg key="a">41</arg>
             open='<arg key="{key}">'
         <arg key="a" type="string">x</arg>   <arg key="a" type="number">41</arg>
             open='<arg key="{key}" type="{type}">'
         <text key="a">x</text>               <json key="a">41</json>
-            open='<text key="{key}">' and a second variant with open='<json key="{key}">'
+            open='<text key="{key}">', and a variant in `also` with open='<json key="{key}">'
 
     Args:
-        texts: The renderings of tool calls. In `texts.number`, the argument is the number 41.
-        arguments: The markup of the list of arguments. `item_open` ends where a key starts.
-        before_string: The text between the key and the value, if the value is a string.
+        texts: The rendered tool calls. The argument is a string in `texts.one_call` and the number
+            41 in `texts.number`.
+        arguments: The markup of the list of arguments. `item_open` is the text before a key.
+        before_string: The text between a key and its value, if the value is a string.
     """
     string = _TextAroundArgument(arguments.item_open, before_string, _text_after_string(texts))
     close = arguments.item_close + arguments.separator
     string_tags = TaggedArguments(_open_pattern(string), close)
     number = _cut_at_number(texts.number, arguments)
-    if number is None:  # The template does not render numbers as text.
+    if number is None:  # The template does not render the number as the text "41".
         return string_tags
-    # The common suffix is the end of the call. The rest is the closing tag of the number, or "" if
-    # a string has the same closing tag.
-    number_close = drop_common_suffix(number.after_value, string.after_value)
-    number_tags = TaggedArguments(_open_pattern(number), number_close or close)
-    if number_tags == string_tags:  # see the first example above
+    number_tags = TaggedArguments(_open_pattern(number), _closing_tag(number, string) or close)
+    if number_tags == string_tags:  # the first example
         return string_tags
     open_with_type = _open_pattern_with_type(string, number)
-    if open_with_type is not None:  # see the second example above
+    if open_with_type is not None:  # the second example
         return TaggedArguments(open_with_type, close)
-    return replace(string_tags, also=(number_tags,))  # see the third example above
+    return replace(string_tags, also=(number_tags,))  # the third example
+
+
+def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> str:
+    """Return the closing tag of a number, or "" if a string has an equal closing tag.
+
+    The texts after both values end with the end of the tool call, which is not a part of the tag.
+
+    >>> string = _TextAroundArgument('<text key="', '">', "</text></call>")
+    >>> number = _TextAroundArgument('<json key="', '">', "</json></call>")
+    >>> _closing_tag(number, string)
+    '</json>'
+    """
+    return drop_common_suffix(number.after_value, string.after_value)
 
 
 def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | None:
-    """Cut a tool call whose argument is the number 41 at the key and at the number.
+    """Cut a tool call whose argument is the number 41 into the texts around the key and the number.
 
-    Example: `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and
-    `</json></call>`.
+    Example: if `arguments.open` is `>`, the tool call `<call f><json key="a">41</json></call>` is
+    cut into `<json key="`, `">` and `</json></call>`.
 
     Args:
         text: The rendered tool call.
-        arguments: The markup of the list of arguments. `arguments.open`, such as the `>` in the
-            example, precedes the list, so it is not a part of the result.
+        arguments: The markup of a list of arguments that are strings. `arguments.open` is the text
+            between the name and the first argument. This text is not a part of the result.
 
     Returns:
         The texts around the key and the number, or None if the template does not render the number
-        as text.
+        as "41".
     """
     pieces = split_at_words(text, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
@@ -192,13 +211,13 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
     _, after_name, before_value, after_value = pieces
     before_key = after_name.removeprefix(arguments.open)
     if not before_key:
-        # `arguments.open` already contains the opening tag, which a string and a number share.
+        # No other text precedes the key of the number. The text before the key of a string is used.
         before_key = arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 
 
 def _open_pattern(around: _TextAroundArgument) -> str:
-    """Return the pattern of an opening tag, such as `<arg key="{key}">`.
+    """Return the pattern of an opening tag: the field `{key}` replaces the key of the argument.
 
     >>> _open_pattern(_TextAroundArgument('<arg key="', '">', "</arg>"))
     '<arg key="{key}">'
@@ -217,10 +236,11 @@ def _text_after_string(texts: CallTexts) -> str:
 
 
 def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgument) -> str | None:
-    """Return the pattern of an opening tag that contains the type of the value.
+    """Return the pattern of an opening tag that states the type of the value.
 
-    The type is the only word that differs between the tags of a string and of a number. The field
-    `{type}` replaces the type. Return None if the tags differ in another way.
+    In the pattern, fields such as `{type}` replace the words that vary. The type is the only word
+    that differs between the tag before a string and the tag before a number. Return None if the two
+    tags differ in another way.
 
     >>> string = _TextAroundArgument('<arg key="', '" type="string">', "</arg>")
     >>> number = _TextAroundArgument('<arg key="', '" type="number">', "</arg>")
@@ -229,6 +249,8 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
     """
     if string.before_key != number.before_key:
         return None
+    # In the example, `parts` contains the common texts `" type="` (`prefix`) and `">` (`suffix`),
+    # and the differing words `string` (`left`) and `number` (`right`).
     parts = difference(string.before_value, number.before_value, split=_split_into_words)
     field = _type_field(string_word=parts.left, number_word=parts.right)
     if field is None:
@@ -238,7 +260,7 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
 
 
 def _split_into_words(text: str) -> list[str]:
-    """Split `text` into words and other characters.
+    """Split `text` into words and single other characters.
 
     >>> _split_into_words('type="a"')
     ['type', '=', '"', 'a', '"']
@@ -247,10 +269,11 @@ def _split_into_words(text: str) -> list[str]:
 
 
 def _type_field(string_word: str, number_word: str) -> str | None:
-    """Return the field for a word that states the type of a value, or None for other words.
+    """Return the field that replaces the type in the pattern of a tag, or None if no type differs.
 
-    The arguments are the words in the tags of a string and of a number. The words either name the
-    type, or state whether the value is a string.
+    The two words differ between the tag of a string and the tag of a number. `{type}` is the field
+    for the name of the type, as in `type="number"`. `{string}` is the field for a flag that states
+    whether the value is a string, as in `string="false"`.
 
     >>> _type_field("string", "number"), _type_field("true", "false"), _type_field("a", "b")
     ('{type}', '{string}', None)
@@ -272,13 +295,13 @@ class _Quotes(NamedTuple):
 def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
     """Find the quotes that a template writes only around strings that contain markup.
 
-    Two renderings are compared: one of a plain string, and one of a string with markup. Example:
-    `<v>x</v></call>` and `<v><![CDATA[x<&>y]]></v></call>` show the quotes `<![CDATA[` and `]]>`.
-    Return None if the template writes no quotes.
+    Example: the plain string "x" is rendered as `<v>x</v></call>`, and the string with markup
+    "x<&>y" is rendered as `<v><![CDATA[x<&>y]]></v></call>`. So the quotes are `<![CDATA[` and
+    `]]>`. Return None if the template writes no quotes.
 
     Args:
-        texts: The renderings of tool calls. In `texts.special_value`, the argument is a string with
-            markup.
+        texts: The rendered tool calls. The argument is a plain string in `texts.one_call` and a
+            string with markup in `texts.special_value`.
         before_value: The text between the key and a plain string, such as `<v>`.
     """
     # The string with markup starts with FIRST_VALUE and ends with SECOND_VALUE.
@@ -298,15 +321,16 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
 
 
 def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
-    """Declare that quotes may enclose a value inside its tags.
+    """Declare that a model may write quotes between the tags and the value of an argument.
 
-    The result declares the quoted value first, and the value without quotes as an alternative.
+    The result declares the value with quotes. Its attribute `also`, which lists the alternatives,
+    declares the value without quotes.
 
     >>> quoted = _add_quotes(TaggedArguments("<{key}>", "</v>"), _Quotes("<![CDATA[", "]]>"))
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
-    # `tags.also` contains further alternatives. An alternative itself has no alternatives.
+    # An alternative has no alternatives of its own, so `unquoted` does not contain `tags.also`.
     unquoted = TaggedArguments(tags.open, tags.close)
     return TaggedArguments(
         tags.open + escape_braces(quotes.open),

@@ -1,8 +1,8 @@
 """Choose the chat format of a checkpoint.
 
-The sources of the format are, in this order: names that the user chose, the checkpoint's
-`response_template`, and the checkpoint's chat template. If there is no source, the format is plain
-content.
+The format comes from the first available source: the names of formats that the user chose, the
+checkpoint's `response_template`, or the checkpoint's chat template. If there is no source, all
+output is treated as content.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class ChosenFormat:
     Attributes:
         format: The format.
         source: "chosen" (by the user), "response_template", "template" (inferred from the chat
-            template) or "plain" (plain content).
-        why: Sentences that state the source, and why sources of higher priority could not be used.
+            template) or "plain" (all output is content).
+        why: Sentences for the user. They state the source, and why no source of higher priority
+            could be used.
         analysis: The analysis of the chat template, or None.
     """
 
@@ -50,7 +51,8 @@ class CheckpointText:
 
     Attributes:
         template: The chat template, or None if the checkpoint has no chat template.
-        response_template: The declaration of the format for transformers, or None.
+        response_template: The object in tokenizer_config.json that declares the format of the
+            output for transformers, or None.
         bos_token, eos_token: The tokens of the tokenizer, or "" if the checkpoint does not define
             them.
         added_tokens: The tokens that were added to the tokenizer's vocabulary.
@@ -66,12 +68,12 @@ class CheckpointText:
 def read_checkpoint(path: str | Path) -> CheckpointText:
     """Read the chat template and the special tokens from a checkpoint or from a template file.
 
-    These texts show the format in which the model writes its output. A template file contains only
-    the chat template.
+    The format of the model's output is inferred from these texts. A template file contains only the
+    chat template.
 
-    The chat template is read from chat_template.jinja, or else from chat_template.json, or else
-    from tokenizer_config.json. The order is the same as in transformers. If a file contains several
-    named templates, the template "tool_use" is used, or else the template "default".
+    In a checkpoint, the chat template is in a .jinja file, or else in chat_template.json, or else
+    in tokenizer_config.json, as in transformers. If there are several named templates, the template
+    "tool_use" is used, or else the template "default".
 
     Raises:
         FormatError: The path is neither a folder nor a file, or a JSON file is malformed.
@@ -96,25 +98,30 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
 
 
 def _read_templates(path: Path, config: dict[str, Any]) -> object:
-    """Return the chat templates of a checkpoint, in the form in which a file contains them.
+    """Return the chat templates of a checkpoint from the first file that contains templates.
 
-    See `_select_template` for the possible forms. The result is None if there are no templates.
+    The files are, in this order: the .jinja files, chat_template.json, tokenizer_config.json. The
+    result is the source of the only template, a dict of names and sources, or a list of objects
+    with a name and a source. It is None if there are no templates.
 
     Args:
-        path: The folder of the checkpoint. Its .jinja files are preferred, and then its file
-            chat_template.json.
-        config: The content of tokenizer_config.json, which is used if there are no such files.
+        path: The folder of the checkpoint.
+        config: The content of tokenizer_config.json.
     """
-    json_file = _read_json(path / "chat_template.json")  # This is {} if no file exists.
-    templates_in_json = json_file.get("chat_template", config.get("chat_template"))
-    return _read_jinja_templates(path) or templates_in_json
+    json_file = _read_json(path / "chat_template.json")  # {} if there is no such file
+    jinja_templates = _read_jinja_templates(path)
+    if jinja_templates:
+        return jinja_templates
+    if "chat_template" in json_file:
+        return json_file["chat_template"]
+    return config.get("chat_template")
 
 
 def _read_jinja_templates(path: Path) -> dict[str, str]:
     """Read the .jinja files of a checkpoint. Return a dict of template names and sources.
 
-    The files in additional_chat_templates/ have names such as "tool_use". The template in
-    chat_template.jinja has the name "default".
+    The name of a template in additional_chat_templates/ is the name of its file, such as
+    "tool_use". The template in chat_template.jinja has the name "default".
     """
     folder = path / "additional_chat_templates"
     templates = {file.stem: _read_text(file) for file in sorted(folder.glob("*.jinja"))}
@@ -126,25 +133,29 @@ def _read_jinja_templates(path: Path) -> dict[str, str]:
 def _select_template(templates: object) -> str | None:
     """Return the source of the chat template for requests with tools, or None.
 
-    The value `templates` comes from the files of a checkpoint. It is the source of the only
-    template, a dict of names and sources, or a list of objects with a name and a source. The
-    template with the name "tool_use" is preferred, then "default", then the first template.
+    The template "tool_use" is used, or else the template "default", or else the first template.
 
     >>> _select_template({"default": "source of one", "tool_use": "source of another"})
     'source of another'
     >>> _select_template([{"name": "default", "template": "source of one"}])
     'source of one'
+
+    Args:
+        templates: A value from the files of a checkpoint. It is the source of the only template, a
+            dict of names and sources, or a list of objects with a name and a source. For any other
+            value, the result is None.
     """
     if isinstance(templates, str):
         return templates  # The checkpoint has only one template.
     source_by_name = _sources_by_name(templates)
-    names = [name for name in ("tool_use", "default", *source_by_name) if name in source_by_name]
-    source = source_by_name[names[0]] if names else None
+    possible_names = ("tool_use", "default", *source_by_name)
+    existing_names = [name for name in possible_names if name in source_by_name]
+    source = source_by_name[existing_names[0]] if existing_names else None
     return source if isinstance(source, str) else None
 
 
 def _sources_by_name(templates: object) -> dict[object, object]:
-    """Return a dict that maps the name of each template to the source of the template.
+    """Return a dict that maps the name of each chat template to the source of this template.
 
     >>> _sources_by_name([{"name": "default", "template": "source of one"}])
     {'default': 'source of one'}
@@ -162,7 +173,7 @@ def _sources_by_name(templates: object) -> dict[object, object]:
 
 
 def _token_text(value: object) -> str:
-    """Return the text of a token in tokenizer_config.json, or "" if the token has no text.
+    """Return the text of a token in tokenizer_config.json, or "" if `value` is no token.
 
     >>> _token_text("</s>"), _token_text({"content": "</s>"}), _token_text(None)
     ('</s>', '</s>', '')
@@ -178,9 +189,9 @@ def _added_tokens(config: dict[str, Any], path: Path) -> frozenset[str]:
     Example: {"added_tokens_decoder": {"7": {"content": "<tool_call>"}}} gives {"<tool_call>"}.
 
     Args:
-        config: The content of tokenizer_config.json. It may contain the added tokens.
-        path: The folder of the checkpoint. The file tokenizer.json in this folder is read if
-            `config` does not contain the added tokens.
+        config: The content of tokenizer_config.json.
+        path: The folder of the checkpoint. If `config` does not contain the added tokens, they are
+            read from the file tokenizer.json in this folder.
     """
     token_by_id = config.get("added_tokens_decoder")
     if isinstance(token_by_id, dict):
@@ -203,7 +214,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or {} if the file does not exist or contains no object.
+    """Return the JSON object in a file, or {} if there is no such file or no such object.
 
     Raises:
         FormatError: The file is not a valid JSON file, or is too long.
@@ -231,17 +242,18 @@ def format_for_checkpoint(
     """Choose the format with which the parser reads the output of a checkpoint's model.
 
     The first available source determines the format: the names that the user chose, the
-    checkpoint's response_template, or its chat template. If no source is available, the format is
-    plain content, and a warning is logged. An analysis takes about 30 ms, so callers should store
-    the result.
+    response_template of the checkpoint, or the chat template of the checkpoint. If no source is
+    available, all output is treated as content, and a warning is logged. The analysis of a chat
+    template takes about 30 ms, so callers should store the result.
 
     Args:
         path: The folder of the checkpoint, or a file that contains only the chat template.
-        reasoning: The name of a registered format, such as "qwen3". The reasoning part of that
-            format is used.
-        tools: The name of a registered format. The tool section of that format is used. If only
-            one of `reasoning` and `tools` is given, the other sources determine the other part.
-        name: The name of a registered format. The whole format is used.
+        reasoning: The name of a registered format, such as "qwen3". Only the reasoning part of that
+            format is used. The other sources determine the other parts.
+        tools: The name of a registered format. Only the tool section of that format is used. The
+            other sources determine the other parts.
+        name: The name of a registered format. The whole format is used, and the other sources are
+            ignored.
         chat_template: The source of a chat template. It replaces the checkpoint's chat template.
 
     Returns:
@@ -263,7 +275,11 @@ def format_for_checkpoint(
 
 
 def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
-    """Return the format that combines the parts of two registered formats.
+    """Combine the reasoning part of one registered format with the tool section of another format.
+
+    Args:
+        reasoning: The name of the format with the reasoning part.
+        tools: The name of the format with the tool section.
 
     Raises:
         FormatError: A name is unknown.
@@ -274,16 +290,16 @@ def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
 
 
 def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
-    """Replace the reasoning or the tools of `file_format` by the part that the user has chosen.
+    """Replace the reasoning or the tool section of `file_format` by a part that the user chose.
 
-    Example: reasoning="qwen3" replaces only the reasoning and keeps the tool section of
-    `file_format`. If the two formats cannot be combined, the result is the whole chosen format.
+    The user chose either a reasoning part or a tool section, so exactly one of `reasoning` and
+    `tools` is not None. Example: reasoning="qwen3" replaces only the reasoning part. If the chosen
+    format cannot be combined with `file_format`, the result is the whole chosen format.
 
     Args:
-        file_format: The format that the files of the checkpoint declare or imply.
-        reasoning: The name of the registered format whose reasoning part is used, or None.
-        tools: The name of the registered format whose tool section is used, or None. Exactly one of
-            the two names is given.
+        file_format: The format from the files of the checkpoint.
+        reasoning: The name of the registered format with the chosen reasoning part, or None.
+        tools: The name of the registered format with the chosen tool section, or None.
     """
     chosen = get_format(reasoning=reasoning, tools=tools)
     why_chosen = f"The user chose the format {reasoning or tools!r}."
@@ -299,10 +315,16 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
 def _combine_formats(
     chosen: Format, from_files: Format, *, is_reasoning_chosen: bool
 ) -> Format | None:
-    """Combine a chosen format with the format of the files.
+    """Combine a format that the user chose with the format from the files of a checkpoint.
 
-    Return None if the layout of one of the formats is not `Sections`, because only sections can be
-    combined. For the arguments, see `_combine_sections`.
+    Only formats whose layout is `Sections` consist of parts that can be combined. Return None if
+    one of the two formats has another layout.
+
+    Args:
+        chosen: The format that the user chose. Usually it contains only reasoning or only tools.
+        from_files: The format from the files of the checkpoint.
+        is_reasoning_chosen: Whether the user chose the reasoning part. Otherwise the user chose the
+            tool section.
     """
     if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
         return None
@@ -321,18 +343,19 @@ def _combine_formats(
 def _combine_sections(
     chosen: Sections, from_files: Sections, *, is_reasoning_chosen: bool
 ) -> Sections:
-    """Combine the chosen parts of a format with the parts that the checkpoint declares.
+    """Combine the parts of a format that the user chose with the parts from the files.
 
     Args:
         chosen: The parts of the format that the user chose.
-        from_files: The parts that the files of the checkpoint declare or imply.
-        is_reasoning_chosen: Whether the user chose the reasoning. Otherwise the user chose the
-            tools. The registry may also declare reasoning for these tools. This declaration is used
-            only if the files show no reasoning.
+        from_files: The parts of the format from the files of the checkpoint.
+        is_reasoning_chosen: Whether the user chose the reasoning part. Otherwise the user chose the
+            tool section.
     """
     if is_reasoning_chosen:
         reasoning = chosen.reasoning
     else:
+        # A registered format with a tool section may also contain reasoning. The user did not
+        # choose this reasoning, so the files have priority.
         reasoning = from_files.reasoning or chosen.reasoning
     return Sections(
         reasoning=reasoning,
@@ -342,11 +365,11 @@ def _combine_sections(
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
-    """Return the format that the checkpoint's files declare or imply. The default is plain content.
+    """Return the format that the files of a checkpoint show.
 
-    The `response_template` declares the format, so it is used first. If it is missing or invalid,
-    the format is inferred from the chat template. The attribute `why` of the result contains the
-    reason for each source that could not be used.
+    A valid `response_template` declares the format. Without a valid `response_template`, the format
+    is inferred from the chat template. If the template cannot be analysed, all output is treated as
+    content. The attribute `why` of the result states why a source could not be used.
     """
     if text.response_template is None:
         return _format_of_template(text, problems=[])
@@ -358,11 +381,15 @@ def _format_of_files(text: CheckpointText) -> ChosenFormat:
 
 
 def _format_of_template(text: CheckpointText, problems: list[str]) -> ChosenFormat:
-    """Return the format that the chat template implies, or else the format for plain content.
+    """Infer the format from the chat template of a checkpoint.
+
+    If the template is missing or cannot be analysed, return a format in which all output is
+    content.
 
     Args:
         text: The chat template and the tokens of the checkpoint.
-        problems: Sentences that state why other sources of the format cannot be used.
+        problems: Sentences that state why other sources of the format cannot be used. They are
+            copied into the attribute `why` of the result.
     """
     if text.template is None:
         return _plain_format([*problems, "The checkpoint has no chat template."])
@@ -389,7 +416,12 @@ def _declared_format(response_template: dict[str, Any]) -> ChosenFormat:
 
 
 def _plain_format(problems: list[str]) -> ChosenFormat:
-    """Return the format for plain content, and log a warning with the reasons in `problems`."""
+    """Return a format in which all output is content, and log a warning.
+
+    Args:
+        problems: Sentences that state why no source shows the format. The warning and the attribute
+            `why` of the result contain these sentences.
+    """
     why = " ".join([*problems, "So all output is returned as plain content."])
     log.warning("The chat format is unknown. Tool calls and reasoning will not be parsed. %s", why)
     plain = Format(

@@ -56,8 +56,8 @@ _WRONG_ARGUMENTS = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command `template` to `parser`.
 
-    Mutates: `parser`. Its parsed options then have the attribute `run`, the function that runs the
-    command.
+    Mutates: `parser`. The options that `parser` returns have the attribute `run`, the function that
+    runs the command.
     """
     parser.description = _DESCRIPTION
     parser.add_argument(
@@ -84,8 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the report on a template or a checkpoint, and return the exit status of the command.
 
-    The status is 0 if the parser returned every sample message as the template rendered it, 1 if a
-    sample was parsed wrongly, and 2 if the arguments are wrong.
+    The report contains samples: messages that the template rendered, and that the parser parsed.
+    The status is 0 if all samples were parsed correctly, 1 if a sample was parsed wrongly, and 2 if
+    the arguments are wrong.
 
     Raises:
         NereidParsersError: The path is neither a template nor a checkpoint.
@@ -126,10 +127,10 @@ def inspect(path: str) -> Report:
 
 
 def paint_for(colour: str) -> Paint:
-    """Return a function that adds terminal colours to the texts of a report.
+    r"""Return a function that adds the escape sequences of terminal colours to texts of a report.
 
-    Example: `paint_for("always")("title", "Format")` returns "Format" between two escape sequences,
-    which a terminal shows in bold.
+    Example: `paint_for("always")("title", "Format")` returns "\x1b[1mFormat\x1b[0m". A terminal
+    shows this text in bold.
 
     Args:
         colour: The value of the option --colour. With "never", the function adds no colours. With
@@ -140,7 +141,7 @@ def paint_for(colour: str) -> Paint:
         return no_colour
 
     def paint(kind: str, text: str) -> str:
-        """Return `text` between the escape sequences for its kind, such as "title"."""
+        """Add the escape sequences for the given kind of text, such as "title", to `text`."""
         return f"{_COLOURS.get(kind, '')}{text}{_RESET}" if text else text
 
     return paint

@@ -1,4 +1,4 @@
-"""For the report, compare tool calls that differ only in one part, such as the name."""
+"""Compare tool calls that differ only in one part, such as the name, for the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nereid_parsers.template.probe import Prober, unmask_call_ids
 
 
 class _CallChange(NamedTuple):
-    """A tool call that differs from the call in `ONE_CALL` in one thing.
+    """A changed tool call: it differs from the call in `ONE_CALL` in one part, such as the name.
 
     Attributes:
         label: The label of the comparison in the report.
@@ -61,13 +61,13 @@ _CALL_CHANGES = (
 
 
 def compare_changed_calls(prober: Prober) -> None:
-    """Render pairs of tool calls that differ in one thing, and report the differences.
+    """Render tool calls that differ in one part from the call in `ONE_CALL`, for the report.
 
-    The report uses these comparisons, with the labels T3 to T7b, to explain the format of tool
-    calls. Example: if the changed tool call has a second argument, a finding is
+    The report explains the format of tool calls with these comparisons, which have the labels T3 to
+    T7b. Example: if the changed tool call has a second argument, the recorded finding is
     `', "b": 2' is added.`
 
-    Mutates: `prober.comparisons`.
+    Mutates: `prober.comparisons`. One comparison is appended for each changed tool call.
     """
     unchanged = conversation_with_calls(*ONE_CALL)
     unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
@@ -86,7 +86,8 @@ def compare_changed_calls(prober: Prober) -> None:
 def _change_text(parts: Difference) -> str:
     """Return a sentence for the report that describes the difference between two renderings.
 
-    `parts` contains the differing texts: `left` of the first rendering, `right` of the second.
+    `parts.left` is the text that only the first rendering contains. `parts.right` is the text that
+    only the second rendering contains.
 
     >>> _change_text(Difference("<a>", "", "<b>", "</a>"))
     "'<b>' is added."

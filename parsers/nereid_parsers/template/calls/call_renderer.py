@@ -16,9 +16,10 @@ class CallRenderer:
     """Renders messages with tool calls.
 
     Attributes:
-        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
-        reasoning: The reasoning part of the format.
-        wrapper: The markers around the content.
+        turn: The text around the model's answers in the renderings. `turn.prober` renders the
+            conversations.
+        reasoning: The markers of reasoning, or None.
+        wrapper: The markers around the content, or None.
     """
 
     turn: ModelTurn
@@ -38,10 +39,11 @@ class CallRenderer:
 
 
 def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
-    """Remove the markers of empty content from the start of `text`.
+    """Remove the markers around the content from the start of `text` if the content is empty.
 
     Some templates write these markers even if a message has only tool calls. If the markers enclose
-    content, the text is returned unchanged.
+    content, `text` is returned unchanged. If no marker closes the content, the opening marker is
+    removed.
 
     >>> _strip_wrapper("<answer></answer><call>..", Wrapper("<answer>", "</answer>"))
     '<call>..'

@@ -19,7 +19,7 @@ from nereid_parsers.template.conversation import FIRST_TOOL, SECOND_TOOL
 from nereid_parsers.template.difference import MARKER, ListMarkup, markers
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# The types of bodies that contain only the arguments. The name of the function precedes the body.
+# The declarations of arguments, for tool calls in which the name precedes the arguments.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
 # Some templates do not render the function's name `f`, but an id such as `functions.f:0`.
@@ -29,13 +29,14 @@ _NUMBERED_ID = "functions.{name}:{number}"
 class CallTexts(NamedTuple):
     """The rendered tool calls of five messages.
 
-    Each text starts where the tool calls start. A text is "" if the template fails.
+    Each text starts where the tool calls start. A text is "" if the template fails to render the
+    message.
 
     Attributes:
         one_call: One tool call with one argument, which is a string.
         two_arguments: One tool call with two arguments.
         number: One tool call whose argument is NUMBER_VALUE.
-        two_calls: Two tool calls with one argument each. "" if a message can have only one tool
+        two_calls: Two tool calls with one argument each, or "" if a message can have only one tool
             call.
         special_value: One tool call whose argument is SPECIAL_VALUE, a string that contains markup.
     """
@@ -53,7 +54,7 @@ class CallFormat:
 
     Attributes:
         form: The name of the form for the report, such as "JSON".
-        calls: The variants of one tool call.
+        calls: The forms in which the model may write one tool call.
         markup: The markup around all tool calls (`open`, `close`) and between them (`separator`).
     """
 
@@ -63,11 +64,11 @@ class CallFormat:
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    """Declare tool calls in which a header with the function's name precedes the arguments.
+    """Declare a tool call in which a header with the function's name precedes the arguments.
 
     Such a tool call consists of an opening marker (`<call>`), a header (`<function=f>`), the
-    arguments and a closing marker (`</call>`). In the declaration, the header is a pattern with the
-    field `{name}`.
+    arguments and a closing marker (`</call>`). In the declaration, the header is a pattern: the
+    field `{name}` replaces the name.
 
     >>> markup = ListMarkup(item_open="<call><function=", item_close="</call>")
     >>> [call] = calls_with_head(markup, ">", JsonArguments())
@@ -75,18 +76,18 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     ('<call>', '<function={name}>', '</call>')
 
     Args:
-        markup: The markup of the list of tool calls. `item_open` ends where the name starts.
+        markup: The markup of the list of tool calls. `item_open` is the text before the name.
         after_name: The text between the name and the arguments.
         body: The declaration of the arguments.
 
     Returns:
-        One declaration for each way in which a model may write the header. Usually there is only
-        one way, see `_variants_of_head`.
+        One declaration for each form in which a model may write the header. Most headers have only
+        one form. A header with an id such as "functions.f:0" has three forms.
     """
     before_name = _split_text_before_name(markup.item_open)
     if _starts_each_argument(before_name.marker.strip(), body):
-        # A marker that also starts each argument does not show where a tool call starts. So the
-        # tool call has no opening marker, and this marker is a part of the header.
+        # Example: `<|sep|>` precedes the name and each argument. This marker does not show where a
+        # tool call starts, so the marker is declared as a part of the header.
         before_name = _TextBeforeName(marker="", head_start=markup.item_open)
     head = _head_pattern(before_name.head_start, after_name)
     return tuple(
@@ -115,7 +116,7 @@ class _TextBeforeName(NamedTuple):
 
 
 def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
-    """Return whether the tag of each argument starts with `marker`.
+    """Return whether `body` declares that the tag of each argument starts with `marker`.
 
     >>> _starts_each_argument("<|sep|>", TaggedArguments("<|sep|>{key}=", "<|end|>"))
     True
@@ -124,18 +125,22 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
 
 
 class _HeadVariant(NamedTuple):
-    """The pattern of a tool call's header, and the pattern of the tool call's id."""
+    """A form of a tool call's header (the text before the arguments), and the form of the id.
+
+    Example: `_HeadVariant("<call>{name}:{number}", "{name}:{number}")`. The fields in braces
+    replace the name and the number of the tool call.
+    """
 
     head: str
     call_id: str
 
 
 def _variants_of_head(head: str) -> list[_HeadVariant]:
-    """Return the variants of a tool call's header, which is the text before the arguments.
+    """Return the forms in which a model may write the header, the text before the arguments.
 
-    Most headers have only one variant, and the id is the text of the field `{id}`. But some
-    templates render the id of a tool call, "functions.f:0", instead of the name. In such a
-    template, the header contains `functions.{name}:{number}`. This header has three variants:
+    `head` is a pattern: the field `{name}` replaces the name of the function. Most headers have
+    only one form. But some templates render an id such as "functions.f:0" instead of the name `f`,
+    so `head` contains `functions.{name}:{number}`. Then there are three forms:
 
         functions.f:0    The model writes the id.
         f:0              The model writes the id without "functions.".
@@ -159,7 +164,8 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
 def _split_text_before_name(text: str) -> _TextBeforeName:
     r"""Split the text before a function's name into the opening marker and the rest.
 
-    White space around the marker belongs to the marker.
+    White space around the marker belongs to the marker. If there is no marker, white space at the
+    start of the text is returned as the marker. The result is empty if the text is white space.
 
     >>> _split_text_before_name("<call>\n<function=")
     _TextBeforeName(marker='<call>\n', head_start='<function=')
@@ -177,8 +183,8 @@ def _split_text_before_name(text: str) -> _TextBeforeName:
 def _head_pattern(before_name: str, after_name: str) -> str:
     r"""Return the pattern of a tool call's header, such as `<call id={id} name={name}>`.
 
-    In rendered texts, the characters COUNTER_MARK and ID_MARK ("\ue011") replace the number and the
-    id of a tool call. In the pattern, these characters become the fields `{number}` and `{id}`.
+    Fields in braces replace the name, the number and the id of the tool call. In rendered texts,
+    the placeholder COUNTER_MARK is the number, and the placeholder ID_MARK ("\ue011") is the id.
 
     >>> _head_pattern("<call id=\ue011 name=", ">")
     '<call id={id} name={name}>'
@@ -187,14 +193,14 @@ def _head_pattern(before_name: str, after_name: str) -> str:
         before_name: The rendered text between the opening marker and the name.
         after_name: The rendered text between the name and the arguments.
     """
-    # `after_name` contains the name again if the template writes the name twice.
+    # A template may write the name twice. Then `after_name` contains the second name.
     after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")
     head = f"{escape_braces(before_name)}{{name}}{after}"
     return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")
 
 
 def escape_braces(text: str) -> str:
-    """Double the braces in `text`, because single braces enclose the fields of a pattern.
+    """Double the braces in `text`, so that a pattern with this text contains no further fields.
 
     >>> escape_braces("f{x}")
     'f{{x}}'
@@ -203,7 +209,7 @@ def escape_braces(text: str) -> str:
 
 
 def unescape_braces(pattern: str) -> str:
-    """Return the text of a pattern without fields, in which braces are doubled.
+    """Return the text that a pattern without fields describes: replace doubled by single braces.
 
     >>> unescape_braces("f{{x}}")
     'f{x}'
@@ -247,9 +253,9 @@ class TextAfterCalls(NamedTuple):
 def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
     """Split the text after the tool calls into the closing text and the markers that end the turn.
 
-    The text after the tool calls is `markup.close`. The number of closing markers depends on
-    `markup.open`, the text before the tool calls (see `_num_closing_markers`). The remaining
-    markers end the turn.
+    The text before the tool calls (`markup.open`) and the text after the tool calls
+    (`markup.close`) are known. Each opening marker has one closing marker. The markers after the
+    closing markers end the turn.
 
     >>> split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
     TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
@@ -264,9 +270,10 @@ def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
 
 
 def _num_closing_markers(opening: str) -> int:
-    """Return the number of markers that close a tool section with the given opening text.
+    """Return the number of markers that close a tool section, the list of all tool calls.
 
-    Each opening marker has a closing marker. Words that open the section have one closing marker.
+    `opening` is the text that opens the section. Each opening marker has one closing marker. If
+    words without a marker open the section, one marker closes the section.
 
     >>> _num_closing_markers("<calls><list>"), _num_closing_markers("Calls:")
     (2, 1)
@@ -284,10 +291,11 @@ def _num_closing_markers(opening: str) -> int:
 
 
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
-    r"""Replace each digit that is the number of a tool call in `texts` with COUNTER_MARK.
+    r"""Replace the numbers of tool calls in `texts` with COUNTER_MARK, a placeholder character.
 
-    COUNTER_MARK is a placeholder character. Without the digits, two tool calls differ only in their
-    names and arguments. The digits are found by comparing the two tool calls of one message.
+    Some templates number the tool calls of a message: "0 zqFirstTool, 1 zqSecondTool". Comparing
+    the two tool calls in `texts.two_calls` shows these digits. After the replacement, two tool
+    calls differ only in their names and arguments.
 
     >>> texts = CallTexts("0 zqFirstTool", "", "", two_calls="0 zqFirstTool, 1 zqSecondTool")
     >>> mask_call_numbers(texts).one_call
@@ -314,7 +322,10 @@ class _NumberGaps(NamedTuple):
 
 
 def _find_number_gaps(two_calls: str) -> _NumberGaps:
-    """Find the digits that number the tool calls, by comparing two tool calls.
+    """Find the digits that number the tool calls, by comparing the two tool calls of a message.
+
+    The result contains the distances between such a digit and the function's name. Example: in
+    "0 zqFirstTool, 1 zqSecondTool", one space is between the digit and the name.
 
     >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
     _NumberGaps(before_name=1, after_name=None)
@@ -322,20 +333,22 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
     return _NumberGaps(
-        # The search must start at the name. So the texts before the names are reversed.
+        # The texts before the names are reversed, because the distance is counted from the name.
         before_name=_index_of_number(before_first_name[::-1], before_second_name[::-1]),
         after_name=_index_of_number(after_first_name, after_second_name),
     )
 
 
 def _index_of_number(first: str, second: str) -> int | None:
-    """Return the index of the digit that is the number of a tool call, or None if there is none.
+    """Return the index of the first difference of two texts, if the texts differ in their number.
 
-    The texts of the two tool calls are compared up to their first difference. The differing
-    characters number the tool calls if the digit in `second` is one higher than in `first`.
+    The texts are from a first and a second tool call. Return None if the first differing characters
+    are not two digits, or if the digit in `second` is not one higher than the digit in `first`.
 
     >>> _index_of_number(" index=0>", " index=1>")
     7
+    >>> _index_of_number(" index=0>", " index=5>") is None
+    True
     """
     pairs = zip(first, second, strict=False)  # The texts may have different lengths.
     differing = [index for index, (char, other) in enumerate(pairs) if char != other]
@@ -350,7 +363,7 @@ def _index_of_number(first: str, second: str) -> int | None:
 def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
     r"""Replace the number of each tool call in `text` with the placeholder COUNTER_MARK.
 
-    A number is one digit. The distance between this digit and the function's name is fixed.
+    A number is one digit. `gaps` contains the distance between this digit and the function's name.
 
     >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", _NumberGaps(before_name=1, after_name=None))
     '\ue010 zqFirstTool, \ue010 zqSecondTool'

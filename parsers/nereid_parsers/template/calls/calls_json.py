@@ -20,7 +20,7 @@ _DECODER = json.JSONDecoder(strict=False)
 
 
 class _JsonSpan(NamedTuple):
-    """A JSON value in a text, with the indices at which the value starts and ends."""
+    """A JSON value in a text: `text[start:end]` is the JSON, and `value` is the decoded value."""
 
     start: int
     end: int
@@ -31,15 +31,16 @@ class _JsonSpan(NamedTuple):
 
 
 def read_json(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls that are JSON objects, which may be in a JSON array.
+    """Infer the format of tool calls that are JSON objects or members of a JSON array.
 
-    Return None if the text of one tool call contains no JSON with the function's name. Example: the
-    two tool calls
+    Return None if the text of a tool call contains no JSON with the function's name. Example: the
+    result for the two tool calls
 
         <call>{"name": "f", "arguments": {"a": 1}}</call>
         <call>{"name": "g", "arguments": {"b": 2}}</call>
 
-    are two objects with the keys `name` and `arguments`, each between `<call>` and `</call>`.
+    declares that a tool call is an object with the keys `name` and `arguments` between the markers
+    `<call>` and `</call>`.
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -53,6 +54,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     keys = infer_keys(single.value)
     if texts.two_calls:
         return _read_two_objects(texts, keys, single)
+    # The template renders only one tool call in a message, so no second call can be compared.
     before_object = texts.one_call[: single.start]
     after_object = texts.one_call[single.end :]
     markup = ListMarkup(item_open=before_object, item_close=after_object)
@@ -62,16 +64,20 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_two_objects(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan
 ) -> CallFormat | None:
-    """Infer the format of tool calls that are JSON objects, by comparing two calls of one message.
+    """Infer the format of tool calls from a message with one call and a message with two calls.
 
-    Example: the two tool calls `<call>{..}</call>, <call>{..}</call>` are objects between `<call>`
-    and `</call>`, with the separator ", ". Return None if the JSON of one of the two tool calls is
-    not found.
+    In the message with one call, the tool call is a JSON object. The message with two calls has one
+    of two forms:
+
+        two objects    `<call>{..}</call>, <call>{..}</call>`    the separator is ", "
+        one array      `<call>[{..}, {..}]</call>`
+
+    Return None if the JSON of one of the two tool calls is not found.
 
     Args:
-        texts: The renderings of tool calls.
-        keys: The keys of the name and the arguments in the object.
-        single: The object in a message with only one tool call.
+        texts: The rendered tool calls.
+        keys: The keys of the name and the arguments in a JSON object.
+        single: The object in `texts.one_call`.
     """
     # FIRST_TOOL and SECOND_TOOL are the names of the functions in the two tool calls.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
@@ -80,15 +86,14 @@ def _read_two_objects(
         return None
     is_one_array = first.start == second.start and isinstance(first.value, list)
     if is_one_array:
-        # The template writes two calls as one array, but a single call as an object.
         return _read_object_or_array(texts, keys, single, array_span=first)
     markup = _markup_of_two(texts.two_calls, first, second)
-    calls = [_call(JsonObject(keys), markup)]
+    calls: tuple[Call, ...] = (_call(JsonObject(keys), markup),)
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
     if is_call_enclosed:
         # Some models write an array of several tool calls between the markers of one tool call.
-        calls.append(_call(JsonArray(keys), markup))
-    return CallFormat("JSON", tuple(calls), markup)
+        calls += (_call(JsonArray(keys), markup),)
+    return CallFormat("JSON", calls, markup)
 
 
 def _read_object_or_array(
@@ -96,12 +101,14 @@ def _read_object_or_array(
 ) -> CallFormat:
     """Infer the format of a template that writes one call as an object, and two calls as an array.
 
-    Example: one tool call is written as `<call>{..}</call>`, and two tool calls are written as
-    `<call>[{..}, {..}]</call>`. The result declares two forms of a tool call: the array and the
-    object.
+    The result declares the array and the object as two forms of tool calls. There are two cases.
+    The columns show one tool call and two tool calls:
+
+        one marker for both forms    `<call>{..}</call>`    `<call>[{..}, {..}]</call>`
+        a marker for each form       `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`
 
     Args:
-        texts: The renderings of tool calls.
+        texts: The rendered tool calls.
         keys: The keys of the name and the arguments in an object.
         object_span: The object in `texts.one_call`.
         array_span: The array in `texts.two_calls`.
@@ -110,9 +117,8 @@ def _read_object_or_array(
     opening = texts.one_call[: object_span.start]
     closing = texts.one_call[object_span.end :]
     has_same_opening = opening.strip() == array_format.markup.open.strip()
-    # If the same marker precedes the object and the array, the markup of all calls contains this
-    # marker. So the declaration of the object must not repeat the marker.
     if has_same_opening:
+        # `array_format.markup` already declares this marker around all tool calls.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=opening, close=closing)
@@ -120,21 +126,25 @@ def _read_object_or_array(
 
 
 def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) -> CallFormat:
-    """Infer the format of tool calls in JSON arrays.
+    """Infer the format of tool calls that are objects in JSON arrays.
 
-    A template writes one array that contains all tool calls, or an array for each tool call.
-    Example: `<call>[{..}]</call><call>[{..}]</call>` has an array for each tool call.
+    A template writes one array for all tool calls, or one array for each tool call:
+
+        for all tool calls     `<calls>[{..}, {..}]</calls>`
+        for each tool call     `<call>[{..}]</call><call>[{..}]</call>`
 
     Args:
-        texts: The renderings of tool calls.
+        texts: The rendered tool calls.
         keys: The keys of the name and the arguments in an object of the array.
-        single: The array in a message with only one tool call.
+        single: The array in `texts.one_call`.
     """
     # FIRST_TOOL and SECOND_TOOL are the names of the functions in the two tool calls.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
-    # If a call is missing, the template renders only one tool call in a message.
-    if first is None or second is None or first.start == second.start:
+    if first is None or second is None:  # The template renders only one tool call in a message.
+        return _read_one_array(texts.one_call, keys, single)
+    is_one_array = first.start == second.start
+    if is_one_array:
         return _read_one_array(texts.one_call, keys, single)
     markup = _markup_of_two(texts.two_calls, first, second)
     return CallFormat("JSON array", (_call(JsonArray(keys), markup),), markup)
@@ -143,13 +153,15 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
 def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
     """Return the format of tool calls that are the members of one JSON array.
 
-    If a marker follows the array, the markers enclose a section, which is a list of tool calls.
-    Example: `<calls>[{..}, {..}]</calls>`. If no marker follows the array, the marker before the
-    array is declared as the opening marker of a tool call, because a section needs a closing
-    marker. Example: `[TOOL_CALLS][{..}, {..}]`.
+    There are two cases:
+
+        `<calls>[{..}, {..}]</calls>`    `<calls>` and `</calls>` are declared as the markers of the
+                                         tool section, the list of all tool calls.
+        `[TOOL_CALLS][{..}, {..}]`       A tool section requires a closing marker, so `[TOOL_CALLS]`
+                                         is declared as the opening marker of a tool call.
 
     Args:
-        text: A rendering of tool calls.
+        text: The rendered tool calls of a message.
         keys: The keys of the name and the arguments in an object of the array.
         array: The array in `text`.
     """
@@ -167,8 +179,8 @@ def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> Call
 def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup:
     """Return the markup around the JSON of two tool calls.
 
-    Example: `<c>{..}</c>, <c>{..}</c>` has `item_open` "<c>", `item_close` "</c>" and `separator`
-    ", ".
+    Example: for `<c>{..}</c>, <c>{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and
+    `separator` is ", ".
     """
     return list_markup(
         before=text[: first.start],
@@ -199,7 +211,7 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
 
 
 def _contains_call(value: object, name: str) -> bool:
-    """Return whether a JSON value is a tool call with the name `name`, or an array with this call.
+    """Return whether `value` is a tool call of the function `name`, or an array with such a call.
 
     >>> _contains_call({"name": "f"}, "f"), _contains_call([{"name": "f"}], "f")
     (True, True)
@@ -222,7 +234,11 @@ def _decode_json(text: str, start: int) -> _JsonSpan | None:
 
 
 def _is_call(member: object, name: str) -> bool:
-    """Return whether a JSON value is an object that contains `name` as a string or as a key."""
+    """Return whether `member` is a JSON object that contains `name` as a string or as a key.
+
+    >>> _is_call({"name": "f"}, "f"), _is_call({"f": {"a": 1}}, "f"), _is_call({"f": 1}, "f")
+    (True, True, False)
+    """
     if not isinstance(member, dict):
         return False
     if isinstance(member.get(name), dict):
@@ -236,8 +252,9 @@ def _is_call(member: object, name: str) -> bool:
 def read_json_arguments(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls that consist of a name and JSON, such as `f{"a": 1}`.
 
-    Return None if no JSON follows the name. Example: `<call>f<args>{"a": 1}</call>` has the header
-    `{name}<args>` between the markers `<call>` and `</call>`.
+    Return None if no JSON object with the argument follows the name. Example: the result for
+    `<call>f<args>{"a": 1}</call>` declares the opening marker `<call>`, the header `{name}<args>`
+    (the text before the JSON) and the closing marker `</call>`.
     """
     text = texts.one_call
     single = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
@@ -256,10 +273,11 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_named(text: str) -> ListMarkup | None:
-    """Return the markup around two tool calls. Each call is a name, followed by JSON.
+    """Return the markup around two tool calls that consist of a name and JSON.
 
-    Return None if no JSON follows one of the two names. Example: `<c>f{..}</c>, <c>g{..}</c>` has
-    `item_open` "<c>", `item_close` "</c>" and `separator` ", ".
+    Return None if the JSON of one of the two tool calls is not found. Example: for
+    `<c>f{..}</c>, <c>g{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and `separator` is
+    ", ".
     """
     first_json = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
     second_json = _find_json_arguments(text, SECOND_TOOL, SECOND_KEY)
@@ -275,9 +293,9 @@ def _markup_of_two_named(text: str) -> ListMarkup | None:
 
 
 def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:
-    """Return the first JSON object after a function's name: the arguments of a tool call.
+    """Find the JSON object with the arguments of a tool call: the first object after the name.
 
-    Return None if no JSON object follows the name, or if the object does not contain `key`.
+    Return None if no JSON object follows the name, or if the object has no argument `key`.
 
     >>> _find_json_arguments('f<args>{"a": 1}', "f", "a")
     _JsonSpan(start=7, end=15, value={'a': 1})

@@ -31,26 +31,26 @@ _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 def read_python(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls in Python syntax, such as `f(a="x")`.
 
-    Return None for any other syntax. The markers are around each call or around all calls:
+    Return None if the tool calls have another syntax. There are two cases:
 
-        around each call    `<call>f(a="x")</call><call>g(b="y")</call>`
-        around all calls    `<calls>[f(a="x"), g(b="y")]</calls>`
+        markers around each call    `<call>f(a="x")</call><call>g(b="y")</call>`
+        markers around all calls    `<calls>[f(a="x"), g(b="y")]</calls>`
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
-            call in a message. In this case, the markers are assumed to be around all calls.
+            call in a message. Then the second case is assumed.
     """
     suffix = _suffix_of_name(texts.one_call)
     if suffix is None:
         return None
     markup = _markup_of_calls(texts, last_character=")")
     if not texts.two_calls:
-        # The separator is not rendered, so the usual separator of a Python list is assumed.
+        # One tool call shows no separator, so the usual separator of a Python list is assumed.
         markup_of_list = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
         return _read_python_section(markup_of_list, suffix)
     # `item_open` and `item_close` are the texts before and after each call.
-    is_each_marked = bool(markup.item_open.strip() or markup.item_close.strip())
-    if not is_each_marked:
+    has_markers_around_each = bool(markup.item_open.strip() or markup.item_close.strip())
+    if not has_markers_around_each:
         return _read_python_section(markup, suffix)
     one_call = PythonCalls(open="", close="", separator="", suffix=suffix)
     call = Call(one_call, open=markup.item_open, close=markup.item_close)
@@ -64,6 +64,8 @@ def _suffix_of_name(one_call: str) -> str | None:
 
     >>> _suffix_of_name('zqFirstTool.call(zqKeyOne="zqValueOne")')
     '.call'
+    >>> _suffix_of_name('{"name": "zqFirstTool"}') is None
+    True
     """
     _, _, after_name = one_call.partition(FIRST_TOOL)
     suffix, _, arguments = after_name.partition("(")
@@ -82,27 +84,29 @@ class _SectionMarkers(NamedTuple):
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """Return the format of Python calls for a template whose markers enclose the list of all calls.
 
-    Example: if `markup.open` is "<calls>[" and `markup.close` is "]</calls>", the markers `<calls>`
-    and `</calls>` enclose calls in brackets.
+    Example: for `<calls>[f(a="x"), g(b="y")]</calls>`, the result declares the markers `<calls>`
+    and `</calls>`, and calls with and without the brackets of a Python list.
 
     Args:
         markup: The texts before and after all calls, and the separator between two calls.
-        suffix: The text between the function's name and its arguments, such as ".call".
+        suffix: The text between the function's name and the parenthesis, such as ".call".
     """
+    # There may be white space before each call. The white space before the first call belongs to
+    # the text before all calls.
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
     if around_brackets is None:
         return _declare_python_calls(around_calls, [without_brackets])
     in_brackets = replace(without_brackets, open="[", close="]")
-    # Some models omit the brackets that the template writes.
+    # The template writes the brackets, but some models omit the brackets.
     return _declare_python_calls(around_brackets, [in_brackets, without_brackets])
 
 
 def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
     """Remove the brackets of a Python list from the texts before and after the tool calls.
 
-    Return None if there are no brackets.
+    Return None if no brackets enclose the tool calls.
 
     >>> _drop_brackets(_SectionMarkers("<calls>[", "]</calls>"))
     _SectionMarkers(open='<calls>', close='</calls>')
@@ -118,16 +122,21 @@ def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
 def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
     """Declare the markers around all tool calls, and the forms in which a model writes the calls.
 
+    There are two cases:
+
+        `<calls>f(a="x")</calls>`    `<calls>` and `</calls>` are declared as the markers of the
+                                     tool section, the list of all tool calls.
+        `<calls>f(a="x")`            A tool section requires a closing marker, so `<calls>` is
+                                     declared as the opening marker of a tool call.
+
     Args:
-        around: The markers. The closing marker may be missing.
+        around: The texts before and after all tool calls.
         bodies: The forms of the calls. The form that the template writes is first.
     """
     has_closing_marker = bool(around.close.strip())
     if has_closing_marker:
         calls = tuple(Call(body) for body in bodies)
         return CallFormat("Python calls", calls, ListMarkup(open=around.open, close=around.close))
-    # The opening marker of a section requires a closing marker. Without a closing marker, the
-    # opening marker is declared as the marker of a tool call.
     call = Call(bodies[0], open=around.open)
     return CallFormat("Python calls", (call,), ListMarkup(close=around.close))
 
@@ -135,8 +144,9 @@ def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) ->
 def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls whose arguments have unquoted keys, as in `f{a:"x"}`.
 
-    Return None if the keys are quoted, or if no quotes enclose the strings. A marker can replace
-    the usual quotes. Example: in `<call>f{a:<q>x<q>}</call>`, the marker `<q>` encloses a string.
+    Some templates write a marker instead of the quotes around a string. Example: the result for
+    `<call>f{a:<q>x<q>}</call>` declares the quote `<q>` and the markers `<call>` and `</call>`.
+    Return None if the keys have quotes, or if the strings have no quotes.
     """
     pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
     if pieces is None:
@@ -158,8 +168,8 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
 def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
     """Return the markup before, between and after the tool calls of a message.
 
-    Example: if the last character is ")", the calls `[f(a="x"), g(b="y")]` have `open` "[",
-    `separator` ", " and `close` "]".
+    Example: for `[f(a="x"), g(b="y")]`, in which ")" is the last character of a tool call, `open`
+    is "[", `separator` is ", " and `close` is "]".
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -182,9 +192,9 @@ class _TextAroundCall(NamedTuple):
 
 
 def _cut_out_call(text: str, name: str, value: str, last_character: str) -> _TextAroundCall:
-    """Return the text before and after a tool call with the given name and value.
+    """Return the texts before and after the tool call in `text` that has this name and value.
 
-    The first `last_character` after the value ends the tool call.
+    The tool call starts with the name, and ends with the first `last_character` after the value.
 
     >>> _cut_out_call('[f(a="x"), g()]', "f", "x", ")")
     _TextAroundCall(before='[', after=', g()]')

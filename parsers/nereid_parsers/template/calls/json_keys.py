@@ -11,10 +11,11 @@ from nereid_parsers.template.probe import ID_MARK
 
 
 class _MemberPaths(NamedTuple):
-    """The keys that lead to the members of a tool call in its JSON object.
+    """The paths of the name, the arguments and the id in the JSON object of a tool call.
 
-    Example: in `{"id": 1, "function": {"name": "f", "arguments": {}}}`, the path `name` is
-    ("function", "name"), and the path `id` is ("id",).
+    A path is the sequence of keys that leads to a value. Example: in
+    `{"id": 1, "function": {"name": "f", "arguments": {}}}`, the path of the name is
+    ("function", "name"), and the path of the id is ("id",).
 
     Attributes:
         name: The path of the function's name.
@@ -30,9 +31,11 @@ class _MemberPaths(NamedTuple):
 def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     """Find the keys of the name, the arguments and the id in the JSON object of a tool call.
 
-    The object is a rendered tool call with a known name and argument. Example:
-    `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` gives
-    `Keys(name="function", arguments="args")`, and `{"zqFirstTool": {..}}` gives `NameIsKey()`.
+    The object is a rendered call of the function "zqFirstTool" with the argument "zqKeyOne". Two
+    examples of an object and the result:
+
+        {"function": "zqFirstTool", "args": {"zqKeyOne": ..}}    Keys("function", "args", ..)
+        {"zqFirstTool": {"zqKeyOne": ..}}                        NameIsKey(), the name is a key
     """
     name_path = find_path(call, lambda value: value == FIRST_TOOL)
     if name_path is None:
@@ -52,7 +55,7 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
 
 def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
-    """Return the keys of a tool call's JSON object that the parser ignores.
+    """Return the keys of a tool call's JSON object that the parser ignores, and the key "type".
 
     >>> _other_keys({"index": 0, "name": "f", "args": {}}, _MemberPaths(("name",), ("args",), None))
     ('index', 'type')
@@ -66,8 +69,9 @@ def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
 def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
     """Return the order of the name, the arguments and the id in the JSON object of a tool call.
 
-    Constrained output uses this order. If the id is the last member, the id is omitted, because a
-    constraint cannot choose an id after the arguments.
+    If the output of a model is constrained, the model must write these members in this order. An id
+    after the other members is omitted, because a constraint contains the id only before the
+    arguments.
 
     >>> paths = _MemberPaths(name=("function",), arguments=("args",), id=("call_id",))
     >>> _order_of_members({"call_id": "1", "function": "f", "args": {}}, paths)
@@ -80,9 +84,9 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     if name_key == arguments_key:  # One inner object contains the name and the arguments.
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
-    if paths.id is not None:
-        # If an inner object contains the id and another member, the other member is listed.
-        member_by_key.setdefault(paths.id[0], "id")
+    # An id in the inner object of the name or of the arguments has no place of its own.
+    if paths.id is not None and paths.id[0] not in member_by_key:
+        member_by_key[paths.id[0]] = "id"
     order = [member_by_key[key] for key in call if key in member_by_key]
     if order and order[-1] == "id":
         order.pop()
@@ -90,13 +94,16 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
 
 
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the keys that lead to the tool call's id, or None if the object has no id.
+    """Return the path of the tool call's id in `call`, the JSON object of a rendered tool call.
 
-    `call` is the JSON object of a rendered tool call. In a rendering, the character ID_MARK
-    replaces the id. A value is an id if it contains this character, or if its key has a name such
-    as `call_id`. The key of the function's name, `name_path`, is not the key of an id.
+    A path is the sequence of keys that leads to a value. In most renderings, the id contains the
+    placeholder character ID_MARK. Otherwise the first outer key with the word "id", such as
+    "call_id", is the path, unless this key leads to the function's name. Return None if there is no
+    id.
 
-    >>> _find_id_path({"name": "f", "call_id": 1}, ("name",))
+    >>> _find_id_path({"name": "f", "call": {"id": ID_MARK}}, name_path=("name",))
+    ('call', 'id')
+    >>> _find_id_path({"id": "f", "call_id": 1}, name_path=("id",))
     ('call_id',)
     """
     path = find_path(call, lambda value: isinstance(value, str) and ID_MARK in value)
@@ -107,7 +114,7 @@ def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str
 
 
 def _is_named_id(key: str) -> bool:
-    """Return whether one of the words of a key is "id".
+    """Return whether `key` contains the word "id". The character "_" separates words.
 
     >>> _is_named_id("call_id"), _is_named_id("idea")
     (True, False)
@@ -116,15 +123,15 @@ def _is_named_id(key: str) -> bool:
 
 
 def _has_first_argument(value: object) -> bool:
-    """Return whether the key `FIRST_KEY` occurs in `value`, which may be an object or JSON text."""
+    """Return whether `value`, a JSON object or a text with JSON, contains the key `FIRST_KEY`."""
     return isinstance(value, str | dict) and FIRST_KEY in value
 
 
 def find_path(value: dict[str, Any], is_wanted: Callable[[object], bool]) -> tuple[str, ...] | None:
-    """Return the keys that lead to the first value for which `is_wanted` returns True.
+    """Return the keys that lead to the first value in `value` for which `is_wanted` returns True.
 
-    The function also searches the inner objects of the JSON object `value`. It returns None if it
-    finds no value.
+    `value` is a JSON object. Its inner objects are searched too, but arrays are not searched.
+    Return None if there is no such value.
 
     >>> find_path({"id": 1, "function": {"name": "f"}}, lambda value: value == "f")
     ('function', 'name')

@@ -173,7 +173,9 @@ def _sources_by_name(templates: object) -> dict[object, object]:
 
 
 def _token_text(value: object) -> str:
-    """Return the text of a token in tokenizer_config.json, or "" if `value` is no token.
+    """Return the text of a token, or "" if `value` is not a token.
+
+    In tokenizer_config.json, a token is a text or an object with the key "content".
 
     >>> _token_text("</s>"), _token_text({"content": "</s>"}), _token_text(None)
     ('</s>', '</s>', '')
@@ -214,7 +216,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or {} if there is no such file or no such object.
+    """Return the JSON object in a file. Return {} if the file is missing or contains no object.
 
     Raises:
         FormatError: The file is not a valid JSON file, or is too long.
@@ -321,7 +323,7 @@ def _combine_formats(
     one of the two formats has another layout.
 
     Args:
-        chosen: The format that the user chose. Usually it contains only reasoning or only tools.
+        chosen: The format that the user chose.
         from_files: The format from the files of the checkpoint.
         is_reasoning_chosen: Whether the user chose the reasoning part. Otherwise the user chose the
             tool section.

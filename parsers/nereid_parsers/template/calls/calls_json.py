@@ -46,25 +46,25 @@ def read_json(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
-    single = _find_json_call(texts.one_call, FIRST_TOOL)
-    if single is None:
+    json_of_call = _find_json_call(texts.one_call, FIRST_TOOL)
+    if json_of_call is None:
         return None
-    if isinstance(single.value, list):  # `[{"name": "f", ..}]`
-        return _read_arrays(texts, infer_keys(single.value[0]), single)
-    keys = infer_keys(single.value)
+    if isinstance(json_of_call.value, list):  # `[{"name": "f", ..}]`
+        return _read_arrays(texts, infer_keys(json_of_call.value[0]), json_of_call)
+    keys = infer_keys(json_of_call.value)
     if texts.two_calls:
-        return _read_two_objects(texts, keys, single)
+        return _compare_with_two_calls(texts, keys, json_of_call)
     # The template renders only one tool call in a message, so no second call can be compared.
-    before_object = texts.one_call[: single.start]
-    after_object = texts.one_call[single.end :]
+    before_object = texts.one_call[: json_of_call.start]
+    after_object = texts.one_call[json_of_call.end :]
     markup = ListMarkup(item_open=before_object, item_close=after_object)
     return CallFormat("JSON", (_call(JsonObject(keys), markup),), markup)
 
 
-def _read_two_objects(
-    texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan
+def _compare_with_two_calls(
+    texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonSpan
 ) -> CallFormat | None:
-    """Infer the format of tool calls from a message with one call and a message with two calls.
+    """Infer the format of tool calls by comparing a message with one call and one with two calls.
 
     In the message with one call, the tool call is a JSON object. The message with two calls has one
     of two forms:
@@ -77,7 +77,7 @@ def _read_two_objects(
     Args:
         texts: The rendered tool calls.
         keys: The keys of the name and the arguments in a JSON object.
-        single: The object in `texts.one_call`.
+        json_of_call: The object in `texts.one_call`.
     """
     # FIRST_TOOL and SECOND_TOOL are the names of the functions in the two tool calls.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
@@ -86,7 +86,7 @@ def _read_two_objects(
         return None
     is_one_array = first.start == second.start and isinstance(first.value, list)
     if is_one_array:
-        return _read_object_or_array(texts, keys, single, array_span=first)
+        return _read_object_or_array(texts, keys, json_of_call, array_span=first)
     markup = _markup_of_two(texts.two_calls, first, second)
     calls: tuple[Call, ...] = (_call(JsonObject(keys), markup),)
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
@@ -125,7 +125,7 @@ def _read_object_or_array(
     return replace(array_format, calls=(*array_format.calls, object_call))
 
 
-def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) -> CallFormat:
+def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonSpan) -> CallFormat:
     """Infer the format of tool calls that are objects in JSON arrays.
 
     A template writes one array for all tool calls, or one array for each tool call:
@@ -136,16 +136,16 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
     Args:
         texts: The rendered tool calls.
         keys: The keys of the name and the arguments in an object of the array.
-        single: The array in `texts.one_call`.
+        json_of_call: The array in `texts.one_call`.
     """
     # FIRST_TOOL and SECOND_TOOL are the names of the functions in the two tool calls.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:  # The template renders only one tool call in a message.
-        return _read_one_array(texts.one_call, keys, single)
+        return _read_one_array(texts.one_call, keys, json_of_call)
     is_one_array = first.start == second.start
     if is_one_array:
-        return _read_one_array(texts.one_call, keys, single)
+        return _read_one_array(texts.one_call, keys, json_of_call)
     markup = _markup_of_two(texts.two_calls, first, second)
     return CallFormat("JSON array", (_call(JsonArray(keys), markup),), markup)
 
@@ -257,15 +257,15 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
     (the text before the JSON) and the closing marker `</call>`.
     """
     text = texts.one_call
-    single = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
-    if single is None:
+    json_of_call = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)  # `{"a": 1}`
+    if json_of_call is None:
         return None
-    before_json = text[: single.start]  # `<call>f<args>`
+    before_json = text[: json_of_call.start]  # `<call>f<args>`
     before_name, _, after_name = before_json.partition(FIRST_TOOL)  # `<call>` and `<args>`
     if texts.two_calls:
         markup = _markup_of_two_named(texts.two_calls)
     else:
-        markup = ListMarkup(item_open=before_name, item_close=text[single.end :])
+        markup = ListMarkup(item_open=before_name, item_close=text[json_of_call.end :])
     if markup is None:
         return None
     calls = calls_with_head(markup, after_name, JsonArguments())

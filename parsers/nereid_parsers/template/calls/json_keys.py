@@ -84,7 +84,8 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     if name_key == arguments_key:  # One inner object contains the name and the arguments.
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
-    # An id in the inner object of the name or of the arguments has no place of its own.
+    # An id in an inner object with the name or the arguments is not listed, because the result
+    # contains only one member for each outer key.
     if paths.id is not None and paths.id[0] not in member_by_key:
         member_by_key[paths.id[0]] = "id"
     order = [member_by_key[key] for key in call if key in member_by_key]
@@ -97,9 +98,9 @@ def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str
     """Return the path of the tool call's id in `call`, the JSON object of a rendered tool call.
 
     A path is the sequence of keys that leads to a value. In most renderings, the id contains the
-    placeholder character ID_MARK. Otherwise the first outer key with the word "id", such as
-    "call_id", is the path, unless this key leads to the function's name. Return None if there is no
-    id.
+    placeholder character ID_MARK. If no value contains ID_MARK, the path is the first outer key
+    with the word "id", such as "call_id". The key of the function's name is skipped. Return None if
+    there is no id.
 
     >>> _find_id_path({"name": "f", "call": {"id": ID_MARK}}, name_path=("name",))
     ('call', 'id')

@@ -149,20 +149,26 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
 def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -> list[Node]:
     """Return the grammar nodes that match the reasoning and its markers.
 
-    Example of matching text: `<think>Let me see.</think>`. If the reasoning is already open, the
-    nodes do not match `<think>`. The list is empty if the reasoning has ended or is excluded from
-    the structural tag, or if the format has no reasoning.
+    `state` is the state of the reasoning at the start of the constrained text. Examples for the
+    markers `<think>` and `</think>`:
+
+        state             matching text
+        OPEN              `Let me see.</think>`, because the prompt ends with `<think>`
+        ENDED, EXCLUDED   none, because the list of nodes is empty
+        POSSIBLE          `<think>Let me see.</think>`, or the empty text
+
+    If the format has no reasoning, the list is also empty.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but the format has no reasoning.
     """
-    is_open = state is ReasoningState.OPEN
     if state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
         return []
+    is_open = state is ReasoningState.OPEN
     declaration = layout.reasoning
+    if declaration is None and is_open:
+        raise unclosed_reasoning_error(fmt)
     if declaration is None:
-        if is_open:
-            raise unclosed_reasoning_error(fmt)
         return []
     text = _reasoning_text(fmt, layout, declaration)
     if is_open:
@@ -171,10 +177,11 @@ def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -
 
 
 def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
-    """Return the node for any text without the markers that would end or interrupt the reasoning.
+    """Return the grammar node for the text of the reasoning, without the markers around it.
 
-    The opening marker of the content is such a marker. The closing marker `declaration.close` is
-    not excluded here, because this marker ends the tag that contains the text.
+    The node matches any text that contains no marker that ends or interrupts the reasoning, for
+    example the opening marker of the content. The node does not exclude the usual closing marker
+    `declaration.close`, because the caller puts the node into a tag that ends at this marker.
     """
     content_open = (layout.content.open,) if layout.content is not None else ()
     return any_text(
@@ -291,25 +298,36 @@ def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
 
 
 def _text_with_calls(tools: ToolSection, request: Request) -> Node:
-    """Return the grammar node for free text in which all tool calls are valid.
+    """Return the grammar node for free text that may contain valid tool calls.
 
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
     The marker `<tool_call>` is the "trigger": xgrammar allows any text before the trigger, and
-    requires one of the tags at the trigger. Each tag describes one tool call or a list of tool
-    calls.
+    requires a valid tool call at the trigger.
+
+    Args:
+        tools: The declaration of the tool calls.
+        request: The constraints of the request: its tools, and the allowed number of tool calls.
     """
     if _is_unmarked_list(tools):
-        # A list without a marker starts with a bracket, and other text may contain brackets too.
-        # Such a list is therefore allowed only at the start of the output.
-        calls = section_node(tools, request.tools, is_single=request.is_single)
-        text_without_calls = sequence(_NO_BRACKET, any_text())
-        return one_of(calls, text_without_calls)
+        return _unmarked_list_or_text(tools, request)
     return {
         "type": "triggered_tags",
         "triggers": [trigger_of(tools)],
         "tags": [_tag_at_trigger(node) for node in _marked_calls(tools, request)],
         "stop_after_first": request.is_single,
     }
+
+
+def _unmarked_list_or_text(tools: ToolSection, request: Request) -> Node:
+    """Return the grammar node for either a list of tool calls without a marker, or free text.
+
+    Examples of matching texts: `[f(a=1), g()]` and `Let me look.` A list without a marker starts
+    with a bracket, and free text may contain brackets too. The node therefore matches a list only
+    at the start of the output, and free text must not start with a bracket.
+    """
+    calls = section_node(tools, request.tools, is_single=request.is_single)
+    text_without_calls = sequence(_NO_BRACKET, any_text())
+    return one_of(calls, text_without_calls)
 
 
 def _is_unmarked_list(tools: ToolSection) -> bool:
@@ -332,8 +350,14 @@ def _tag_at_trigger(node: Node) -> Node:
 def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
     """Return the grammar nodes for tool calls that start with a marker.
 
-    Examples: one node for a whole section `<tool_calls>..</tool_calls>`, or one node for each tool
-    if every tool call has the markers `<tool_call>..</tool_call>`.
+    The declaration `tools` decides what one node matches:
+
+        markers around all tool calls    `<tool_calls>..</tool_calls>`, with all tool calls
+        markers around a list of calls   `<tool_call>[f(), g()]</tool_call>`, the whole list
+        markers around each tool call    `<tool_call>..</tool_call>`, a call of one tool
+
+    In the first two cases, the result is one node. In the last case, the result is one node for
+    each tool of the request.
     """
     if tools.opens:
         return [section_node(tools, request.tools, is_single=request.is_single)]

@@ -141,7 +141,7 @@ def _unquoted_variants(declaration: TaggedArguments) -> list[TaggedArguments]:
 
 
 def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -> bool:
-    """Return whether `quoted.open` starts with `variant.open`, and is longer than `variant.open`.
+    """Return whether `variant.open` is a prefix of `quoted.open`, but not the whole `quoted.open`.
 
     Example: the result is True if `variant.open` is `<v>` and `quoted.open` is `<v>"`.
     """
@@ -202,13 +202,13 @@ def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]
 
 
 def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return the variants of a tag in which the model may write a number, a boolean or null.
+    """Return those variants of a tag that can contain a number, a boolean or null.
 
-    Such a value contains no special characters, so the value is never quoted. Example: of two
-    variants that open with `<p>` and with `<p><![CDATA[`, only the first variant is returned.
+    These values contain no special characters, so models never quote these values. Example: of the
+    variants that open with `<p>` and with `<p><![CDATA[`, only the variant with `<p>` is returned.
 
-    If some variants do not declare the type of the value, all other variants are omitted, so that
-    the grammar stays small.
+    In some variants, the opening tag declares the type of the value (`{type}`). If there are also
+    variants without a type, the variants with a type are omitted, so that the grammar stays small.
     """
     untyped = tuple(variant for variant in variants if "{type}" not in variant.open)
     candidates = untyped if untyped else variants
@@ -272,7 +272,8 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
 
     Examples of matching texts: `True` for a boolean, `None` for null, `"Paris"` or `'Paris'` for a
     string, and JSON for all other values. Inside a list or a dict, the node matches the JSON words
-    true, false and null instead of the Python words. The parser accepts both.
+    true, false and null instead of the Python words. The parser accepts the words of JSON and of
+    Python.
     """
     types = json_types_of(schema, schema)
     if types == frozenset({"boolean"}):

@@ -83,10 +83,11 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_sing
 def _list_or_object(
     section: ToolSection, body: ListBody, tools: tuple[ToolSchema, ...], *, is_single: bool
 ) -> Node:
-    """Return the grammar node for a JSON array of tool calls, or for a list of Python calls.
+    """Return the grammar node for a list of tool calls, such as `[{"name": "f", ..}]` or `[f()]`.
 
-    If the second variant of `section` is a JSON object, the node also matches a single JSON object
-    instead of the list.
+    A declaration may have several variants, because a model may write tool calls in several forms.
+    If the second variant is a JSON object, the node also matches one JSON object without the list,
+    such as `{"name": "f", ..}`.
 
     Args:
         section: The declaration of the tool calls. Its first variant is a list.
@@ -154,7 +155,8 @@ def list_node(
 ) -> Node:
     """Return the grammar node for a list of tool calls and the markers around the list.
 
-    Example of matching text: `<tool_call>[f(a=1), g()]</tool_call>`.
+    Example of matching text, if `call` opens with `<tool_call>`, closes with `</tool_call>` and has
+    a list of Python calls as body: `<tool_call>[f(a=1), g()]</tool_call>`.
 
     Args:
         call: The declaration of the markers around the list.
@@ -267,8 +269,8 @@ def _object_with_optional_id(id_key: str, before: str, arguments: Node, after: s
     """Return the grammar node for a JSON object that may contain the id as first or last member.
 
     Templates write the id at the start or at the end of the object, but models often omit the id.
-    Examples of matching texts: `{"id": "1", "name": "f", "arguments": {}}`, and the same object
-    without the id.
+    Examples of matching texts: `{"id": "1", "name": "f", "arguments": {}}` and
+    `{"name": "f", "arguments": {}}`.
 
     Args:
         id_key: The key of the id.

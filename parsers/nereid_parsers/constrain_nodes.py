@@ -98,7 +98,10 @@ def sequence(*parts: Node) -> Node:
 
 
 def _elements(node: Node) -> list[Node]:
-    """Return the elements of a sequence. For any other node, return a list with this node."""
+    """Return the elements of a node of type `sequence`. A node of another type is put in a list.
+
+    Example: `const("a")` gives `[const("a")]`.
+    """
     return list(node["elements"]) if node["type"] == "sequence" else [node]
 
 

@@ -38,10 +38,11 @@ def is_enforced_multiple(schema: Schema) -> bool:
 
 
 def with_enforced_multiple(schema: Schema) -> Schema:
-    """Return a schema that accepts the same numbers, and whose `multipleOf` xgrammar enforces.
+    """Rewrite a schema so that xgrammar enforces the schema's keyword `multipleOf`.
 
-    xgrammar enforces `multipleOf` only for integers without bounds. If there are bounds, the result
-    lists all allowed values. The schema is returned unchanged if it cannot be rewritten.
+    The result accepts the same numbers as `schema`. xgrammar enforces `multipleOf` only for
+    integers without bounds. If `schema` has bounds, the result lists all allowed values. A schema
+    that cannot be rewritten is returned unchanged.
 
     Examples:
         {"type": "number", "multipleOf": 2.0} gives {"type": "integer", "multipleOf": 2}.

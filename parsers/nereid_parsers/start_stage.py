@@ -40,9 +40,10 @@ def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
 
 
 def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
-    r"""Return the text after the last marker that opens a model's turn.
+    r"""Return the text after the last marker in the prompt that opens the model's turn.
 
-    Return None if the prompt contains no such marker. Example: with the turn
+    `fmt.turn` contains the possible markers. Return None if the prompt contains none of these
+    markers. Example: with the turn
     `"<|im_start|>assistant\n"`, the prompt `"..<|im_start|>assistant\n<think>\n"` gives
     `"\n<think>\n"`.
     """
@@ -126,13 +127,26 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
     last_start = prompt.rfind(message_start)
     if last_start < 0:
         return ""
-    if layout.ends:
-        last_message = prompt[last_start:]
-        is_closed = any(end in last_message for end in layout.ends)
-        return "" if is_closed else last_message
-    # The format has no end markers, so the prompt does not show whether its last message is
-    # complete. The model continues the last message in two cases: the prompt ends with the marker
-    # that starts this message, or a marker opens the model's turn.
+    if not layout.ends:
+        return _open_message_without_ends(fmt, message_start, prompt)
+    last_message = prompt[last_start:]
+    is_closed = any(end in last_message for end in layout.ends)
+    return "" if is_closed else last_message
+
+
+def _open_message_without_ends(fmt: FormatData, message_start: str, prompt: str) -> str:
+    """Return the unfinished message at the end of a prompt whose messages have no end markers.
+
+    Without end markers, the prompt does not show whether the last message is complete. The model
+    continues the last message in two cases:
+
+    - The prompt ends with `message_start`, the marker before each message. The result is this
+      marker.
+    - The prompt contains a marker of `fmt.turn`, which opens the model's turn. The result is the
+      text after the last of these markers.
+
+    In all other cases, the result is "".
+    """
     if prompt.rstrip().endswith(message_start):
         return message_start
     return _text_after_turn(fmt, prompt) or ""

@@ -32,10 +32,10 @@ _EXIT_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments select, and return its exit status.
+    """Run the command that the arguments select, and return the exit status of the command.
 
-    The exit status is 2 if an error has occurred. Each command has registered the function that
-    runs the command as `options.run`.
+    The exit status is 2 if an error has occurred. For each command, the argument parser sets
+    `options.run` to the function that runs the command.
 
     Args:
         arguments: The command-line arguments, without the program's name. If None, `sys.argv` is

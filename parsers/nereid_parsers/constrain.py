@@ -196,11 +196,11 @@ def _opened_reasoning(declaration: Reasoning, text: Node) -> list[Node]:
 
 
 def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
-    """Return the grammar node for reasoning, such as `<think>Hm.</think>`, or for the empty text.
+    """Return the grammar node that matches either reasoning with its markers, or the empty text.
 
-    Example of matching text: `<think>Hm.</think>`. Some models skip the reasoning and write only
-    the closing marker. So if the model itself opens the reasoning, the node also matches `</think>`
-    alone.
+    Example of matching text: `<think>Hm.</think>`. Some models that write the opening marker
+    themselves skip the reasoning, and write only the closing marker. For these models
+    (`declaration.is_opened_by_model`), the node also matches `</think>` alone.
 
     Args:
         declaration: The declaration of the reasoning and its markers.

@@ -213,7 +213,7 @@ def _check_node(node: object, path: str) -> None:
 def _inner_nodes(
     node: Mapping[str, Any], node_type: str, path: str
 ) -> Iterator[tuple[object, str]]:
-    """Yield the inner nodes of `node`, each with its path. Nodes inside inner nodes are omitted.
+    """Yield each direct inner node of `node`, and the path of the inner node in the request.
 
     Examples for a node at the path `$`: if the type is `sequence`, the path of the first inner node
     is `$.elements[0]`. If the type is `optional`, the path of the only inner node is `$.content`.

@@ -56,13 +56,17 @@ _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 
 
 def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_single: bool) -> Node:
-    """Return the grammar node for a tool section: its markers and the tool calls inside it.
+    """Return the grammar node for a tool section, which contains all tool calls of a message.
 
-    A tool section is the part of a message that contains all tool calls. Example of matching text:
-    `<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>`.
+    The node also matches the markers around the section, here `<tool_calls>` and `</tool_calls>`.
+    Examples of matching texts:
+
+        one item for each tool call   `<tool_calls><call>f{}</call><call>g{}</call></tool_calls>`
+        one item for all tool calls   `<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>`
 
     Args:
-        section: The declaration of the tool calls. The node matches their first variant.
+        section: The declaration of the tool calls. If tool calls can be written in several
+            variants, the node matches the first variant.
         tools: The tools that the model may call.
         is_single: Whether exactly one tool call is allowed. Otherwise one or more are allowed.
     """
@@ -317,10 +321,12 @@ def _with_whitespace(node: Node, whitespace: Node) -> Node:
 
 
 def _json_text_with_whitespace(json_text: str, whitespace: Node) -> Node:
-    """Return the node for a piece of JSON text in which white space is allowed between tokens.
+    """Return the grammar node for JSON text, with optional white space between the JSON tokens.
 
-    `whitespace` matches the white space. It is allowed inside braces, after commas and after
-    colons. Example: `{"a":` gives the sequence `{`, whitespace, `"a"`, `:`, whitespace.
+    `whitespace` is the node that matches the white space. The result allows white space inside
+    braces, after commas and after colons.
+
+    Example: `{"a":` gives the sequence `{`, whitespace, `"a"`, `:`, whitespace.
     """
     parts: list[Node] = []
     for token in _JSON_TOKENS.findall(json_text):

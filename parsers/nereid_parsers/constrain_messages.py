@@ -74,7 +74,7 @@ def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState)
     output determines which text the nodes match:
 
         POSSIBLE, ENDED  optionally `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`
-        OPEN             the same text without the header `<|channel|>analysis<|message|>`
+        OPEN             `Hm.<|end|><|start|>assistant`, because the prompt ends with the header
         EXCLUDED         only the start of the next message, `<|start|>assistant`
 
     Raises:

@@ -161,7 +161,7 @@ def separated_tags(items: list[Node], separator: str) -> Node:
 
 
 def tag(node: Node) -> Node:
-    """Convert a grammar node to a node of type `tag`, which matches the same texts.
+    """Convert a grammar node to a node of type `tag` that matches the same texts as `node`.
 
     A constant at the start of `node` becomes the tag's `begin`, and a constant at the end becomes
     the tag's `end`. Example: `sequence(const("<a>"), any_text(), const("</a>"))` gives `{"type":

@@ -158,8 +158,9 @@ class _ToolChoice:
     def select(self, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
         """Return the tools that the model may call.
 
-        If this choice names functions, only their tools are returned. If not, all `tools` are
-        returned, or no tools in the mode "none".
+        Examples for the tools f and g: if this choice names the function f, the result is the tool
+        f. If this choice names no function, the result is f and g. In the mode "none", the result
+        is empty.
 
         Raises:
             ConstraintError: This choice names a function that `tools` does not contain.

@@ -51,10 +51,10 @@ class _Resolved(NamedTuple):
 
 
 def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
-    """Return a copy of a JSON schema in which xgrammar enforces more keywords.
+    """Return a copy of a JSON schema, rewritten so that xgrammar enforces more of the keywords.
 
-    The copy accepts the same values. xgrammar, which constrains the output of the model, ignores
-    some keywords of the original.
+    xgrammar constrains the output of the model, but ignores some keywords of JSON schemas. The copy
+    accepts the same values as `schema`.
 
     The parts of an `allOf` are merged into one schema. A number that must be a multiple of an
     integer becomes an integer. An integer with bounds and `multipleOf` becomes a list of values.
@@ -153,8 +153,11 @@ def _is_one_reference(parts: list[Any]) -> bool:
 def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
     """Rewrite one member of an `allOf`, so that the member contains neither `$ref` nor `allOf`.
 
-    A `$ref` is replaced by the definition that the `$ref` names. An `allOf` inside the part is
-    merged. Two schemas without these keywords can be merged keyword by keyword.
+    A `$ref` is replaced by the definition to which the `$ref` refers. The parts of an inner `allOf`
+    are merged. The caller needs this form to merge two members keyword by keyword.
+
+    Example: if the definition `T` is `{"type": "integer"}`, the member `{"$ref": "#/$defs/T"}`
+    gives `{"type": "integer"}`.
 
     Args:
         part: The member.
@@ -182,9 +185,9 @@ def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
 
 
 def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _Resolved:
-    """Merge a schema with the definition that its keyword `$ref` names.
+    """Merge a schema with the definition to which the schema's keyword `$ref` refers.
 
-    Without this keyword, return the schema unchanged. Example: if the definition `T` is
+    A schema without `$ref` is returned unchanged. Example: if the definition `T` is
     `{"type": "integer"}`, `{"$ref": "#/$defs/T", "minimum": 1}` gives
     `{"minimum": 1, "type": "integer"}`.
 
@@ -280,10 +283,10 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
 
 
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
-    """Return a value of `keyword` that has the same effect as `first` and `second` together.
+    """Merge two values of a schema keyword into one value that enforces both.
 
     Examples: the values 5 and 9 of `maxLength` give 5. The values `["a", "b"]` and `["b", "c"]` of
-    `enum` give `["b"]`. If the keyword is only an annotation, such as `title`, `first` is returned.
+    `enum` give `["b"]`. An annotation, such as `title`, enforces nothing, so `first` is returned.
 
     Raises:
         _CannotMergeError: No single value of the keyword has the effect of both values.
@@ -338,9 +341,15 @@ def _allowed_types(value: object) -> set[Any]:
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
     """Merge the keywords `properties` and `additionalProperties` of two schemas.
 
-    Example: the properties `{"a": {"type": "string"}}` and `{"a": {"maxLength": 9}}` give
-    `{"a": {"type": "string", "maxLength": 9}}`. `required` contains the names of the properties
-    that every object must have.
+    `additionalProperties` is the schema of all properties that `properties` does not declare.
+
+    Example: `{"properties": {"a": {"type": "string"}}}` and `{"properties": {"a": {"maxLength":
+    9}}}` give `{"properties": {"a": {"type": "string", "maxLength": 9}}}`.
+
+    Args:
+        first: A schema of an object.
+        second: Another schema of the object.
+        required: The names of the properties that the object must have.
 
     Raises:
         _CannotMergeError: No object matches both schemas, or xgrammar could not enforce the result.
@@ -349,8 +358,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         raise _CannotMergeError
     first_properties = first.get("properties") or {}
     second_properties = second.get("properties") or {}
-    # `additionalProperties` is the schema of all properties that `properties` does not declare. The
-    # schema `true`, which is the default, accepts every value.
+    # The default of `additionalProperties` is the schema `true`, which accepts every value.
     first_rest = first.get("additionalProperties", True)
     second_rest = second.get("additionalProperties", True)
     properties: dict[str, object] = {}

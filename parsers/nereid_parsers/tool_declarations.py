@@ -239,7 +239,7 @@ class Call:
 
     @property
     def trigger(self) -> str:
-        """The text that marks the beginning of this tool call, or "" if no text marks it."""
+        """The marker that begins this tool call, such as `<tool_call>`, or "" without a marker."""
         if self.open.strip():
             return self.open.strip()
         return first_literal(self.head)

@@ -78,10 +78,11 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield a description of each keyword in `schema` that xgrammar enforces only in other schemas.
+    """Yield descriptions of those keywords of `schema` that xgrammar enforces only in some cases.
 
-    xgrammar enforces `multipleOf` only for integers without bounds. It enforces an `allOf` of one
-    schema, and treats `oneOf` as `anyOf`. Example: an `allOf` of two schemas at the path `$` yields
+    A keyword is described only if xgrammar does not enforce the keyword in `schema`. xgrammar
+    enforces `multipleOf` only for integers without bounds, and `allOf` only for a single schema.
+    xgrammar treats `oneOf` as `anyOf`. Example: an `allOf` of two schemas at the path `$` yields
     "allOf of 2 parts at $".
     """
     if "multipleOf" in schema and not is_enforced_multiple(schema):
@@ -96,11 +97,11 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether no value can match more than one of the schemas in `options`.
+    """Return whether every value matches at most one of the schemas in `options`.
 
-    If so, `oneOf` and `anyOf` accept the same values. Only the declared types and constants are
-    compared. Examples: a string and an integer are disjoint. The constants "a" and "b" are
-    disjoint. A string and the constant "a" are not disjoint. A single schema is disjoint.
+    For such disjoint schemas, `oneOf` and `anyOf` accept the same values. Only declared types and
+    constants are compared. Examples: a string and an integer are disjoint. The constants "a" and
+    "b" are disjoint. A string and the constant "a" are not disjoint. A single schema is disjoint.
     """
     if len(options) < 2:
         return True

@@ -289,8 +289,8 @@ def _layout(
     """
     reasoning_part = reasoning.part if reasoning is not None else None
     tool_part = tools.part if tools is not None else None
-    # A format that describes whole messages can have a reasoning entry and a tool entry. The two
-    # entries then contain the same declaration.
+    # A format that describes whole messages can have a reasoning entry and a tool entry. In this
+    # case, the part of the reasoning entry equals the part of the tool entry.
     if isinstance(reasoning_part, Messages) and tool_part in (None, reasoning_part):
         return reasoning_part
     if isinstance(tool_part, Messages) and reasoning_part is None:

@@ -108,17 +108,20 @@ class ReasoningReader:
         if not marker:
             return None
         is_closing = self._format.content_kinds[marker] is MarkerKind.CLOSE_REASONING
-        return self._classify(is_reasoning=is_closing)
+        return self._read_again(is_reasoning=is_closing)
 
     def finish_unclassified(self) -> State:
         """Put the stored text back into the buffer, because the message ends without a marker.
 
-        Return the next state, which depends on `is_reasoning_by_default`.
+        Return the state in which the text is read again. The text is read as reasoning if
+        `is_reasoning_by_default` is true, and otherwise as content.
         """
-        return self._classify(is_reasoning=self.is_reasoning_by_default)
+        return self._read_again(is_reasoning=self.is_reasoning_by_default)
 
-    def _classify(self, *, is_reasoning: bool) -> State:
-        """Put the text stored by `read_unclassified` back into the buffer. Return the next state.
+    def _read_again(self, *, is_reasoning: bool) -> State:
+        """Put the text stored by `read_unclassified` back into the buffer, to be read again.
+
+        Return the state in which the text is read: the state of the reasoning, or CONTENT.
 
         Args:
             is_reasoning: Whether the text is reasoning. If not, the text is content.
@@ -127,7 +130,11 @@ class ReasoningReader:
         return self.start_opened() if is_reasoning else State.CONTENT
 
     def num_stored_chars(self) -> int:
-        """Return the number of characters that have been read, but not classified."""
+        """Return the number of stored characters.
+
+        The stored text has been read, but whether the text is reasoning, content or a tool call is
+        not known yet.
+        """
         return sum(map(len, self._stored_text))
 
     def _take_stored_text(self) -> str:
@@ -172,7 +179,7 @@ class ReasoningReader:
         kind = self._format.reasoning_kinds[marker]
         match kind:
             case MarkerKind.INTERRUPT:
-                return self._read_interrupt(marker)
+                return self._read_possible_call(marker)
             case MarkerKind.START_MESSAGE:
                 return self._header_reader.start(marker)
             case MarkerKind.WRAP_CONTENT:
@@ -193,7 +200,7 @@ class ReasoningReader:
         Return the next state.
         """
         if self._text_writer.has_text:
-            return self._continue(marker)
+            return self._write_marker_as_reasoning(marker)
         self._text_writer.write_markup(self._buffer.take(len(marker)))
         return State.REASONING
 
@@ -205,14 +212,14 @@ class ReasoningReader:
         Example: after a prompt that ends with `<think>`, the text `<response>Hi` is content.
         """
         if self._text_writer.has_text and not is_special_token(marker):
-            return self._continue(marker)
+            return self._write_marker_as_reasoning(marker)
         self._text_writer.write_markup(self._buffer.take(len(marker)))
         self.has_reasoned = True
         self._is_interrupted = True
         return State.CONTENT
 
-    def _continue(self, marker: str) -> State:
-        """Write `marker` as a part of the reasoning, and continue to read the reasoning."""
+    def _write_marker_as_reasoning(self, marker: str) -> State:
+        """Write `marker` as a part of the reasoning. Return the state that reads the reasoning."""
         self._write(self._buffer.take(len(marker)))
         return self._reasoning_state
 
@@ -239,7 +246,7 @@ class ReasoningReader:
             return None
         kind = self._format.reasoning_kinds[marker]
         if kind is MarkerKind.INTERRUPT:
-            return self._read_interrupt(marker)
+            return self._read_possible_call(marker)
         self._text_writer.write_content_exactly(self._buffer.take(len(marker)))
         if kind is not MarkerKind.CLOSE_REASONING:
             return State.INLINE_REASONING
@@ -248,7 +255,7 @@ class ReasoningReader:
 
     # ---- tool calls inside the reasoning ---------------------------------------------------------
 
-    def _read_interrupt(self, marker: str) -> State | None:
+    def _read_possible_call(self, marker: str) -> State | None:
         """Decide whether a marker inside the reasoning really starts a tool call.
 
         There are four cases:
@@ -265,12 +272,12 @@ class ReasoningReader:
             The next state, or None if more text is required.
         """
         if self._calls_first:
-            return self._continue(marker)
+            return self._write_marker_as_reasoning(marker)
         match = self._match_call_at(marker)
         if match == NEED_MORE:
             return None
         if match == NO_MATCH:
-            return self._continue(marker)
+            return self._write_marker_as_reasoning(marker)
         is_reasoning_empty = not self._text_writer.has_text and not self._is_inline
         if is_reasoning_empty or self._is_never_closed:
             return self._end_at_call()
@@ -302,7 +309,10 @@ class ReasoningReader:
         return NO_MATCH
 
     def read_interrupted(self) -> State | None:
-        """Store text until a marker closes the reasoning. Then write the stored text as reasoning.
+        """Store text that is a tool call, unless a marker still closes the reasoning.
+
+        The text starts with a tool call inside the reasoning. If a closing marker follows, the
+        stored text is written as reasoning.
 
         Example: in `<think>I could write <tool_call>{"name": "f"}</tool_call>.</think>Hi`, the tool
         call is a part of the reasoning, because the reasoning is closed after the tool call.

@@ -176,7 +176,12 @@ class TextWriter:
         return text[first_visible_line:]
 
     def write_markup(self, marker: str) -> None:
-        """Classify a marker, and the stored white space before the marker, as "markup"."""
+        """Remove a marker from the output, together with the stored white space before the marker.
+
+        A marker is a fixed text of the format, for example `</think>`. The trace receives the
+        marker and the white space as "markup". Sets `is_after_marker`, so that blank lines after
+        the marker are removed, too.
+        """
         self.drop_whitespace()
         self._classify(MARKUP, marker)
         self.is_after_marker = True

@@ -41,10 +41,11 @@ class JsonScanner:
         self.status = MORE
 
     def scan(self, text: str, pos: int) -> int:
-        """Find the end of the JSON value in `text`, which continues at `pos`. Set `status`.
+        """Find the end of a JSON value, and set `status`.
 
-        The value may arrive in several pieces, and each piece is scanned once. Example: for
-        `'{"a": "}"} </call>'`, the result is 10 and the status is DONE.
+        The value may arrive in several pieces. `text[pos:]` is the next piece, and is scanned once.
+        Example: for the text `{"a": "}"} </call>` and the position 0, the result is 10 and the
+        status is DONE. For the text `{"a": `, the result is 6 and the status is MORE.
 
         Returns:
             The position after the value, if the status is DONE. If the status is MORE, the end of

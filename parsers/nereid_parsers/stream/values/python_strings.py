@@ -158,7 +158,8 @@ class StringReader:
                 return pos
             if digits_end >= 0:
                 return digits_end
-            # If valid digits are missing, `\x` is written like an unknown escape sequence.
+            # The required digits do not follow. Without them, the backslash and `char` are not an
+            # escape sequence. They are written as two characters.
         unknown_sequence = "\\" + char
         self._output.append(escape_json(_ESCAPED_CHARS.get(char, unknown_sequence)))
         return char_end

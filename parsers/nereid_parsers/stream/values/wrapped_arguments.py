@@ -29,7 +29,10 @@ def may_be_wrapped(function: str, tools: Tools) -> bool:
 
 
 def unwrap(arguments: str) -> str | None:
-    r"""Remove a superfluous object around the arguments. Return None if there is no such object.
+    r"""Return the arguments without an object that encloses them. Return None if none does.
+
+    Some models write the arguments as the only member of another object. The key of this member is
+    one of `_WRAPPER_KEYS`, and its value is an object or the JSON text of an object.
 
     Examples: `{"arguments": {"a": 1}}` and `{"input": "{\"a\": 1}"}` give `{"a": 1}`. The text
     `{"arguments": {"a": 1}, "b": 2}` gives None.
@@ -135,13 +138,15 @@ class WrapperFilter:
         return whitespace + brace + passed_on_after_brace
 
     def _read_key(self, text: str) -> str:
-        """Look for the first key in `text`. Return the text that can now be passed on.
+        """Compare the first key of the arguments with the keys of an extra object.
 
-        Examples: `"arg` gives "", because this text may become `"arguments"`. The complete key
-        `"arguments"` gives "" too, and all text that follows is delayed. The text `"age` is
-        returned, and the filter stops.
+        The key decides how much of `text` is returned, and how much is stored in `_delayed`:
 
-        Changes `_delayed`, which becomes the text that is not passed on, and `_waits_for`.
+        - `"arg` may become `"arguments"`. The result is "", and the text is stored.
+        - `"arguments"` may be the key of an extra object. The result is "", and this text and all
+          later text are stored until the arguments end (`_waits_for` becomes END).
+        - `"age` is another key. The text is returned, and the filter returns all later text
+          unchanged.
 
         Args:
             text: All text after the opening brace that has been delayed.
@@ -160,7 +165,7 @@ class WrapperFilter:
         return self._stop_filtering(text)
 
     def _stop_filtering(self, text: str) -> str:
-        """Stop the filter, so that `add` returns all later text unchanged. Return `text`."""
+        """Return `text`, and let `add` return all later text unchanged. Nothing stays stored."""
         self.is_passing = True
         self._delayed = []
         return text

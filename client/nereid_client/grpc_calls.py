@@ -236,7 +236,7 @@ class Stream:
         try:
             # This line waits for the metadata before the first call of `read`. Otherwise, `read`
             # would itself start a second gRPC operation that waits for the metadata. If the
-            # connection failed, both operations would leak memory.
+            # connection then fails, the memory of both operations is never freed.
             await self._call.initial_metadata()
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 self._responses.append(response)

@@ -118,9 +118,9 @@ def scale_blocks(
 
 
 def _divided(shape: Sequence[int], divisors: Sequence[int]) -> tuple[int, int]:
-    """Divide the rows and columns of a matrix, and round up.
+    """Divide the number of rows and the number of columns of a matrix, and round both up.
 
-    Example: the shape (256, 299) and the divisors (2, 3) give (128, 100).
+    Example: a matrix of 256 rows and 299 columns with the divisors (2, 3) returns (128, 100).
     """
     (num_rows, num_columns), (row_divisor, column_divisor) = shape, divisors
     return math.ceil(num_rows / row_divisor), math.ceil(num_columns / column_divisor)

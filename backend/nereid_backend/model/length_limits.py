@@ -47,8 +47,8 @@ def _attention_scaling_limits(
     """Return the length limits of models that scale the attention of tokens at high positions.
 
     The code of these models counts the positions in the batch instead of the sequence. The scale
-    depends on the position only above a threshold. This threshold is therefore a limit. Llama 4
-    names the threshold floor_scale, and Inkling names it log_scaling_n_floor.
+    depends on the position only above a threshold. This threshold is therefore a limit. The
+    name of the threshold in the config is floor_scale or log_scaling_n_floor.
 
     Args:
         config: the config of the decoder.

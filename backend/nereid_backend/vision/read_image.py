@@ -85,7 +85,8 @@ def decode_base64(text: str, field: str, limits: ImageLimits) -> bytes:
     """
     # Four characters of base64 contain three bytes.
     num_bytes = len(text) * 3 // 4
-    # The padding at the end of the text stands for up to two bytes that the file does not have.
+    # base64 text can end with one or two padding characters (`=`). `num_bytes` counts one byte for
+    # each of them, although the file does not contain this byte.
     if num_bytes > limits.max_bytes + 2:
         raise RequestError(
             f"{field}: the file has about {num_bytes} bytes, but the limit is "

@@ -295,7 +295,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _counted_bytes(path: Path) -> int:
-    """Return how many bytes of a file count towards the limit of the folder.
+    """Return how many bytes of a file are counted when the size of the folder is limited.
 
     The input of a batch is usually a hard link to a stored file. Its bytes are not counted, because
     they are already counted for the stored file.

@@ -126,7 +126,9 @@ def _user_message(text: str, images: Sequence[Json]) -> Json:
 
 
 def _converse(url: str, fields: Json, opening: list[Json], images: Sequence[Json]) -> None:
-    """Read messages from the terminal and print the responses, until the user quits.
+    """Chat with the user: read messages from the terminal, and print the model's responses.
+
+    The chat lasts until the user quits.
 
     Args:
         url: the URL of the frontend.

@@ -209,7 +209,7 @@ class CallWriter:
             self._append_last_events()
 
     def _append_last_events(self) -> None:
-        """Append the events that follow the last `write`: delayed arguments and the end event.
+        """Append the last events of a tool call: the delayed arguments, and then the end event.
 
         If the arguments may be enclosed in an additional object, as in `{"arguments": {"a": 1}}`,
         the filter has delayed text until now. The result of the filter is `{"a": 1}`. If the model

@@ -34,8 +34,8 @@ class HeaderReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._calls_first = context.calls_first
-        # False until the first marker has been read. The output may start without a marker, because
-        # the prompt may end with the marker.
+        # False until the first marker of the output has been read. If the prompt ends with the
+        # marker that starts the message, the output starts without a marker.
         self._has_read_marker = False
 
     def start(self, marker: str) -> State:

@@ -76,7 +76,8 @@ class StateSnapshots:
         # The hashes of all snapshots. When a snapshot is used, it becomes the newest one.
         max_retained = int(num_states * _MAX_RETAINED_SHARE)
         self._order: EvictionOrder[bytes] = EvictionOrder(max_retained, clock)
-        # The number of snapshots that fit into the memory besides the states of running sequences.
+        # The largest number of snapshots that the memory can hold in addition to the states of the
+        # running sequences.
         # `plan` updates this number before each step.
         self._max_snapshots = num_states
         # The number of snapshots that were ever saved. The next snapshot gets this number as its

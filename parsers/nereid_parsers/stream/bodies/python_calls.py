@@ -188,7 +188,7 @@ class PythonCallsReader(StepReader):
     def _end_call(self, pos: int) -> int:
         """Write the closing brace of the arguments, and end the tool call. Return `pos`.
 
-        `pos` is the position after the `)` of the tool call, and `last_call_end` becomes `pos`. If
+        `pos` is the position after the `)` of the tool call. `last_call_end` is set to `pos`. If
         the format declares neither a bracket around all tool calls nor a separator between two tool
         calls, no other tool call can follow, so the status becomes DONE.
         """

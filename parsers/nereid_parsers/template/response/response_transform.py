@@ -24,8 +24,8 @@ def keys_of_transform(transform: object) -> Keys:
     """Return the JSON keys whose values are the name, the arguments and the id of a tool call.
 
     A transform describes how transformers builds a tool call from the JSON that a model writes. In
-    the example, "{content.f}" stands for the value of the key `f` of this JSON. The keys of nested
-    objects are joined by dots, as in "function.name".
+    the example, transformers replaces the placeholder "{content.f}" with the value of the key `f`
+    in this JSON. Dots join the keys of nested objects, as in "function.name".
 
     >>> transform = {"function": {"name": "{content.f}", "arguments": "{content.args}"}}
     >>> keys = keys_of_transform(transform)
@@ -117,9 +117,9 @@ def _default_keys_in(function_path: str) -> Keys:
 
 
 def _path(placeholder: object) -> str:
-    """Return the path of the JSON value that a placeholder stands for.
+    """Return the path of the JSON value with which transformers replaces a placeholder.
 
-    A path consists of keys that are joined by dots. In a placeholder, "content" stands for the
+    A path consists of keys that are joined by dots. In a placeholder, "content" is the name of the
     whole JSON object, so the path does not contain this word.
 
     >>> _path("{content.tool.name}"), _path("{content}")

@@ -318,7 +318,7 @@ class CompiledTemplate:
         return _LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=self._now)
 
     def _load(self, env: _LimitedEnvironment) -> None:
-        """Use the environment `env` for all later renderings of the compiled code.
+        """Load the compiled code into the Jinja environment `env`, which later renderings use.
 
         Mutates: `_environment`, `_template` and `env.literal_size`.
         """

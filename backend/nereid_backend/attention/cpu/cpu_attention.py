@@ -242,16 +242,16 @@ def attend(
     """
     # The kernels get only pointers. These variables keep the tensors in memory until the calls
     # return.
-    query, key, value = (_with_contiguous_rows(tensor) for tensor in inputs)
+    query, key, value = (with_contiguous_rows(tensor) for tensor in inputs)
     sink_scores = None if sinks is None else sinks.float().contiguous()
     _, spec = layer
     step = _native_step(batch)
     out = query.new_empty(step.num_tokens, spec.num_heads, spec.value_dim)
     native_layer = ctypes.byref(cache.native(layer, scale, query.dtype, batch.block_size))
     layer_step = NativeLayerStep(
-        query=_native_rows(query),
-        keys=_native_rows(key),
-        values=_native_rows(value),
+        query=native_rows(query),
+        keys=native_rows(key),
+        values=native_rows(value),
         slots=step.slots,
         num_tokens=step.num_tokens,
         sinks=None if sink_scores is None else sink_scores.data_ptr(),
@@ -322,12 +322,12 @@ def _group_step(step: _NativeStep) -> NativeGroupStep:
     )
 
 
-def _with_contiguous_rows(tensor: Tensor) -> Tensor:
+def with_contiguous_rows(tensor: Tensor) -> Tensor:
     """Make the last dimension of a tensor contiguous, because the kernels require this."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def _native_rows(tensor: Tensor) -> NativeRows:
+def native_rows(tensor: Tensor) -> NativeRows:
     """Return the C struct that describes a tensor [num_heads, num_tokens, dim]."""
     head_stride, token_stride, _ = tensor.stride()
     return NativeRows(tensor.data_ptr(), head_stride, token_stride)

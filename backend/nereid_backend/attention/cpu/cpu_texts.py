@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nereid_backend.attention.cpu.cpu_attention import native_rows, with_contiguous_rows
 from nereid_backend.attention.cpu.cpu_library import (
     NativeLayer,
     NativeLayerStep,
     NativePrefill,
-    NativeRows,
     NativeShape,
     has_kernels,
     kernels,
@@ -72,9 +72,7 @@ def attend_texts(
     """
     # The kernels get only pointers. These variables keep the tensors in memory until the call
     # returns.
-    query, key, value = (
-        tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in inputs
-    )
+    query, key, value = (with_contiguous_rows(tensor) for tensor in inputs)
     sinks = None if attention.sinks is None else attention.sinks.float().contiguous()
     num_heads, num_tokens, key_dim = query.shape
     num_kv_heads, _, value_dim = value.shape
@@ -91,9 +89,9 @@ def attend_texts(
     )
     layer = NativeLayer(shape=shape, is_bfloat16=query.dtype is torch.bfloat16)
     step = NativeLayerStep(
-        query=_native_rows(query),
-        keys=_native_rows(key),
-        values=_native_rows(value),
+        query=native_rows(query),
+        keys=native_rows(key),
+        values=native_rows(value),
         sinks=None if sinks is None else sinks.data_ptr(),
         out=out.data_ptr(),
     )
@@ -101,9 +99,3 @@ def attend_texts(
         ctypes.byref(layer), texts, len(texts), ctypes.byref(step), torch.get_num_threads()
     )
     return out
-
-
-def _native_rows(tensor: Tensor) -> NativeRows:
-    """Return the C struct that describes a tensor [num_heads, num_tokens, dim]."""
-    head_stride, token_stride, _ = tensor.stride()
-    return NativeRows(tensor.data_ptr(), head_stride, token_stride)

@@ -52,7 +52,8 @@ class EngineConfig:
 
     weight_dtype: Literal["auto", "int8", "int4", "fp8"] = "auto"
     """The data type in which linear layers store their weights: `auto` (`dtype`), `int8` or `int4`
-    (only on CPUs), or `fp8` (only on GPUs, not measured). All but `auto` change the output."""
+    (only on CPUs), or `fp8` (only on GPUs, not measured). All but `auto` change the output. With
+    `int8` and `int4`, the output layer and the embedding of a text model store `int8`."""
 
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto` means the first GPU, or the CPU if there is no
@@ -101,8 +102,8 @@ class EngineConfig:
 
     prepack: bool = True
     """Whether the weights of linear layers are rearranged at load, which makes matrix products
-    several times as fast on a CPU. An output layer with shared weights then needs its memory
-    twice."""
+    several times as fast on a CPU. If the output layer shares its weight with the embedding, a
+    model for images then needs the memory of this weight twice."""
 
     compile_forward: AutoSwitch = "auto"
     """Whether the forward pass is compiled, once for each model and machine: `true` (before the

@@ -26,8 +26,6 @@ _PAGE_BYTES = 4096
 _ALIGNMENT = 64
 # The number of bytes that are copied at once.
 _SLICE_BYTES = 4 * 2**20
-# Tensors with fewer bytes are not moved.
-_MIN_BYTES = 64 * 2**10
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -47,7 +45,8 @@ def move_weights(model: nn.Module) -> None:
     model.
 
     Tensors that share memory before the call also share memory after the call. Tensors on other
-    devices, small tensors, and tensors in the layout of a library such as oneDNN are not moved.
+    devices, and tensors in the layout of a library such as oneDNN are not moved. Small tensors are
+    moved, too, so that the model no longer uses the mapped files of the checkpoint afterwards.
 
     Args:
         model: the model, for inference only. Mutated.
@@ -95,7 +94,7 @@ def _movable_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_mkldnn:
             continue
         storage = tensor.untyped_storage()
-        if storage.nbytes() >= _MIN_BYTES:
+        if storage.nbytes() > 0:
             sharing.setdefault(storage.data_ptr(), []).append(tensor)
     return sharing
 

@@ -10,6 +10,7 @@ positions at which the most likely token stays the same.
 from pathlib import Path
 
 import torch
+from nereid_backend.linear.packed_embedding import pack_embedding
 from nereid_backend.linear.quantise_weights import quantise_linears
 from torch import Tensor
 from torch.nn import functional
@@ -35,6 +36,7 @@ def log_probabilities(path: str, windows: Tensor, weight_dtype: str) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     if weight_dtype.startswith("int"):
         quantise_linears(model, bits=int(weight_dtype.removeprefix("int")))
+        pack_embedding(model, lambda: True, can_round=True)
     logits = [model(window[None]).logits[0].float() for window in windows]
     return torch.cat(logits).log_softmax(-1)
 

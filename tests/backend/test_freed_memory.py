@@ -3,6 +3,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 # Creates tensors of different sizes, and frees every second one. Prints the memory that the process
 # uses in addition, in MiB.
@@ -36,3 +38,45 @@ def test_freed_memory_is_returned():
     found = re.search(r"used (\d+)", result.stdout)
     assert found is not None
     assert int(found[1]) < 110
+
+
+# Reads a mapped tensor of 64 MiB, and discards its pages. Prints the mapped memory in MiB after the
+# reading and after the discarding, and whether the values are still the same.
+_MAPPED_PROGRAM = """
+import re, sys, torch
+from safetensors import safe_open
+from nereid_backend.freed_memory import MappedFiles
+def mapped():
+    text = open("/proc/self/status").read()
+    return int(re.search(r"RssFile:\\s+(\\d+)", text)[1]) // 1024
+layer = torch.nn.Linear(2**12, 2**12, bias=False)
+before = mapped()
+with safe_open(sys.argv[1], framework="pt") as file:
+    layer.weight = torch.nn.Parameter(file.get_tensor("weight"), requires_grad=False)
+if sys.argv[2] == "changed":
+    layer.weight[0, 0] = 7
+total = layer.weight.sum()
+print("read", mapped() - before)
+with MappedFiles().discard_after_use(layer):
+    layer(torch.ones(2**12))
+print("discarded", mapped() - before)
+print("same", bool(layer.weight.sum() == total))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("state", ["unchanged", "changed"])
+def test_pages_of_a_mapped_weight_are_returned_after_use_unless_they_were_changed(tmp_path, state):
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(2**12, 2**12)}, path)
+    result = subprocess.run(
+        [sys.executable, "-c", _MAPPED_PROGRAM, str(path), state],
+        env={"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = dict(line.split() for line in result.stdout.splitlines())
+    assert int(lines["read"]) >= 63
+    assert (int(lines["discarded"]) < 16) == (state == "unchanged")
+    assert lines["same"] == "True"

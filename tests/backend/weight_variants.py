@@ -22,6 +22,7 @@ from backend.exactness import (
 from backend.lora.adapter_writer import write_adapter
 from nereid_backend.linear import grouped_linear
 from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.packed_embedding import pack_embedding
 from nereid_backend.linear.quantise_weights import quantise_linears
 from torch import nn
 from transformers import PreTrainedModel
@@ -42,13 +43,12 @@ def rounded_weights(folder: Path, bits: int) -> tuple[Answers, Answers]:
 
     The engine computes without the kernels for integers, because they also round the inputs of the
     layers. The model of transformers gets the dequantised weights. Its output layer gets a weight
-    of its own, because the engine rounds a copy of a weight that is tied to the embedding.
+    of its own, because the engine stores a tied weight in the layout of the output layer.
 
     Raises:
         ConfigError: if the engine cannot round the weights of the model.
     """
-    model = load_float32(folder)
-    quantise_linears(model, bits)
+    model = _load_rounded(folder, bits)
     for layer in model.modules():
         if type(layer) is GroupedLinear:
             weight = layer.dequantised().contiguous()
@@ -69,8 +69,7 @@ def rounded_weights_and_inputs(folder: Path, bits: int) -> tuple[Answers, Answer
         ConfigError: if the engine cannot round the weights of the model.
         NotApplicableError: if tiny changes of the embeddings change the tokens of transformers.
     """
-    model = load_float32(folder)
-    quantise_linears(model, bits)
+    model = _load_rounded(folder, bits)
     expected, found = greedy_tokens(model), _run_rounded(folder, bits)
     answers = zip(PROMPTS, expected, found, strict=True)
     found = [
@@ -80,6 +79,15 @@ def rounded_weights_and_inputs(folder: Path, bits: int) -> tuple[Answers, Answer
     if found != expected and _tokens_with_noise(model) != expected:
         raise NotApplicableError("Tiny changes of the embeddings change the tokens.")
     return expected, found
+
+
+def _load_rounded(folder: Path, bits: int) -> PreTrainedModel:
+    """Return the model of transformers with the rounded weights of the engine."""
+    model = load_float32(folder)
+    quantise_linears(model, bits)
+    prompt = torch.tensor([PROMPTS[0]])
+    pack_embedding(model, lambda: bool(model(prompt).logits.isfinite().all()), can_round=True)
+    return model
 
 
 def _tokens_with_noise(model: PreTrainedModel) -> Answers:

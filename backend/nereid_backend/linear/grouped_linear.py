@@ -314,6 +314,39 @@ def unpack_values(packed: Tensor, bits: int) -> Tensor:
     return packed.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
 
 
+def dequantise_rows(
+    indices: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    *,
+    bits: int,
+    group_size: int,
+) -> Tensor:
+    """Return some rows of a packed weight. A row contains the weights of one output.
+
+    Args:
+        indices: the indices of the rows, an integer tensor of any shape [...].
+        values: see `GroupedLinear`.
+        scales: see `GroupedLinear`.
+        zeros: see `GroupedLinear`.
+        bits: see `GroupedLinear`.
+        group_size: see `GroupedLinear`.
+
+    Returns:
+        float32 [..., groups * group_size]. The last inputs may be padding.
+    """
+    panels, lanes = indices // LANES, indices % LANES
+    units = values[panels, :, lanes]  # [..., units, 4]
+    if bits == 4:
+        # A byte contains input j in its lower half, and input j + 4 in its upper half.
+        units = torch.stack((units & 15, units >> 4), dim=-2).flatten(-3, -2)
+    groups = units.float().reshape(*indices.shape, -1, group_size)
+    zero = 2.0 ** (bits - 1) if zeros is None else zeros[panels, :, lanes].float().unsqueeze(-1)
+    rows: Tensor = (groups - zero) * scales[panels, :, lanes].float().unsqueeze(-1)
+    return rows.flatten(-2)
+
+
 def _panels_of_groups(of_groups: Tensor) -> Tensor:
     """Rearrange scales or zeros from [out_features, groups] to [panels, groups, 16].
 

@@ -80,6 +80,21 @@ def pack(weight: Tensor) -> Tensor:
     return padded.view(-1, LANES, weight.shape[1]).transpose(1, 2).contiguous()
 
 
+def unpack_rows(packed: Tensor, indices: Tensor) -> Tensor:
+    """Return some rows of a packed weight.
+
+    Args:
+        packed: the weight; see `NativeLinear.packed`.
+        indices: the indices of the rows, an integer tensor of any shape [...].
+
+    Returns:
+        [..., in_features], with the dtype of the weight.
+    """
+    rows = packed[indices // LANES, :, indices % LANES]
+    # The two inputs of a pair of a bfloat16 weight are adjacent.
+    return rows.flatten(-2) if packed.dim() == 4 else rows
+
+
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     """Compute one linear layer with the kernel.
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from nereid_backend.freed_memory import FreedMemory
+from nereid_backend.freed_memory import FreedMemory, MappedFiles
 from nereid_backend.linear import native_linear
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.loading_progress import no_progress, report_items
@@ -71,6 +71,7 @@ def prepack_linears(
     """
     shared = shared_weights(model)
     freed = FreedMemory()
+    files = MappedFiles()
     count = 0
     for module in report_items(list(model.modules()), "packing modules", progress):
         if type(module) is not nn.Linear:
@@ -78,9 +79,10 @@ def prepack_linears(
         is_shared = module.weight.data_ptr() in shared
         if is_shared and not copy_shared:
             continue
-        num_bytes = module.weight.nbytes
+        weight = module.weight.detach()
         count += _prepack(module, keep=is_shared)
-        freed.add(num_bytes)
+        files.discard(weight)
+        freed.add(weight.nbytes)
     return count
 
 
@@ -108,7 +110,7 @@ def output_layer_of(model: nn.Module) -> nn.Module | None:
     return None if get_output_embeddings is None else get_output_embeddings()
 
 
-def free_weight(layer: nn.Linear) -> None:
+def free_weight(layer: nn.Linear | nn.Embedding) -> None:
     """Replace a layer's weight by a placeholder, so that the memory of the weight is freed.
 
     The placeholder has the shape of the weight, but stores only a single number, NaN, for all

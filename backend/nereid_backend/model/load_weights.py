@@ -9,9 +9,11 @@ from torch import Tensor
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
+from nereid_backend.freed_memory import MappedFiles
 from nereid_backend.huge_pages import move_weights
 from nereid_backend.linear.float8_linear import find_product, store_linears_as_float8
 from nereid_backend.linear.merged_linear import merge_linears, separate_linears
+from nereid_backend.linear.packed_embedding import pack_embedding
 from nereid_backend.linear.prepack import prepack_linears
 from nereid_backend.linear.quantise_weights import (
     model_bytes,
@@ -73,6 +75,7 @@ def _load_rounded(
     rounded_bits = 4 if config.weight_dtype == "int4" else 8
     checkpoint = _load(config, device, hook, progress, rounded_bits)
     quantise_linears(checkpoint.model, rounded_bits, progress)
+    pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=True)
     progress(
         f"the weights of linear layers were rounded to {config.weight_dtype} while they were "
         "read, because the unrounded weights do not fit into the memory"
@@ -93,8 +96,7 @@ def _load_prepacked(
         # The packed weights do not work for this model. Packing has replaced the original
         # weights, so the original weights are read from the checkpoint again.
         checkpoint = _load(config, device, hook, progress)
-    # If the output layer shares its weight with the embedding, the packed output layer may have
-    # its own copy of this weight.
+    # An output layer in another layout may have its own copy of the weight of the embedding.
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
 
 
@@ -155,10 +157,16 @@ def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
                 "code reads them directly"
             )
             return False
+        pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=False)
     merge_linears(checkpoint.model, lambda: _short_logits(checkpoint))
     if not _are_equal(original_logits, _short_logits(checkpoint)):
         separate_linears(checkpoint.model)
     return True
+
+
+def _is_finite(checkpoint: Checkpoint) -> bool:
+    """Return whether a model computes finite logits."""
+    return _short_logits(checkpoint) is not None
 
 
 def _are_equal(before: Tensor, after: Tensor | None) -> bool:
@@ -185,6 +193,7 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
     else:
         bits = 4 if weight_dtype == "int4" else 8
         num_layers = quantise_linears(checkpoint.model, bits, progress)
+        pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=True)
     after = _short_logits(checkpoint)
     if not num_layers or after is None or before is None:
         raise ConfigError(
@@ -228,7 +237,8 @@ def _short_logits(checkpoint: Checkpoint) -> Tensor | None:
     positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
     try:
         set_attention(checkpoint, None)
-        logits = ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions).float()
+        with MappedFiles().discard_after_use(checkpoint.model):
+            logits = ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions).float()
     except Exception:  # noqa: BLE001 - a model can raise any exception; choose_path reports it
         return None
     return logits if logits.isfinite().all() else None

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the embedding of a model read its rows from packed weights.
+
+Many models use the weight of the embedding also as the weight of the output layer. The kernels for
+linear layers need this weight in panels (see `NativeLinear` and `GroupedLinear`). If the embedding
+reads its rows from the panels of the output layer, the weight is in memory only once.
+
+If the weights of the linear layers are rounded to integers, an embedding with a weight of its own
+is rounded to 8-bit integers, too.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nereid_backend.linear import grouped_linear, native_linear
+from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.native_linear import NativeLinear
+from nereid_backend.linear.prepack import free_weight, output_layer_of
+from nereid_backend.linear.quantise_weights import can_quantise, round_layer
+
+# The number of bits of a rounded embedding that does not share its weight with the output layer.
+_EMBEDDING_BITS = 8
+
+
+class _PackedEmbedding(nn.Embedding):
+    """An embedding whose rows are in panels. The attribute `weight` contains only NaN.
+
+    Some model code reads `weight` instead of calling the embedding. The result of such code is NaN,
+    and `pack_embedding` detects the NaN.
+    """
+
+
+class NativeEmbedding(_PackedEmbedding):
+    """An embedding that reads the weight of a NativeLinear. The values are not changed.
+
+    Attributes:
+        packed: see `NativeLinear.packed`. An output of the linear layer is a row of the embedding.
+    """
+
+    packed: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows [..., embedding_dim] for the indices [...]."""
+        return native_linear.unpack_rows(self.packed, input)
+
+    def take_weight(self, layer: NativeLinear) -> None:
+        """Use the packed weight of a linear layer."""
+        self.register_buffer("packed", layer.packed, persistent=False)
+
+
+class GroupedEmbedding(_PackedEmbedding):
+    """An embedding that reads the integers and scales of a GroupedLinear.
+
+    Attributes:
+        values: see `GroupedLinear`. An output of the linear layer is a row of the embedding.
+        scales: see `GroupedLinear`.
+        zeros: see `GroupedLinear`.
+        bits: see `GroupedLinear`.
+        group_size: see `GroupedLinear`.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group_size: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the dequantised rows [..., embedding_dim] for the indices [...]."""
+        rows = grouped_linear.dequantise_rows(
+            input, self.values, self.scales, self.zeros, bits=self.bits, group_size=self.group_size
+        )
+        return rows[..., : self.embedding_dim].to(self.weight.dtype)
+
+    def take_weight(self, layer: GroupedLinear) -> None:
+        """Use the integers and scales of a linear layer."""
+        self.bits = layer.bits
+        self.group_size = layer.group_size
+        for name in ("values", "scales", "zeros"):
+            self.register_buffer(name, getattr(layer, name), persistent=False)
+
+
+@torch.inference_mode()
+def pack_embedding(
+    model: PreTrainedModel, is_correct: Callable[[], bool], *, can_round: bool
+) -> bool:
+    """Let the embedding of a model read packed weights, to save memory.
+
+    An embedding that shares its weight with a packed output layer reads the rows from the packed
+    weight. Another embedding is rounded to 8-bit integers if `can_round` is True. If the model does
+    not work afterwards, the change is undone.
+
+    A model for images or audio stays unchanged. Some code for images reads the weight of the
+    embedding directly, and `is_correct` would not detect this.
+
+    Args:
+        model: the model. `prepack_linears` or `quantise_linears` has packed its linear layers.
+            Mutated.
+        is_correct: runs the model, and returns whether the output contains no NaN.
+        can_round: whether the weight of the embedding may be rounded.
+
+    Returns:
+        Whether the embedding now reads packed weights.
+    """
+    is_text_model = model.config.get_text_config(decoder=True) is model.config
+    embedding = model.get_input_embeddings()
+    if not is_text_model or not isinstance(embedding, nn.Embedding):
+        return False
+    layer = _layer_with_rows(model, embedding, can_round=can_round)
+    if layer is None:
+        return False
+    original_class, original_weight = type(embedding), embedding.weight
+    is_tied = layer is output_layer_of(model)
+    _change_embedding(embedding, layer)
+    if is_tied:
+        free_weight(layer)
+    if is_correct():
+        return True
+    embedding.__class__ = original_class
+    embedding.weight = original_weight
+    for name in ("packed", "values", "scales", "zeros"):
+        embedding._buffers.pop(name, None)
+    if is_tied:
+        layer.weight = original_weight
+    return False
+
+
+def _layer_with_rows(
+    model: PreTrainedModel, embedding: nn.Embedding, *, can_round: bool
+) -> NativeLinear | GroupedLinear | None:
+    """Return a packed linear layer whose outputs are the rows of an embedding.
+
+    The result is the output layer, if it shares its weight with the embedding. Otherwise, the
+    result is a new layer with rounded weights. Return None if the embedding must stay unchanged.
+    """
+    weight = embedding.weight
+    if embedding.max_norm is not None:
+        return None  # The embedding changes its weight when it is called.
+    output_layer = output_layer_of(model)
+    if isinstance(output_layer, NativeLinear | GroupedLinear) and output_layer.weight is weight:
+        return output_layer
+    if not can_round or not can_quantise(weight):
+        return None
+    num_rows, dim = weight.shape
+    layer = nn.Linear(dim, num_rows, bias=False, device="meta")
+    round_layer(layer, lambda start, end: weight[start:end], _EMBEDDING_BITS)
+    return cast("GroupedLinear", layer)
+
+
+def _change_embedding(embedding: nn.Embedding, layer: NativeLinear | GroupedLinear) -> None:
+    """Change the class of an embedding, so that it reads the weight of a packed linear layer.
+
+    The embedding remains the same object. Mutates: embedding.
+    """
+    packed_class = NativeEmbedding if isinstance(layer, NativeLinear) else GroupedEmbedding
+    embedding.__class__ = _packed_class(type(embedding), packed_class)
+    embedding.take_weight(layer)  # type: ignore[operator]
+    free_weight(embedding)
+
+
+def _packed_class(
+    original_class: type[nn.Embedding], packed_class: type[_PackedEmbedding]
+) -> type[_PackedEmbedding]:
+    """Create a class that reads packed rows, and otherwise works like `original_class`.
+
+    Example: the class of an embedding multiplies the rows of `super().forward(ids)` by a factor.
+    In the new class, `super()` refers to `packed_class`, so the packed rows are multiplied.
+    """
+    if original_class is nn.Embedding:
+        return packed_class
+    name = f"{packed_class.__name__}Of{original_class.__name__}"
+    members = {"__reduce__": _reduce}
+    return cast("type[_PackedEmbedding]", type(name, (original_class, packed_class), members))
+
+
+def _reduce(embedding: _PackedEmbedding) -> tuple[Any, ...]:
+    """Return what `pickle` needs to restore an embedding of a class from `_packed_class`.
+
+    pickle stores only the name of a class, but the other process cannot find this class by name.
+    """
+    return _new_embedding, type(embedding).__bases__, embedding.__dict__
+
+
+def _new_embedding(
+    original_class: type[nn.Embedding], packed_class: type[_PackedEmbedding]
+) -> _PackedEmbedding:
+    """Return an embedding without attributes. `pickle` sets the attributes afterwards."""
+    new_class = _packed_class(original_class, packed_class)
+    return new_class.__new__(new_class)

@@ -1,0 +1,125 @@
+"""Embeddings that read packed weights, and models that need the weight of the embedding itself."""
+
+import pytest
+import torch
+from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.packed_embedding import (
+    GroupedEmbedding,
+    NativeEmbedding,
+    pack_embedding,
+)
+from nereid_backend.linear.prepack import prepack_linears
+from nereid_backend.linear.quantise_weights import quantise_linears
+from nereid_backend.paths.compiled_forward.model_skeleton import (
+    Skeleton,
+    pack_skeleton,
+    unpack_skeleton,
+)
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+SIZES = {
+    "vocab_size": 75,
+    "hidden_size": 40,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+IDS = torch.tensor([[0, 74, 16, 15], [31, 32, 5, 5]])
+
+
+def llama(dtype=torch.float32, *, tied=True):
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_embedding_reads_the_same_rows_from_the_packed_output_layer(dtype):
+    model = llama(dtype)
+    embedding = model.get_input_embeddings()
+    expected = embedding(IDS)
+    prepack_linears(model, copy_shared=True)
+    if not hasattr(model.lm_head, "packed"):
+        pytest.skip("this machine has no kernel for packed weights")
+    logits = model(IDS).logits
+    assert pack_embedding(model, lambda: True, can_round=False)
+    assert isinstance(embedding, NativeEmbedding)
+    assert torch.equal(embedding(IDS), expected)
+    assert embedding.packed is model.lm_head.packed
+    assert embedding.weight.untyped_storage().nbytes() < 8
+    assert torch.equal(model(IDS).logits, logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_embedding_is_rounded_like_the_output_layer(tied, bits):
+    model = llama(tied=tied)
+    embedding = model.get_input_embeddings()
+    original = embedding(IDS)
+    quantise_linears(model, bits)
+    assert pack_embedding(model, lambda: True, can_round=True)
+    assert isinstance(embedding, GroupedEmbedding)
+    rows = embedding(IDS)
+    assert rows.dtype == torch.float32
+    assert (rows - original).abs().max() <= original.abs().max() / 127
+    if tied:
+        assert torch.equal(rows, model.lm_head.dequantised()[IDS])
+    assert embedding.weight.isnan().all()
+
+
+def test_rows_of_four_bits_with_zeros_equal_the_dequantised_layer():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(37, 21, bias=False)
+    quantise_linears(torch.nn.Sequential(layer), 4)
+    assert isinstance(layer, GroupedLinear)
+    embedding = GroupedEmbedding(21, 37)
+    embedding.take_weight(layer)
+    assert layer.zeros is not None
+    assert torch.equal(embedding(torch.arange(21)), layer.dequantised())
+
+
+def test_an_embedding_with_its_own_weight_stays_unchanged_unless_it_may_be_rounded():
+    model = llama(tied=False)
+    prepack_linears(model, copy_shared=True)
+    assert not pack_embedding(model, lambda: True, can_round=False)
+    assert type(model.get_input_embeddings()) is torch.nn.Embedding
+
+
+def test_a_model_that_reads_the_weight_of_its_embedding_directly_stays_unchanged():
+    model = llama()
+    embedding = model.get_input_embeddings()
+    weight = embedding.weight
+    quantise_linears(model, 8)
+
+    def is_finite():
+        return bool((embedding(IDS) + embedding.weight[IDS]).isfinite().all())
+
+    assert not pack_embedding(model, is_finite, can_round=True)
+    assert type(embedding) is torch.nn.Embedding
+    assert embedding.weight is weight
+    assert not dict(embedding.named_buffers())
+    assert model.lm_head.weight is weight
+
+
+def test_a_class_that_scales_its_rows_keeps_the_scale_also_in_another_process():
+    torch.manual_seed(0)
+    config = Gemma2Config(**SIZES, head_dim=20, tie_word_embeddings=True)
+    model = Gemma2ForCausalLM(config).eval()
+    embedding = model.get_input_embeddings()
+    original = embedding(IDS)
+    quantise_linears(model, 8)
+    assert pack_embedding(model, lambda: True, can_round=True)
+    scale = SIZES["hidden_size"] ** 0.5
+    expected = model.lm_head.dequantised()[IDS] * scale
+    torch.testing.assert_close(embedding(IDS), expected)
+    torch.testing.assert_close(embedding(IDS), original, atol=scale / 100, rtol=0)
+
+    copy = unpack_skeleton(pack_skeleton(Skeleton(model, "eager", False, 1))).model
+    restored = copy.get_input_embeddings()
+    assert (
+        type(restored).__name__
+        == type(embedding).__name__
+        == "GroupedEmbeddingOfGemma2TextScaledWordEmbedding"
+    )
+    assert restored(IDS).shape == expected.shape

@@ -11,6 +11,7 @@ operator, so models that use the kernels can be traced and compiled. Compiled mo
 kernels without Python (attention/cpu/cpu_shim.cpp).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from nereid_backend.attention.cpu.cpu_library import has_kernels, kernels
 
 # The number of outputs in one panel of packed weights.
 LANES = 16
+# The number of outputs that are packed at a time. It must be a multiple of LANES.
+_SLICE_ROWS = 1024
 
 
 class NativeLinear(nn.Linear):
@@ -66,18 +69,31 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack(weight: Tensor, release: Callable[[Tensor], None] = lambda _: None) -> Tensor:
     """Return a weight in the kernel's layout; see `NativeLinear.packed`.
 
     Example: a float32 weight of the shape [20, 8] becomes a tensor of the shape [2, 8, 16], which
     contains two panels of 16 outputs. The last 12 outputs are padding, whose weights are 0.
+
+    Args:
+        weight: the weight [out_features, in_features].
+        release: called with some rows of the weight when these rows have been packed.
     """
-    missing = -weight.shape[0] % LANES
-    # `pad` copies the weight, so it is called only if padding is needed.
-    padded = functional.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()
-    if weight.dtype == torch.bfloat16:
-        return padded.view(-1, LANES, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
-    return padded.view(-1, LANES, weight.shape[1]).transpose(1, 2).contiguous()
+    num_rows, dim = weight.shape
+    num_panels = -(-num_rows // LANES)
+    # The inputs of a bfloat16 weight are stored in pairs.
+    inputs = (dim // 2, 2) if weight.dtype == torch.bfloat16 else (dim,)
+    packed = weight.new_empty(num_panels, inputs[0], LANES, *inputs[1:])
+    # The rows are packed in slices, so that the memory never contains a large weight twice.
+    for start in range(0, num_rows, _SLICE_ROWS):
+        rows = weight[start : start + _SLICE_ROWS]
+        missing = -len(rows) % LANES
+        padded = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+        panels = padded.reshape(-1, LANES, *inputs).transpose(1, 2)
+        first_panel = start // LANES
+        packed[first_panel : first_panel + len(panels)] = panels
+        release(rows)
+    return packed
 
 
 def unpack_rows(packed: Tensor, indices: Tensor) -> Tensor:

@@ -79,10 +79,9 @@ def prepack_linears(
         is_shared = module.weight.data_ptr() in shared
         if is_shared and not copy_shared:
             continue
-        weight = module.weight.detach()
-        count += _prepack(module, keep=is_shared)
-        files.discard(weight)
-        freed.add(weight.nbytes)
+        num_bytes = module.weight.nbytes
+        count += _prepack(module, files, keep=is_shared)
+        freed.add(num_bytes)
     return count
 
 
@@ -131,14 +130,15 @@ def change_class(layer: nn.Linear, kind: type[LinearClass]) -> LinearClass:
     return layer
 
 
-def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
+def _prepack(layer: nn.Linear, files: MappedFiles, *, keep: bool) -> bool:
     """Convert the weight of one layer. Return False if the weight cannot be converted.
 
     Args:
         layer: the layer. Mutated.
+        files: the mapped files, which may contain the weight.
         keep: whether other layers share the weight. If so, the weight stays in memory unchanged.
     """
-    result = _pack_weight(layer.weight.detach())
+    result = _pack_weight(layer.weight.detach(), files)
     if result is None:
         return False
     packed_class, packed = result
@@ -150,15 +150,17 @@ def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
     return True
 
 
-def _pack_weight(weight: Tensor) -> tuple[type[nn.Linear], Tensor] | None:
+def _pack_weight(weight: Tensor, files: MappedFiles) -> tuple[type[nn.Linear], Tensor] | None:
     """Return the fastest layer class for a weight, and the weight in the layout of this class.
 
-    Return None if no class supports the weight.
+    Return None if no class supports the weight. The pages of the weight in `files` are returned to
+    the operating system.
     """
     if native_linear.can_pack(weight):
-        return NativeLinear, native_linear.pack(weight)
+        return NativeLinear, native_linear.pack(weight, files.discard)
     if _can_reorder(weight):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+        files.discard(weight)
         return PackedLinear, packed
     return None
 

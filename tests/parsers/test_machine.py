@@ -123,6 +123,13 @@ def test_a_call_ends_reasoning_that_was_never_closed():
     assert calls(message) == [("f", {})]
 
 
+def test_reasoning_that_is_closed_after_an_interruption_leaves_later_closing_markers_alone():
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    message = parsed(QWEN, f"<think>{call}<think>Hm</think>Hi</think>", 1)
+    assert (message.reasoning, message.content) == ("Hm", "Hi</think>")
+    assert calls(message) == [("f", {})]
+
+
 def test_a_marker_that_reasoning_only_mentions_does_not_end_it():
     text = "I could write <tool_call> here.</think>No."
     message = parsed(QWEN, text, 1, prompt="<think>\n")
@@ -246,6 +253,15 @@ def test_arguments_with_bare_keys_may_contain_json_strings(size):
         message = parsed(fmt, f"<|tool_call>call:f{{{inside}}}<tool_call|>ok", size)
         assert calls(message) == [("f", {"a": 'x "y"', "b": 3})]
         assert message.content == "ok"
+
+
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_a_string_inside_an_argument_keeps_its_type(size):
+    text = '<|tool_call>call:f{o:{k:<|"|>null<|"|>}}<tool_call|>'
+    tools = [tool("f", o={"type": "object"})]
+    assert calls(parsed(get_format("gemma4"), text, size, tools=tools)) == [
+        ("f", {"o": {"k": "null"}})
+    ]
 
 
 def test_an_id_that_the_model_writes_before_the_arguments_is_returned():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nereid_parsers.events import ContentDelta
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.compiled_format import MarkerKind
 from nereid_parsers.stream.header_reader import HeaderReader
@@ -83,7 +82,7 @@ class ContentReader:
         """
         text_end, marker = self._format.content_markers.find(self._buffer)
         if text_end > self._buffer.pos:
-            self._text_writer.write(self._buffer.take_until(text_end), ContentDelta)
+            self._text_writer.write_content(self._buffer.take_until(text_end))
             if self._calls_first and self._text_writer.has_content:
                 return State.CONTENT_ONLY
         if not marker:
@@ -115,7 +114,7 @@ class ContentReader:
         Return the next state. With the policy CALLS_FIRST, only content can follow content, so the
         next state is CONTENT_ONLY.
         """
-        self._text_writer.write(self._buffer.take(len(marker)), ContentDelta)
+        self._text_writer.write_content(self._buffer.take(len(marker)))
         return State.CONTENT_ONLY if self._calls_first else State.CONTENT
 
     def read_content_only(self) -> State | None:
@@ -130,7 +129,7 @@ class ContentReader:
         """
         text_end, marker = self._format.outer_markers.find(self._buffer)
         if text_end > self._buffer.pos:
-            self._text_writer.write(self._buffer.take_until(text_end), ContentDelta)
+            self._text_writer.write_content(self._buffer.take_until(text_end))
         if not marker:
             return None
         self._text_writer.write_markup(self._buffer.take(len(marker)))
@@ -150,7 +149,7 @@ class ContentReader:
         # A message without tool calls ends at the markers at which reasoning ends.
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
-            self._text_writer.write(self._buffer.take_until(text_end), ContentDelta)
+            self._text_writer.write_content(self._buffer.take_until(text_end))
         if not marker:
             return None
         if self._format.reasoning_kinds[marker] is MarkerKind.START_MESSAGE:

@@ -1,12 +1,13 @@
-"""The state machine of the stream parser. Seven objects store, read and write the text.
+"""The state machine of the stream parser. Eight objects store, read and write the text.
 
-TextBuffer       stores the text that has not been read.
-ReasoningReader  reads reasoning, and passes its text to a TextWriter.
-ContentReader    reads content, and passes its text to the TextWriter.
-HeaderReader     reads message headers.
-CallReader       reads tool calls, and passes their names and arguments to a CallWriter.
-TextWriter       appends the events of reasoning and content to a list.
-CallWriter       appends the events of tool calls to the same list.
+TextBuffer          stores the text that has not been read.
+UnclassifiedReader  reads the first text if it may be reasoning or content.
+ReasoningReader     reads reasoning, and passes its text to a TextWriter.
+ContentReader       reads content, and passes its text to the TextWriter.
+HeaderReader        reads message headers.
+CallReader          reads tool calls, and passes their names and arguments to a CallWriter.
+TextWriter          appends the events of reasoning and content to a list.
+CallWriter          appends the events of tool calls to the same list.
 
 The classes that read each piece of a tool call declare `__slots__`. In a measurement without
 `__slots__`, the parser took about 3 % longer for a tool call in pieces of one character.
@@ -29,7 +30,9 @@ from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.reasoning_reader import ReasoningReader
 from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
-from nereid_parsers.stream.text_writer import TextWriter, Trace
+from nereid_parsers.stream.text_writer import TextWriter
+from nereid_parsers.stream.trace_writer import Trace
+from nereid_parsers.stream.unclassified_reader import UnclassifiedReader
 from nereid_parsers.stream.values.argument_types import Tools
 
 _STAGES = {
@@ -78,6 +81,7 @@ class Machine:
         self._call_reader = CallReader(context, self._call_writer)
         self._header_reader = HeaderReader(context, self._call_reader)
         self._reasoning_reader = ReasoningReader(context, self._call_reader, self._header_reader)
+        self._unclassified_reader = UnclassifiedReader(context, self._reasoning_reader)
         self._content_reader = ContentReader(
             context, self._call_reader, self._header_reader, self._reasoning_reader
         )
@@ -91,7 +95,7 @@ class Machine:
         required. Example: in the state HEADER, the HeaderReader reads the header of a message.
         """
         return {
-            State.UNCLASSIFIED: self._reasoning_reader.read_unclassified,
+            State.UNCLASSIFIED: self._unclassified_reader.read,
             State.REASONING: self._reasoning_reader.read,
             State.INLINE_REASONING: self._reasoning_reader.read_inline,
             State.INTERRUPTED_REASONING: self._reasoning_reader.read_interrupted,
@@ -136,22 +140,13 @@ class Machine:
         elif start_point.prefill:
             prefill_events = self.feed(start_point.prefill)  # Enters the state after the prefill.
             self._forget_prompt(prefill_events)
-        elif self._delays_first_text(start_point):
-            # The text before the first marker is stored until the marker shows its stage. A message
-            # without markers belongs to the stage of `start_point`.
-            self._reasoning_reader.is_reasoning_by_default = starts_in_reasoning
+        elif not start_point.is_prompt_known and self._unclassified_reader.is_needed():
+            # The first marker will show whether the text before this marker is reasoning or
+            # content. A message without markers belongs to the stage of `start_point`.
+            self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
             self._enter(self._reasoning_reader.start_opened())
-
-    def _delays_first_text(self, start_point: StartPoint) -> bool:
-        """Return whether the first text is stored, because it may be either reasoning or content.
-
-        The prompt is then unknown, and the format has a marker that closes the reasoning. This
-        marker will show that the stored text is reasoning.
-        """
-        is_ambiguous = self._reasoning_reader.delays_unclassified_text()
-        return is_ambiguous and not start_point.is_prompt_known
 
     def _forget_prompt(self, events: list[Event]) -> None:
         """Discard the events of the beginning of the message that the prompt contains.
@@ -228,7 +223,7 @@ class Machine:
         of the marker `<|message|><|text|>`.
         """
         if self._state is State.UNCLASSIFIED:
-            self._enter(self._reasoning_reader.finish_unclassified())
+            self._enter(self._unclassified_reader.finish())
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content_reader.drop_incomplete_marker(self._state)
 
@@ -273,7 +268,7 @@ class Machine:
         The part is reasoning, content or tool calls. Example: after `<think>`, it is reasoning.
         """
         if self._state is State.UNCLASSIFIED:
-            is_reasoning = self._reasoning_reader.is_reasoning_by_default
+            is_reasoning = self._unclassified_reader.is_reasoning_by_default
             return Stage.REASONING if is_reasoning else Stage.CONTENT
         return _STAGES.get(self._state, Stage.CALLS)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from nereid_parsers.declarations import Opener, Shown
-from nereid_parsers.events import ReasoningDelta
-from nereid_parsers.policy import StrayClose
+from enum import Enum
+
+from nereid_parsers.declarations import Shown
 from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.compiled_format import MarkerKind
@@ -23,8 +23,22 @@ from nereid_parsers.stream.state import State
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
 
 
+class _End(Enum):
+    """The text that has ended the reasoning of a message.
+
+    NONE          The reasoning has not started, or has not ended.
+    CLOSED        A closing marker, such as `</think>`.
+    INTERRUPTED   A tool call, or the opening marker of the content. The closing marker of the
+                  reasoning may still follow, and is then removed.
+    """
+
+    NONE = "none"
+    CLOSED = "closed"
+    INTERRUPTED = "interrupted"
+
+
 class ReasoningReader:
-    """Reads reasoning, and text that may be reasoning.
+    """Reads reasoning, and the markers of the reasoning that occur in the content.
 
     Each method `read_...` handles one state of the parser. The method reads text from the buffer
     and returns the next state, or None if it needs more text.
@@ -35,17 +49,12 @@ class ReasoningReader:
 
     Example: in `<think>Hm</think>Hi`, `open_in_content` removes `<think>` and returns the state
     REASONING. `read` then appends `ReasoningDelta("Hm")`, removes `</think>` and returns CONTENT.
-
-    Attributes:
-        has_reasoned: Whether the reasoning has ended.
-        is_reasoning_by_default: Whether text in the state UNCLASSIFIED is reasoning if the message
-            ends without a marker.
     """
 
     __slots__ = (
-        "_buffer", "_call_reader", "_calls_first", "_declaration", "_format", "_header_reader",
-        "_is_inline", "_is_interrupted", "_is_never_closed", "_reasoning_state", "_stored_text",
-        "_stray_close", "_text_writer", "has_reasoned", "is_reasoning_by_default",
+        "_buffer", "_call_reader", "_calls_first", "_end", "_format", "_header_reader",
+        "_is_inline", "_may_be_closed", "_opening_marker", "_reasoning_state", "_stored_text",
+        "_text_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
@@ -58,126 +67,59 @@ class ReasoningReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._header_reader = headers
-        # The declaration of the format and the policy.
+        # The settings.
         self._format = context.format
-        self._declaration = context.format.reasoning
         self._calls_first = context.calls_first  # Whether no tool call may follow content.
-        self._stray_close = context.policy.stray_close  # The rule for `</think>` without `<think>`.
+        reasoning = context.format.reasoning
+        self._opening_marker = reasoning.open.strip() if reasoning is not None else ""
         # Whether the client receives the reasoning as a part of the content.
-        self._is_inline = self._declaration is not None and self._declaration.shown is Shown.INLINE
+        self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
+        # The state in which the reasoning is read.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
         # The position in the message.
-        self.has_reasoned = False  # Whether the reasoning has ended.
-        # Whether stored text is reasoning if no marker shows whether it is reasoning or content.
-        self.is_reasoning_by_default = False
-        # Text that has been read in the state UNCLASSIFIED or INTERRUPTED_REASONING.
+        self._end = _End.NONE  # The text that has ended the reasoning.
+        # The text that has been read in the state INTERRUPTED_REASONING.
         self._stored_text: list[str] = []
-        # Whether a tool call, or the opening marker of the content, has ended the reasoning. The
-        # closing marker of the reasoning may then still follow.
-        self._is_interrupted = False
-        # Whether the message has ended, so that no closing marker of the reasoning can follow.
-        self._is_never_closed = False
+        # False if the rest of the message contains no closing marker of the reasoning.
+        self._may_be_closed = True
 
-    # ---- text before the first marker ------------------------------------------------------------
-
-    def delays_unclassified_text(self) -> bool:
-        """Return whether the output must be stored until the first marker has been read.
-
-        This marker shows whether the stored text is reasoning or content. The caller calls this
-        method only if the prompt is not known.
-        """
-        if self._declaration is None or self._is_inline:
-            return False
-        # Some templates of the model family end the prompt with the opening marker, others do not.
-        prompt_may_open_reasoning = self._declaration.opener is Opener.EITHER
-        # The policy accepts a closing marker, such as `</think>`, without an opening marker.
-        opening_may_be_missing = self._stray_close is StrayClose.REASONING
-        return prompt_may_open_reasoning or opening_may_be_missing
-
-    def read_unclassified(self) -> State | None:
-        """Store text until a marker classifies the stored text as reasoning or as content.
-
-        Example: `Let me see.</think>` shows that the text is reasoning. Any other marker shows that
-        the text is content. The stored text is then put back into the buffer and read again.
-
-        Returns:
-            The next state, or None as long as no marker has arrived.
-        """
-        text_end, marker = self._format.content_markers.find(self._buffer)
-        self._stored_text.append(self._buffer.take_until(text_end))
-        if not marker:
-            return None
-        is_closing = self._format.content_kinds[marker] is MarkerKind.CLOSE_REASONING
-        return self._read_again(is_reasoning=is_closing)
-
-    def finish_unclassified(self) -> State:
-        """Put the stored text back into the buffer, because the message ends without a marker.
-
-        Return the state in which the text is read again. The text is read as reasoning if
-        `is_reasoning_by_default` is true, and otherwise as content.
-        """
-        return self._read_again(is_reasoning=self.is_reasoning_by_default)
-
-    def _read_again(self, *, is_reasoning: bool) -> State:
-        """Put the text stored by `read_unclassified` back into the buffer, to be read again.
-
-        Return the state in which the text is read: the state of the reasoning, or CONTENT.
-
-        Args:
-            is_reasoning: Whether the text is reasoning. If not, the text is content.
-        """
-        self._buffer.push_back(self._take_stored_text())
-        return self.start_opened() if is_reasoning else State.CONTENT
-
-    def num_stored_chars(self) -> int:
-        """Return the number of stored characters.
-
-        The stored text has been read, but whether the text is reasoning, content or a tool call is
-        not known yet.
-        """
-        return sum(map(len, self._stored_text))
-
-    def _take_stored_text(self) -> str:
-        """Return the stored text. Afterwards, no text is stored."""
-        text = "".join(self._stored_text)
-        self._stored_text = []
-        return text
+    @property
+    def has_reasoned(self) -> bool:
+        """Whether the reasoning has ended."""
+        return self._end is not _End.NONE
 
     # ---- reasoning -------------------------------------------------------------------------------
 
     def start_opened(self) -> State:
-        """Start to read reasoning whose opening marker is in the prompt. Return the next state.
+        """Start to read reasoning whose opening marker is at the end of the prompt.
 
-        If the client receives the reasoning as content ("inline"), the missing opening marker is
-        written as content, too.
+        Return the state in which the reasoning is read. Blank lines after the opening marker belong
+        to the marker and are removed. If the client receives the reasoning as content ("inline"),
+        the opening marker is written as content instead.
         """
         if self._is_inline:
             self.repeat_opening_marker()
         else:
-            # The opening marker is at the end of the prompt. Blank lines after this marker belong
-            # to the marker and are removed.
             self._text_writer.is_after_marker = True
         return self._reasoning_state
 
     def repeat_opening_marker(self) -> None:
         """Write the opening marker as content. The model did not write this marker itself."""
-        if self._declaration is not None:
-            self._text_writer.write_generated_content(self._declaration.open.strip())
+        self._text_writer.write_generated_content(self._opening_marker)
 
     def read(self) -> State | None:
         """Read reasoning up to the next marker. If there is a marker, return the next state.
 
         Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
-        is removed. The rest, `Hi`, is content. Markers that do not close the reasoning, for example
-        the marker of a tool call, are handled by other methods.
+        is removed. The rest, `Hi`, is content. Markers that may be a part of the reasoning, for
+        example the marker of a tool call, are handled by other methods.
         """
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
-            self._text_writer.write(self._buffer.take_until(text_end), ReasoningDelta)
+            self._text_writer.write_reasoning(self._buffer.take_until(text_end))
         if not marker:
             return None
-        kind = self._format.reasoning_kinds[marker]
-        match kind:
+        match self._format.reasoning_kinds[marker]:
             case MarkerKind.INTERRUPT:
                 return self._read_possible_call(marker)
             case MarkerKind.START_MESSAGE:
@@ -186,18 +128,18 @@ class ReasoningReader:
                 return self._read_content_opening(marker)
             case MarkerKind.OPEN_REASONING:
                 return self._read_second_opening(marker)
-        # Any other marker ends the reasoning, the message or the model's turn.
-        if kind is MarkerKind.CLOSE_REASONING:
-            self.has_reasoned = True
+            case MarkerKind.CLOSE_REASONING:
+                self._end = _End.CLOSED
+        # The marker ends the reasoning, the message or the model's turn.
         self._text_writer.write_markup(self._buffer.take(len(marker)))
         return State.CONTENT
 
     def _read_second_opening(self, marker: str) -> State:
-        """Read a second opening marker, although the reasoning is already open.
+        """Read an opening marker inside reasoning that is already open. Return the next state.
 
-        Models sometimes repeat the opening marker with which the prompt ends. Such a marker is
-        removed. If reasoning text precedes the marker, the marker is a part of the reasoning.
-        Return the next state.
+        Models sometimes repeat the opening marker, such as `<think>`, with which the prompt ends.
+        Such a marker is removed. If reasoning text precedes the marker, as in `I write <think>`,
+        the marker is a part of the reasoning.
         """
         if self._text_writer.has_text:
             return self._write_marker_as_reasoning(marker)
@@ -207,15 +149,18 @@ class ReasoningReader:
     def _read_content_opening(self, marker: str) -> State:
         """Read a marker that opens the content while the reasoning is open. Return the next state.
 
-        The marker ends the reasoning if the reasoning is empty, or if the marker is a special
-        token, which a model does not quote. Otherwise the marker is a part of the reasoning.
-        Example: after a prompt that ends with `<think>`, the text `<response>Hi` is content.
+        Examples, after a prompt that ends with `<think>`:
+
+            `<response>Hi`           The reasoning is empty, so the marker `<response>` ends it.
+            `I write <response>`     Reasoning precedes the marker, so the marker is a part of it.
+            `I write.<|response|>`   A special token, which a model does not quote, always ends it.
+
+        The marker is removed if it ends the reasoning, and otherwise written as reasoning.
         """
         if self._text_writer.has_text and not is_special_token(marker):
             return self._write_marker_as_reasoning(marker)
         self._text_writer.write_markup(self._buffer.take(len(marker)))
-        self.has_reasoned = True
-        self._is_interrupted = True
+        self._end = _End.INTERRUPTED
         return State.CONTENT
 
     def _write_marker_as_reasoning(self, marker: str) -> State:
@@ -228,7 +173,7 @@ class ReasoningReader:
         if self._is_inline:
             self._text_writer.write_content_exactly(text)
         else:
-            self._text_writer.write(text, ReasoningDelta)
+            self._text_writer.write_reasoning(text)
 
     def read_inline(self) -> State | None:
         """Read reasoning, including its markers, and write all of this text as content.
@@ -250,7 +195,7 @@ class ReasoningReader:
         self._text_writer.write_content_exactly(self._buffer.take(len(marker)))
         if kind is not MarkerKind.CLOSE_REASONING:
             return State.INLINE_REASONING
-        self.has_reasoned = True
+        self._end = _End.CLOSED
         return State.CONTENT
 
     # ---- tool calls inside the reasoning ---------------------------------------------------------
@@ -263,10 +208,10 @@ class ReasoningReader:
         - The policy (CALLS_FIRST) allows no tool call here. The marker is a part of the reasoning.
         - No tool call follows, as in `<tool_call> is a tag`. The marker is a part of the reasoning.
         - The marker directly follows `<think>`. The tool call ends the reasoning.
-        - Reasoning precedes the marker, as in `<think>I call it.<tool_call>{"name": `. The text is
-          a tool call if the reasoning is never closed, and otherwise a part of the reasoning. The
-          text is stored in the state INTERRUPTED_REASONING until a closing marker or the end of the
-          message shows which case applies.
+        - Reasoning precedes the marker, as in `<think>I call it.<tool_call>{"name": `. If a closing
+          marker follows later, such as `</think>`, the text is a part of the reasoning. If none
+          follows, the text is a tool call. The state INTERRUPTED_REASONING stores the text until
+          the closing marker or the end of the message has arrived.
 
         Returns:
             The next state, or None if more text is required.
@@ -279,70 +224,80 @@ class ReasoningReader:
         if match == NO_MATCH:
             return self._write_marker_as_reasoning(marker)
         is_reasoning_empty = not self._text_writer.has_text and not self._is_inline
-        if is_reasoning_empty or self._is_never_closed:
+        if is_reasoning_empty or not self._may_be_closed:
             return self._end_at_call()
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Match the header of a tool call at the start of the unread text.
+        """Match the start of a tool call with the unread text. The text stays unread.
 
-        The unread text starts with `marker`, and stays unread. `marker` opens a tool call, or the
-        tool section, which contains all tool calls of a message. Example: with the marker
-        `<tool_call>`, the text `<tool_call>{"` matches.
+        The unread text starts with `marker`. The marker opens a tool call, as in `<call>{"name"`,
+        or a tool section, which encloses all tool calls of a message, as in
+        `<calls><call>{"name"`. In a tool section, the tool call starts after the marker.
 
         Returns:
-            The header of the tool call, NEED_MORE or NO_MATCH.
+            The header of the tool call. NEED_MORE if more text may complete the start of a tool
+            call, or NO_MATCH if no tool call follows.
         """
         buffer = self._buffer
         calls = self._format.calls
-        opens_call = marker in calls.by_trigger
-        if opens_call:
-            variants = calls.by_trigger[marker]
-            start = buffer.pos
-        else:  # The marker opens a tool section. The tool call starts after the marker.
+        call_start = buffer.pos
+        variants = calls.by_trigger.get(marker)  # The ways to write a tool call with this marker.
+        if variants is None:  # The marker opens a tool section.
             variants = calls.all
-            start = skip_whitespace(buffer.text, buffer.pos + len(marker))
+            call_start = skip_whitespace(buffer.text, buffer.pos + len(marker))
         for variant in variants:
-            match = variant.match(buffer.text, start, buffer.is_final)
+            match = variant.match(buffer.text, call_start, buffer.is_final)
             if match != NO_MATCH:
                 return match
         return NO_MATCH
 
     def read_interrupted(self) -> State | None:
-        """Store text that is a tool call, unless a marker still closes the reasoning.
+        """Store the unread text, which starts with a tool call inside the reasoning.
 
-        The text starts with a tool call inside the reasoning. If a closing marker follows, the
-        stored text is written as reasoning.
-
-        Example: in `<think>I could write <tool_call>{"name": "f"}</tool_call>.</think>Hi`, the tool
-        call is a part of the reasoning, because the reasoning is closed after the tool call.
+        If a marker closes the reasoning after the tool call, the stored text is a part of the
+        reasoning and is written. Example: `<tool_call>{"name": "f"}</tool_call>.` is a part of the
+        reasoning in `<think>I write <tool_call>{"name": "f"}</tool_call>.</think>Hi`.
 
         Returns:
-            The state of the reasoning, or None as long as no closing marker has arrived.
+            The state in which the closing marker is read, or None if no closing marker has arrived.
         """
         text_end, marker = self._format.reasoning_closes.find(self._buffer)
         self._stored_text.append(self._buffer.take_until(text_end))
         if not marker:
             return None
         self._write(self._take_stored_text())
-        return self._reasoning_state  # The method for this state reads the closing marker.
+        return self._reasoning_state
+
+    def _take_stored_text(self) -> str:
+        """Return the text stored by `read_interrupted`. Afterwards, no text is stored."""
+        text = "".join(self._stored_text)
+        self._stored_text = []
+        return text
+
+    def num_stored_chars(self) -> int:
+        """Return the number of characters that `read_interrupted` has read and stored."""
+        return sum(map(len, self._stored_text))
 
     def finish_interrupted(self) -> State:
-        """Put the stored text back into the buffer, so that this text is read as a tool call.
+        """End the reasoning before the stored tool call, because the message has ended.
 
-        Example: in `<think>I call it.<tool_call>{"name": "f"}</tool_call>`, the reasoning is never
-        closed, so `<tool_call>` ends the reasoning.
+        The stored text is put back into the buffer, and is then read as a tool call. Return the
+        state in which it is read. Example: in `<think>I call it.<tool_call>{"name": "f"}`, no
+        marker closes the reasoning, so `<tool_call>` ends the reasoning.
         """
-        self._is_never_closed = True
+        self._may_be_closed = False
         self._buffer.push_back(self._take_stored_text())
         return self._end_at_call()
 
     def _end_at_call(self) -> State:
-        """End the reasoning before a tool call, and report that the closing marker is missing."""
+        """End the reasoning before a tool call. Return the state in which the tool call is read.
+
+        The events of the tool call will report that the closing marker of the reasoning is missing.
+        """
         self._text_writer.drop_whitespace()
         self._text_writer.is_after_marker = True
-        self.has_reasoned = True
-        self._is_interrupted = True
+        self._end = _End.INTERRUPTED
         self._call_reader.add_deviation(_UNCLOSED_REASONING)
         return State.CONTENT
 
@@ -368,23 +323,29 @@ class ReasoningReader:
         return self._reasoning_state
 
     def _may_open(self, marker: str) -> bool:
-        """Return whether an opening marker in the content starts reasoning.
+        """Return whether an opening marker of the reasoning in the content starts reasoning.
 
-        Examples: in `<think>Hm` and `</tool_call><think>Hm`, the marker starts reasoning. In
-        `Write <think> first.`, the marker is content.
+        Examples for the marker `<think>`:
+
+            `<think>Hm`              True at the start of the message
+            `</tool_call><think>Hm`  True, because another marker directly precedes the marker
+            `Write <think> first.`   False, because text precedes the marker
+
+        A special token, such as `<|think|>`, starts reasoning in all three cases. With the policy
+        CALLS_FIRST, the result is True only at the start of the message.
         """
         is_at_start = not self.has_reasoned and not self._has_output()
         if is_at_start:
             return True
-        if self._calls_first:  # With this policy, only the start of a message can be reasoning.
+        if self._calls_first:
             return False
         return self._text_writer.is_after_marker or is_special_token(marker)
 
     def close_in_content(self, marker: str) -> State | None:
         """Remove a closing marker of the reasoning that occurs in the content.
 
-        A model that writes no opening marker may still write the closing marker. `_may_close`
-        decides whether the marker is removed.
+        Example: `</think>Hi` becomes `Hi`, because a model that writes no opening marker may still
+        write the closing marker. In `Hi</think>`, the marker is a part of the content.
 
         Returns:
             The next state, or None if the marker is a part of the content.
@@ -392,23 +353,28 @@ class ReasoningReader:
         if not self._may_close(marker):
             return None
         self._text_writer.write_markup(self._buffer.take(len(marker)))
-        self.has_reasoned = True
-        self._is_interrupted = False
+        self._end = _End.CLOSED
         return State.CONTENT
 
     def _may_close(self, marker: str) -> bool:
-        """Return whether the parser removes a closing marker, such as `</think>`, from the content.
+        """Return whether the parser removes a closing marker of the reasoning from the content.
 
-        Examples: `</think>Hi` becomes `Hi`, and `Hi</think>` stays `Hi</think>`.
+        Examples for the marker `</think>`:
+
+            `</think>Hi`                  True, because no content and no tool call precedes it
+            `<think><call>..</call></think>`
+                                          True, because the tool call has interrupted the reasoning
+            `Hi</think>`                  False, because the marker is a part of the content
+
+        A special token, such as `<|end_think|>`, is never a part of the content. With the policy
+        CALLS_FIRST, the parser removes only one closing marker before the output.
         """
         precedes_output = not self._has_output()
+        is_interrupted = self._end is _End.INTERRUPTED
         if self._calls_first:
-            # This policy allows only one closing marker before the output.
-            return not self.has_reasoned if precedes_output else self._is_interrupted
-        # If a tool call has interrupted the reasoning, the closing marker of the reasoning may
-        # follow later. A special token, such as `<|end_think|>`, is never a part of the content.
-        return precedes_output or self._is_interrupted or is_special_token(marker)
+            return not self.has_reasoned if precedes_output else is_interrupted
+        return precedes_output or is_interrupted or is_special_token(marker)
 
     def _has_output(self) -> bool:
-        """Return whether the message has content or a tool call before the current position."""
+        """Return whether content or a tool call precedes the current position in the message."""
         return self._text_writer.has_content or self._call_reader.has_calls()

@@ -2,86 +2,166 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 
 from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
+from nereid_parsers.stream.trace_writer import CONTENT, MARKUP, REASONING, Trace, TraceWriter
 
-# A function that receives the classification and the text of each piece. The function receives the
-# pieces in order, and each piece exactly once.
-Trace = Callable[[str, str], None]
-
-# The classifications of text. "markup" is text, such as a marker, that no event contains.
-REASONING = "reasoning"
-CONTENT = "content"
-CALL = "call"
-MARKUP = "markup"
+# Matches the blank lines at the start of a text. The next line keeps its indentation.
+_BLANK_LINES = re.compile(r"(?:\s*[\r\n])?").match
 
 
 class TextWriter:
     r"""Appends the events of reasoning and content to a list.
 
-    The writer stores three kinds of text until more text shows how to classify it:
+    The writer stores two kinds of text until later text shows how to classify them:
 
-    - White space at the end of a text. If a marker follows, the white space belongs to the marker.
-      Otherwise it belongs to the text.
+    - White space at the end of a text. If a marker follows, such as `<call>`, the white space
+      belongs to the marker and is removed. Otherwise the white space belongs to the text.
     - Pending text, which looks like the start of a tool call or message. The pending text is
-      removed if a tool call or message follows. Otherwise it is content.
-    - The text of a tool call, as long as a part of it may be read again. Only the trace receives
-      this text later.
+      removed if a tool call or message follows. Otherwise the pending text is content.
 
-    Example: `write("Hi\n", ContentDelta)` appends `ContentDelta("Hi")`. If `write_markup("<call>")`
-    follows, `"\n"` is removed. If `write("you", ContentDelta)` follows instead, the writer appends
-    `ContentDelta("\nyou")`. White space that was removed between content and a marker is restored
-    if more content follows the marker, so that the two pieces of content stay separated.
+    Example: `write_content("Hi\n")` appends `ContentDelta("Hi")` and stores `"\n"`. If
+    `write_content("you")` follows, `ContentDelta("\nyou")` is appended. If `write_markup("<call>")`
+    follows instead, `"\n"` is removed. If more content follows the marker, the removed white space
+    is written before this content, so that the two pieces of content stay separated.
 
     Attributes:
         has_content: Whether content other than white space has been written.
         is_after_marker: Whether a marker directly precedes the next text. Blank lines at the start
             of that text then belong to the marker.
-        has_text: Whether text other than white space has been written since the last marker.
         pending: The pieces of the pending text.
     """
 
     __slots__ = (
-        "_call_text", "_events", "_is_last_text_content", "_num_prompt_chars",
-        "_removed_whitespace", "_trace", "_whitespace", "has_content", "has_text",
-        "is_after_marker", "pending",
+        "_events", "_last_text_type", "_num_prompt_chars", "_removed_whitespace", "_trace",
+        "_whitespace", "has_content", "is_after_marker", "pending",
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
         """Create a writer that appends to `events`, and that has no trace function."""
         self._events = events
-        self._trace: Trace | None = None
-        # The text that precedes the next text.
+        self._trace: TraceWriter | None = None
+        # The text that has been written.
         self.has_content = False  # Whether the message has content other than white space.
-        self.has_text = False  # Whether text has been written since the last marker.
-        self._is_last_text_content = False  # If false, the last text was reasoning.
         self.is_after_marker = False  # Whether a marker directly precedes the next text.
-        # Text that has been read, but not classified.
+        # The type of the last text, or None if no text has been written since the last marker.
+        self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
+        # The text that has been read, but not written.
         self.pending: list[str] = []  # Text that looks like the start of a tool call or message.
-        # White space that follows the last text. More text or a marker will classify it.
-        self._whitespace: list[str] = []
-        # The white space between the last content and the marker that followed this content.
+        self._whitespace: list[str] = []  # White space at the end of the last text.
+        # The white space that a marker has removed after the last content. More content restores
+        # this white space.
         self._removed_whitespace = ""
-        self._call_text: list[str] = []  # The text of a tool call that may be read again.
         # The number of characters at the start of the next text that belong to the prompt.
         self._num_prompt_chars = 0
 
+    @property
+    def has_text(self) -> bool:
+        """Whether text other than white space has been written since the last marker."""
+        return self._last_text_type is not None
+
     def set_trace(self, trace: Trace | None) -> None:
         """From now on, pass each piece of text and its classification to the function `trace`."""
-        self._trace = trace
+        self._trace = TraceWriter(trace) if trace is not None else None
 
     def _classify(self, classification: str, text: str) -> None:
-        """Pass a piece of text and its classification to the trace function."""
+        """Pass `text` and its classification to the trace function, without text of the prompt."""
         if self._num_prompt_chars:
             text = self._without_prompt(text)
-        if self._trace is not None and text:
-            self._trace(classification, text)
+        if self._trace is not None:
+            self._trace.write(classification, text)
 
-    # ---- reasoning, content and markers ----------------------------------------------------------
+    # ---- reasoning and content -------------------------------------------------------------------
+
+    def write_reasoning(self, text: str) -> None:
+        r"""Append an event for `text` as reasoning, and store the white space at its end.
+
+        Example: after a marker, `write_reasoning("\n\nHm.\n")` appends `ReasoningDelta("Hm.")`. The
+        blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
+        next text starts with this line break, unless a marker follows.
+        """
+        ready_text = self._ready_text(text, keeps_blank_lines=False)
+        if ready_text:
+            if self._trace is not None:
+                self._trace.write(REASONING, ready_text)
+            self._events.append(ReasoningDelta(ready_text))
+            self._last_text_type = ReasoningDelta
+
+    def write_content(self, text: str) -> None:
+        r"""Append an event for `text` as content, and store the white space at its end.
+
+        Example: after a marker, `write_content("\n\nHi\n")` appends `ContentDelta("Hi")`. The blank
+        lines before `Hi` belong to the marker, unless content precedes the marker. The line break
+        after `Hi` is stored. The next text starts with this line break, unless a marker follows.
+        """
+        # Blank lines between two pieces of content separate these pieces, so they are kept.
+        ready_text = self._ready_text(text, keeps_blank_lines=self.has_content)
+        if ready_text:
+            self._append_content(ready_text)
+
+    def _ready_text(self, text: str, *, keeps_blank_lines: bool) -> str:
+        r"""Return the stored white space and `text`, without the white space at the end of `text`.
+
+        The white space at the end is stored, because a marker may follow. Example: if `"\n"` is
+        stored, the text `"you "` gives `"\nyou"`, and `" "` is stored. If `text` contains only
+        white space, the result is "".
+
+        Args:
+            text: The next text of the reasoning or content.
+            keeps_blank_lines: Whether blank lines after a marker are kept. If False, these lines
+                are removed from the start of the result.
+        """
+        if self._num_prompt_chars:  # The text starts with the end of the prompt.
+            text = self._without_prompt(text)
+        visible = text.rstrip()
+        trailing_whitespace = text[len(visible) :]
+        if not visible:
+            self._whitespace.append(trailing_whitespace)
+            return ""
+        ready_text = self._take_whitespace() + visible if self._whitespace else visible
+        if trailing_whitespace:
+            self._whitespace.append(trailing_whitespace)
+        if self.is_after_marker:
+            self.is_after_marker = False
+            return ready_text if keeps_blank_lines else self._without_blank_lines(ready_text)
+        return ready_text
+
+    def _without_blank_lines(self, text: str) -> str:
+        r"""Return `text` without the blank lines at its start. Classify these lines as "markup".
+
+        Example: `"\n\n  Hello"` gives `"  Hello"`.
+        """
+        match = _BLANK_LINES(text)
+        assert match is not None  # The regex also matches the empty text.
+        self._classify(MARKUP, match.group())
+        return text[match.end() :]
+
+    def _append_content(self, text: str, fault: str | None = None) -> None:
+        r"""Append an event for the content `text`, and pass `text` to the trace function.
+
+        The event also restores the white space that a marker has removed after the last content.
+        Example: in `One\n<call>..</call>Two`, the marker removes `"\n"`, and the last event is
+        `ContentDelta("\nTwo")`. The trace function receives only `Two`, because it has already
+        received `"\n"` as "markup".
+
+        Args:
+            text: The text. It contains a character that is not white space.
+            fault: The reason for returning text that looked like a marker as content, or None.
+        """
+        if self._trace is not None:
+            self._trace.write(CONTENT, text)
+        restored_whitespace = self._removed_whitespace
+        self._removed_whitespace = ""
+        self._events.append(ContentDelta(restored_whitespace + text, fault))
+        self.has_content = True
+        self._last_text_type = ContentDelta
 
     def write_content_exactly(self, text: str) -> None:
-        """Write `text` as content, without removing white space or markers from `text`."""
+        """Write `text` as content, without removing white space or markers from `text`.
+
+        A marker is written completely, even if its first characters are the end of the prompt.
+        """
         self._classify(CONTENT, text)
         self._events.append(ContentDelta(text))
 
@@ -89,98 +169,14 @@ class TextWriter:
         """Write content that the model did not generate. Do not pass it to the trace function."""
         self._events.append(ContentDelta(text))
 
-    def write(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
-        r"""Append an event for `text`, without the white space at the end of `text`.
-
-        This white space is stored. It precedes the text of the next call, unless a marker follows.
-        Example: after a marker, `"\n\nHi\n"` appends an event with the text `Hi`. The blank lines
-        before `Hi` belong to the marker. The line break after `Hi` is stored.
-
-        Args:
-            text: The text.
-            event_type: The type of the event.
-        """
-        if self._num_prompt_chars:  # The text starts with the end of the prompt.
-            text = self._without_prompt(text)
-        visible = text.rstrip()
-        if visible:
-            self._append(self._take_whitespace() + visible, event_type)
-        trailing_whitespace = text[len(visible) :]
-        if trailing_whitespace:
-            self._whitespace.append(trailing_whitespace)
-
-    def _append(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
-        r"""Append an event for `text`, and pass `text` to the trace function.
-
-        The last character of `text` is not white space.
-
-        The event of content also restores the white space that was removed between the previous
-        content and a marker. The trace does not receive this white space again, because it has
-        already received the white space as "markup". Example: in `One\n<call>..</call>Two`, the
-        last event is `ContentDelta("\nTwo")`, and the trace receives `Two`.
-
-        Changes `has_text`, `has_content`, `is_after_marker` and `_is_last_text_content`, which
-        describe the last text.
-        """
-        is_content = event_type is ContentDelta
-        if self.is_after_marker:
-            text = self._strip_after_marker(text, is_content)
-        if self._trace is not None:
-            self._trace(CONTENT if is_content else REASONING, text)
-        if is_content:
-            restored_whitespace = self._take_removed_whitespace()
-            self._events.append(ContentDelta(restored_whitespace + text))
-            self.has_content = True
-        else:
-            self._events.append(ReasoningDelta(text))
-        self.has_text = True
-        self._is_last_text_content = is_content
-
-    def _strip_after_marker(self, text: str, is_content: bool) -> str:
-        r"""Return the text after a marker, without the blank lines that belong to the marker.
-
-        Example: after `</think>`, the text `"\n\nHi"` gives `"Hi"`. Blank lines between two pieces
-        of content separate these pieces, so they are kept. `is_after_marker` becomes False.
-        """
-        self.is_after_marker = False
-        continues_content = is_content and self.has_content
-        return text if continues_content else self._without_blank_lines(text)
-
-    def _take_removed_whitespace(self) -> str:
-        r"""Return the white space that was removed after the last content, and delete it.
-
-        Example: in `"One\n<call>..</call>\nTwo"`, the first line break is removed before the tool
-        call, and restored before `Two`. The content is `"One\n\nTwo"`.
-        """
-        whitespace = self._removed_whitespace
-        self._removed_whitespace = ""
-        return whitespace
-
-    def _take_whitespace(self) -> str:
-        """Return and forget the stored white space."""
-        if not self._whitespace:
-            return ""
-        whitespace = "".join(self._whitespace)
-        self._whitespace = []
-        return whitespace
-
-    def _without_blank_lines(self, text: str) -> str:
-        r"""Return `text` without the blank lines at its start. Classify these lines as "markup".
-
-        Example: `"\n\n  Hello"` gives `"  Hello"`.
-        """
-        leading_whitespace = text[: len(text) - len(text.lstrip())]
-        last_line_end = max(leading_whitespace.rfind("\n"), leading_whitespace.rfind("\r"))
-        first_visible_line = last_line_end + 1  # 0 if there is no blank line.
-        self._classify(MARKUP, text[:first_visible_line])
-        return text[first_visible_line:]
+    # ---- markers ---------------------------------------------------------------------------------
 
     def write_markup(self, marker: str) -> None:
         """Remove a marker from the output, together with the stored white space before the marker.
 
-        A marker is a fixed text of the format, for example `</think>`. The trace receives the
-        marker and the white space as "markup". Sets `is_after_marker`, so that blank lines after
-        the marker are removed, too.
+        A marker is a fixed text of the format, for example `</think>`. The trace function receives
+        the white space and the marker as "markup". `is_after_marker` becomes True, so that blank
+        lines after the marker are removed, too.
         """
         self.drop_whitespace()
         self._classify(MARKUP, marker)
@@ -189,12 +185,12 @@ class TextWriter:
     def start_after_call(self) -> None:
         """Prepare for the text after a tool call. This text is treated like text after a marker."""
         self.is_after_marker = True
-        self.has_text = False
+        self._last_text_type = None
 
     # ---- white space -----------------------------------------------------------------------------
 
     def store_whitespace(self, whitespace: str) -> None:
-        """Store white space between two markers.
+        """Store white space that follows a marker or a tool call.
 
         If there is pending text, the white space becomes a part of the pending text.
         """
@@ -205,20 +201,24 @@ class TextWriter:
         else:
             self._whitespace.append(whitespace)
 
+    def _take_whitespace(self) -> str:
+        """Return the stored white space. Afterwards, no white space is stored."""
+        whitespace = "".join(self._whitespace)
+        self._whitespace = []
+        return whitespace
+
     def drop_whitespace(self) -> None:
         r"""Remove the stored white space from the output, because a marker follows.
 
-        Example: in `"Hi\n<call>"`, the line break is removed. White space after content is stored
-        in `_removed_whitespace`. If more content follows the marker, this white space is written
-        before that content, so that the two pieces stay separated. `has_text` becomes False,
-        because no text follows the marker yet.
+        Example: in `"Hi\n<call>"`, the line break is removed. The trace function receives it as
+        "markup". White space that follows content is also saved in `_removed_whitespace`, because
+        content after the marker restores this white space. Afterwards, `has_text` is False.
         """
         whitespace = self._take_whitespace()
-        follows_content = self.has_text and self._is_last_text_content
-        if follows_content:
+        if self._last_text_type is ContentDelta:
             self._removed_whitespace = whitespace
         self._classify(MARKUP, whitespace)
-        self.has_text = False
+        self._last_text_type = None
 
     def finish_whitespace(self, *, is_reasoning: bool, has_calls: bool) -> None:
         """Write or remove the stored white space, because the message has ended.
@@ -227,7 +227,7 @@ class TextWriter:
 
         - Reasoning or content precedes the white space. The white space belongs to this text.
         - A marker or a tool call precedes the white space, so the white space is removed. The trace
-          receives the white space as "markup".
+          function receives the white space as "markup".
         - The message contains only white space, so the white space is content.
 
         Args:
@@ -252,18 +252,18 @@ class TextWriter:
 
     @property
     def pending_text(self) -> str:
-        """The text that is not classified yet.
+        """The text that looks like the start of a tool call or message.
 
-        If a tool call or a message follows, the text is removed. Otherwise the text is content.
+        If a tool call or message follows, the text is removed. Otherwise the text is content.
         """
         return "".join(self.pending)
 
     def store_pending(self, text: str) -> None:
-        """Add text to the pending text."""
+        """Add text to the pending text, which looks like the start of a tool call or message."""
         self.pending.append(text)
 
     def drop_pending(self) -> None:
-        """Remove the pending text, and the white space before it, from the output."""
+        """Remove the pending text, and the white space before the pending text, from the output."""
         self.drop_whitespace()
         self._classify(MARKUP, self.pending_text)
         self.pending = []
@@ -271,71 +271,60 @@ class TextWriter:
     def write_pending(self, text: str, fault: str) -> None:
         """Write the pending text, followed by `text`, as content.
 
-        The pending text looked like a marker, so no event contains it yet. If both texts contain
-        only white space, store the white space, because a marker may follow. Example: with the
-        pending text `<tool_call>` and the text ` is`, an event for the content `<tool_call> is` is
-        appended. Afterwards, no text is pending, and the last text is content.
+        The pending text looked like a marker, so no event contains the pending text yet. Example:
+        with the pending text `<tool_call>` and the text ` is`, an event for the content
+        `<tool_call> is` is appended. If both texts contain only white space, the white space is
+        stored, because a marker may follow. Afterwards, no text is pending.
 
         Args:
             text: The text after the pending text.
             fault: The reason that the event gives for returning a marker as content.
         """
-        new_text = self._without_prompt(self.pending_text + text)
+        content = self._without_prompt(self.pending_text + text)
         self.pending = []
-        is_visible = bool(new_text.strip())
-        if not is_visible:
-            self.store_whitespace(new_text)
-            return
-        content = self._take_whitespace() + new_text
-        self._classify(CONTENT, content)
-        # The trace has already received the restored white space, classified as "markup".
-        restored_whitespace = self._take_removed_whitespace()
-        self._events.append(ContentDelta(restored_whitespace + content, fault))
-        self.is_after_marker = False
-        self.has_content = True
-        self.has_text = True
-        self._is_last_text_content = True
+        if content.strip():
+            self._append_content(self._take_whitespace() + content, fault)
+            self.is_after_marker = False
+        else:
+            self.store_whitespace(content)
 
     # ---- the text of calls -----------------------------------------------------------------------
 
     def write_call(self, text: str, *, may_be_reread: bool) -> None:
         """Classify the text of a tool call as "call", and remove the pending text before it.
 
-        Only the trace receives this text. The CallWriter appends the events of the tool call.
+        Only the trace function receives this text. The CallWriter appends the events of the call.
 
         Args:
             text: The text.
             may_be_reread: Whether the parser may read the end of the text again, as other text. If
-                so, the trace receives the text only when `end_call` is called.
+                so, the trace function receives the text only when `end_call` is called.
         """
         if self.pending:
             self.drop_pending()
-        if self._trace is None:
-            if self._num_prompt_chars:
-                self._without_prompt(text)  # Only counts the characters of the prompt.
-        elif may_be_reread:
-            self._call_text.append(text)
-        else:
-            self._classify(CALL, text)
+        if self._num_prompt_chars:
+            text = self._without_prompt(text)
+        if self._trace is not None:
+            self._trace.write_call(text, may_be_reread=may_be_reread)
 
     def shorten_call(self, num_chars: int) -> None:
-        """Remove the last `num_chars` characters of the stored text of a tool call."""
-        text = "".join(self._call_text)
-        self._call_text = [text[: max(0, len(text) - num_chars)]]
+        """Remove the last `num_chars` characters of the tool call from the text for the trace."""
+        if self._trace is not None:
+            self._trace.shorten_call(num_chars)
 
     def end_call(self) -> None:
         """Pass the stored text of a tool call to the trace function."""
-        if self._call_text:
-            self._classify(CALL, "".join(self._call_text))
-            self._call_text = []
+        if self._trace is not None:
+            self._trace.end_call()
 
     # ---- the prompt ------------------------------------------------------------------------------
 
     def forget_prompt(self, num_unread_chars: int) -> None:
-        """Treat all earlier text as a part of the prompt. No events are returned for the prompt.
+        """Treat all earlier text as a part of the prompt. Later events contain none of this text.
 
         Args:
-            num_unread_chars: The number of characters of the prompt that have not been read.
+            num_unread_chars: The number of characters of the prompt that this writer has not
+                received yet.
         """
         self._whitespace = []
         self._removed_whitespace = ""
@@ -344,10 +333,8 @@ class TextWriter:
     def _without_prompt(self, text: str) -> str:
         """Remove the characters of the prompt from the start of `text`, and return the rest.
 
-        These characters are subtracted from `_num_prompt_chars`.
-
-        Example: the prompt ends with `<th`, and the model writes `ink>`. For the marker `<think>`,
-        the result is `ink>`.
+        Example: the prompt ends with `<th`, so `_num_prompt_chars` is 3, and the model writes
+        `ink>`. For the text `<think>`, the result is `ink>`, and `_num_prompt_chars` becomes 0.
         """
         num_prompt_chars = min(self._num_prompt_chars, len(text))
         self._num_prompt_chars -= num_prompt_chars

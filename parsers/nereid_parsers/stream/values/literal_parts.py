@@ -1,4 +1,4 @@
-"""Classes for the tokens, brackets and keys of a Python literal.
+"""Classes for the tokens, strings, brackets and keys of a Python literal.
 
 python_literals.py reads the literal.
 """
@@ -28,6 +28,20 @@ class Expected(Enum):
     KEY = "key"
     COLON = "colon"
     COMMA = "comma"
+
+
+class StringRole(Enum):
+    """The use of a string in a literal, which decides when the string is written as JSON.
+
+    KEY              A key of an object. The key is written when the colon after the key is read.
+    VALUE            A value or an item. Each piece is written as soon as it is read.
+    CONVERTED_VALUE  A value for which the schema allows no string. The value is written when the
+                     whole string has been read and converted to another type.
+    """
+
+    KEY = "key"
+    VALUE = "value"
+    CONVERTED_VALUE = "converted_value"
 
 
 @dataclass(slots=True)

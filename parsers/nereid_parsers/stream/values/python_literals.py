@@ -10,27 +10,17 @@ from json.encoder import encode_basestring as quote_json
 from nereid_parsers.stream.pattern_matching import skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.argument_types import to_json, without_leading_zeros
-from nereid_parsers.stream.values.literal_parts import Container, Expected, KeyOrItem
-from nereid_parsers.stream.values.python_strings import Dialect, StringReader
+from nereid_parsers.stream.values.literal_parts import Container, Expected, KeyOrItem, StringRole
+from nereid_parsers.stream.values.python_strings import Dialect, StringReader, matcher_after_string
 
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _UNQUOTED_STRING = re.compile(r"""[^,\[\]{}"<>|]*""").match
-# The next three regexes match the texts that can follow the closing quote of a string. They also
-# match an incomplete text at the end of the input, because more text may complete it.
-_AFTER_KEY = re.compile(r"\s*(?:[:,}]|\Z)").match
-_AFTER_ITEM = re.compile(r"\s*(?:[,\])}]|\Z)").match
-# A closing parenthesis does not end the call if a quote or another parenthesis follows it.
-_AFTER_ARGUMENT = re.compile(
-    r"""\s*(?:\Z|,\s*(?:\Z|\)|[^\W\d]\w*\s*(?:\Z|=))|\)\s*(?:\Z|[^\s)"'`]))"""
-).match
 # The closing bracket for each opening bracket.
 _BRACKET_PAIRS = {"[": "]", "(": ")", "{": "}"}
 _MAX_DEPTH = 200
 # An unfinished word is read again with each new piece of text. The limit keeps the parsing time
 # linear.
 _MAX_WORD_CHARS = 4096
-
-
 _KEYS = (Expected.FIRST_KEY, Expected.KEY)
 
 
@@ -69,14 +59,13 @@ class LiteralReader:
         self._expected = Expected.VALUE  # The kind of token that may come next.
         self._containers: list[Container] = []  # The open brackets. The last is the innermost.
         self._key: KeyOrItem | None = None  # The last key, if its colon has not been read.
-        # The open string.
+        # The JSON types that the schema allows for the value of the last key. None for any type.
+        self._types: frozenset[str] | None = None
+        # The string that is being read.
         self._string: StringReader | None = None
-        # The text of a key or a converted value, which is written only when it is complete.
+        self._string_role = StringRole.VALUE
+        # The JSON text of a key or converted value, which is written only when it is complete.
         self._stored_string: list[str] = []
-        self._types: frozenset[str] | None = None  # The types of the next value.
-        # The types to which the current string may be converted, or None if the schema allows a
-        # string.
-        self._converted_types: frozenset[str] | None = None
 
     def take_json(self) -> str:
         """Return the JSON text that has been written since the last call of this method."""
@@ -125,19 +114,19 @@ class LiteralReader:
     def _rest_of_value(self) -> str:
         """Return the JSON text that completes the innermost value, without closing brackets.
 
-        Example: after `{"a": ["x`, the result is `"`.
+        Examples: after `{"a": ["x`, the result is `"`. After `{"a": `, the result is `null`. After
+        `{'a`, the result is `{`, because the incomplete key is omitted, and the brace has not been
+        written yet: `{'a` may also be the start of a set, which becomes an array.
         """
         if self._expected is Expected.VALUE:
             return "null"
         if self._expected in (Expected.FIRST_KEY, Expected.COLON):
-            # `{` may start an object or a set. So no bracket is written until the first key or item
-            # is complete.
             is_brace_missing = not self._containers[-1].num_items
             return "{" if is_brace_missing else ""
-        if self._converted_types is not None:
-            return self._converted_value(self._converted_types)
-        is_string_open = self._string is not None
-        return '"' if is_string_open else ""
+        if self._string is None:
+            return ""
+        is_stored = self._string_role is StringRole.CONVERTED_VALUE
+        return self._converted_string() if is_stored else '"'
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read one token: white space, a value, or the punctuation after a value.
@@ -181,18 +170,21 @@ class LiteralReader:
         return self._reject(pos)
 
     def _begin_member(self, key: KeyOrItem) -> None:
-        """Write the key of an object's member. Example: in `{'a': 1}`, `{"a": ` is written.
+        """Write the key of an object's member, and set the JSON types that its value may have.
 
-        If the member is an argument, also store the JSON types that the schema allows for its
-        value.
+        Example: in `{'a': 1}`, `{"a": ` is written. The schema declares the types of the arguments,
+        which are the members of the outermost object. A member of an inner object may have any
+        type.
         """
         container = self._containers[-1]
         before_key = ", " if container.num_items else "{"
         self._json_parts.append(f"{before_key}{key.key_json}: ")
         container.num_items += 1
-        is_argument = len(self._containers) == 1  # Keys of inner objects are not arguments.
+        is_argument = len(self._containers) == 1
         if is_argument and self._types_of is not None:
             self._types = self._types_of(json.loads(key.key_json))
+        else:
+            self._types = None
         self._expected = Expected.VALUE
 
     def _turn_into_set(self, first_item: KeyOrItem) -> None:
@@ -248,26 +240,15 @@ class LiteralReader:
         if may_close and char == self._containers[-1].close:
             self._close_container()
             return pos + 1
-        if not is_final and self._is_quote_incomplete(text, pos):
+        if not is_final and self._dialect.is_quote_incomplete(text, pos):
             return pos
-        for quote in self._dialect.quotes:
-            if text.startswith(quote, pos):
-                self._open_string(quote)
-                return pos + len(quote)
+        quote = self._dialect.quote_at(text, pos)
+        if quote:
+            self._open_string(quote)
+            return pos + len(quote)
         if char in _BRACKET_PAIRS:
             return self._open_container(char, pos)
         return self._read_word(text, pos, is_final)
-
-    def _is_quote_incomplete(self, text: str, pos: int) -> bool:
-        r"""Return whether `text[pos:]` is only the beginning of a quote.
-
-        Example: the text `""` may be an empty string, or the start of a string in triple quotes.
-        """
-        num_chars = len(text) - pos
-        return any(
-            num_chars < len(quote) and quote.startswith(text[pos:])
-            for quote in self._dialect.quotes
-        )
 
     def _open_container(self, bracket: str, pos: int) -> int:
         """Read the opening bracket of a list, tuple, set or object. Such a value cannot be a key.
@@ -342,54 +323,62 @@ class LiteralReader:
     # ---- strings ---------------------------------------------------------------------------------
 
     def _open_string(self, quote: str) -> None:
-        """Start to read a string. Write the opening quote, unless the string must be stored.
+        """Start to read the string that `quote` has opened.
 
-        A key is stored, because a colon must follow the key. The value of an argument is stored if
-        the schema does not allow a string, because the value is then converted to another type.
-        `_close_string` writes the stored text.
-
-        Args:
-            quote: The quote that has opened the string.
+        A value is written piece by piece, so its opening quote is written at once. A key or a value
+        that will be converted is stored until `_close_string` writes it.
         """
-        is_key = self._expected in _KEYS
+        self._string_role = self._role_of_string()
+        can_follow = matcher_after_string(
+            is_key=self._string_role is StringRole.KEY, is_argument=not self._containers
+        )
+        self._begin_value()
+        if self._string_role is StringRole.VALUE:
+            self._json_parts.append('"')
+            output = self._json_parts
+        else:
+            self._stored_string = []
+            output = self._stored_string
+        # The StringReader appends the JSON text of the string to `output`.
+        self._string = StringReader(quote, self._dialect, can_follow, output)
+
+    def _role_of_string(self) -> StringRole:
+        """Return the role of the string that starts now.
+
+        Example: in `{'days': '3'}`, the string `days` is a key. If the schema allows only an
+        integer for `days`, the string `3` is converted to the number `3`.
+        """
+        if self._expected in _KEYS:
+            return StringRole.KEY
         is_member_value = self._expected is Expected.VALUE
         schema_forbids_string = self._types is not None and "string" not in self._types
         is_converted = is_member_value and schema_forbids_string
-        if is_converted:
-            self._converted_types = self._types
-        self._begin_value()
-        output = self._json_parts  # The StringReader appends the text of the string to this list.
-        if is_key or is_converted:
-            self._stored_string = []
-            output = self._stored_string
-        else:
-            self._json_parts.append('"')
-        self._string = StringReader(quote, self._dialect, self._matcher_after_string(), output)
-
-    def _matcher_after_string(self) -> Callable[..., re.Match[str] | None]:
-        """Return a function that matches any text that can follow the current string."""
-        if self._expected is Expected.COLON:  # The string is a key.
-            return _AFTER_KEY
-        return _AFTER_ITEM if self._containers else _AFTER_ARGUMENT
+        return StringRole.CONVERTED_VALUE if is_converted else StringRole.VALUE
 
     def _close_string(self) -> None:
-        """End the open string. Write its closing quote, or its converted value.
+        """End the string, whose closing quote has been read. Write what has not been written yet.
 
-        A key is only stored, because it is written together with the colon that must follow.
+        For a value, only the closing quote is missing. A converted value is written as a whole. A
+        key is stored as `self._key`, and is written together with the colon that must follow.
         """
         self._string = None
-        is_key = self._expected is Expected.COLON
-        if is_key:
-            key_json = f'"{"".join(self._stored_string)}"'
-            self._key = KeyOrItem(key_json, item_json=key_json)
-        elif self._converted_types is not None:
-            # The schema does not allow a string. Example: the string `3` becomes the number `3`.
-            self._json_parts.append(self._converted_value(self._converted_types))
-            self._converted_types = None
-        else:
-            self._json_parts.append('"')
+        match self._string_role:
+            case StringRole.VALUE:
+                self._json_parts.append('"')
+            case StringRole.CONVERTED_VALUE:
+                self._json_parts.append(self._converted_string())
+            case StringRole.KEY:
+                key_json = self._stored_json_string()
+                self._key = KeyOrItem(key_json, item_json=key_json)
 
-    def _converted_value(self, types: frozenset[str]) -> str:
-        """Convert the stored string to one of `types`, and return the JSON text of the result."""
-        text: str = json.loads(f'"{"".join(self._stored_string)}"')
-        return to_json(text, types)
+    def _converted_string(self) -> str:
+        """Convert the stored string to a type that the schema allows, and return its JSON text.
+
+        Example: the string `3` becomes the number `3` if the schema allows only an integer.
+        """
+        text: str = json.loads(self._stored_json_string())
+        return to_json(text, self._types)
+
+    def _stored_json_string(self) -> str:
+        """Return the stored text as a JSON string, in quotes."""
+        return '"' + "".join(self._stored_string) + '"'

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH
-
 _Matcher = Callable[[str, int, int], re.Match[str] | None]
 
 # A quote may be a part of the string. The quote closes the string only if a text such as `,` or `)`
@@ -25,6 +23,14 @@ _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
+# These regexes match the texts that can follow the closing quote of a string. The end of the text
+# (`\Z`) also matches, because more text may follow.
+_AFTER_KEY = re.compile(r"\s*(?:[:,}]|\Z)").match
+_AFTER_ITEM = re.compile(r"\s*(?:[,\])}]|\Z)").match
+# A closing parenthesis does not end the call if a quote or another parenthesis follows it.
+_AFTER_ARGUMENT = re.compile(
+    r"""\s*(?:\Z|,\s*(?:\Z|\)|[^\W\d]\w*\s*(?:\Z|=))|\)\s*(?:\Z|[^\s)"'`]))"""
+).match
 
 
 def escape_json(text: str) -> str:
@@ -33,6 +39,24 @@ def escape_json(text: str) -> str:
     Example: `escape_json('a"b')` returns `a\"b`.
     """
     return quote_json(text)[1:-1]
+
+
+def matcher_after_string(*, is_key: bool, is_argument: bool) -> _Matcher:
+    """Return a function that matches the texts that can follow the closing quote of a string.
+
+    Examples of these texts, for three kinds of strings:
+
+        the key in `{'a': 1}`           `:`
+        the argument in `f(a='x', b=1)` `, b=` or `)`
+        the item in `['x', 'y']`        `,` or `]`
+
+    Args:
+        is_key: Whether the string is the key of an object.
+        is_argument: Whether the string is an argument of a Python call.
+    """
+    if is_key:
+        return _AFTER_KEY
+    return _AFTER_ARGUMENT if is_argument else _AFTER_ITEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +76,21 @@ class Dialect:
     escaping: tuple[str, ...]
     nesting: tuple[str, ...] = ()
     allows_unquoted_strings: bool = False
+
+    def quote_at(self, text: str, pos: int) -> str:
+        """Return the quote with which `text[pos:]` starts, or "" if there is none."""
+        for quote in self.quotes:
+            if text.startswith(quote, pos):
+                return quote
+        return ""
+
+    def is_quote_incomplete(self, text: str, pos: int) -> bool:
+        r"""Return whether `text[pos:]` is only the beginning of a quote.
+
+        Example: the text `""` may be an empty string, or the start of a string in triple quotes.
+        """
+        num_chars = len(text) - pos
+        return any(num_chars < len(quote) and quote.startswith(text[pos:]) for quote in self.quotes)
 
 
 _PYTHON_QUOTES = ('"""', "'''", '"', "'")
@@ -150,39 +189,35 @@ class StringReader:
         is_cut_off = pos + 1 == len(text)  # Only the backslash has arrived.
         if is_cut_off:
             return len(text) if is_final else pos
-        char = text[pos + 1]
-        char_end = pos + 2
-        if char in _NUM_HEX_DIGITS:
-            digits_end = self._read_code_point(text, char_end, _NUM_HEX_DIGITS[char])
-            if digits_end == NEED_MORE and not is_final:
-                return pos
-            if digits_end >= 0:
-                return digits_end
-            # The required digits do not follow. Without them, the backslash and `char` are not an
-            # escape sequence. They are written as two characters.
-        unknown_sequence = "\\" + char
-        self._output.append(escape_json(_ESCAPED_CHARS.get(char, unknown_sequence)))
-        return char_end
+        letter = text[pos + 1]
+        if letter in _NUM_HEX_DIGITS:
+            return self._read_hex_escape(text, pos, is_final)
+        unknown_sequence = "\\" + letter
+        self._output.append(escape_json(_ESCAPED_CHARS.get(letter, unknown_sequence)))
+        return pos + 2
 
-    def _read_code_point(self, text: str, pos: int, num_digits: int) -> int:
-        """Read hexadecimal digits at `pos`, and write the character with this code point.
+    def _read_hex_escape(self, text: str, pos: int, is_final: bool) -> int:
+        r"""Read an escape sequence with hexadecimal digits at `pos`, and write its character.
 
-        Example: the two digits `41` are the code point of `A`.
+        Example: `\x41` is written as `A`. If the digits are missing, or are not the number of a
+        character, only the backslash and the letter are read, and are written as two characters.
+        Example: of `\xyz`, `\x` is read and written as the JSON text `\\x`.
 
         Returns:
-            The position after the digits. NEED_MORE if the text ends before the last digit, or
-            NO_MATCH if the text is not the number of a character.
+            The position after the text that was read, or `pos` if more digits may follow.
         """
-        digits = text[pos : pos + num_digits]
-        if not _HEX_DIGITS.issuperset(digits):
-            return NO_MATCH
-        if len(digits) < num_digits:
-            return NEED_MORE
-        code_point = int(digits, 16)
-        if code_point > _MAX_CODE_POINT:
-            return NO_MATCH
-        self._output.append(_json_char(code_point))
-        return pos + num_digits
+        letter_end = pos + 2
+        num_digits = _NUM_HEX_DIGITS[text[pos + 1]]
+        digits = text[letter_end : letter_end + num_digits]
+        is_hex = _HEX_DIGITS.issuperset(digits)
+        is_incomplete = len(digits) < num_digits
+        if is_hex and is_incomplete and not is_final:
+            return pos
+        if not is_hex or is_incomplete or int(digits, 16) > _MAX_CODE_POINT:
+            self._output.append(escape_json(text[pos:letter_end]))
+            return letter_end
+        self._output.append(_json_char(int(digits, 16)))
+        return letter_end + num_digits
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,88 @@
+"""Reads the first text of a message, until a marker shows whether it is reasoning or content."""
+
+from __future__ import annotations
+
+from nereid_parsers.declarations import Opener, Shown
+from nereid_parsers.policy import StrayClose
+from nereid_parsers.stream.compiled_format import MarkerKind
+from nereid_parsers.stream.reader_context import ReaderContext
+from nereid_parsers.stream.reasoning_reader import ReasoningReader
+from nereid_parsers.stream.state import State
+
+
+class UnclassifiedReader:
+    """Reads the text before the first marker of a message if the prompt is not known.
+
+    An unknown prompt may end with the opening marker of the reasoning, such as `<think>`. The text
+    after the prompt is then reasoning, and otherwise content. The reader therefore stores the text
+    until the first marker has arrived. Then the reader puts the stored text back into the buffer,
+    and the text is read again, as reasoning or as content.
+
+    Example: in `Let me see.</think>Hi`, the marker `</think>` shows that `Let me see.` is
+    reasoning. In `Let me see.<tool_call>`, the marker `<tool_call>` shows that it is content.
+    """
+
+    __slots__ = (
+        "_buffer", "_format", "_reasoning_reader", "_stored_text", "_stray_close",
+        "is_reasoning_by_default",
+    )  # fmt: skip
+
+    def __init__(self, context: ReaderContext, reasoning: ReasoningReader) -> None:
+        """Create a reader for the text in `context`. `reasoning` reads the text of the reasoning.
+
+        Set `is_reasoning_by_default` to True if a message without markers is reasoning.
+        """
+        self._buffer = context.buffer
+        self._format = context.format
+        self._stray_close = context.policy.stray_close  # The rule for `</think>` without `<think>`.
+        self._reasoning_reader = reasoning
+        self._stored_text: list[str] = []
+        self.is_reasoning_by_default = False
+
+    def is_needed(self) -> bool:
+        """Return whether the text before the first marker may be either reasoning or content.
+
+        The caller calls this method only if the prompt is not known.
+        """
+        reasoning = self._format.reasoning
+        if reasoning is None or reasoning.shown is Shown.INLINE:
+            return False
+        # Some templates of the model family end the prompt with the opening marker, others do not.
+        prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
+        # The policy accepts a closing marker, such as `</think>`, without an opening marker.
+        opening_may_be_missing = self._stray_close is StrayClose.REASONING
+        return prompt_may_open_reasoning or opening_may_be_missing
+
+    def read(self) -> State | None:
+        """Store the unread text up to the first marker. If there is a marker, classify the text.
+
+        If the marker closes the reasoning, such as `</think>`, the stored text is reasoning.
+        Otherwise the stored text is content. The marker itself stays unread.
+
+        Returns:
+            The state in which the stored text is read again, or None if no marker has arrived.
+        """
+        text_end, marker = self._format.content_markers.find(self._buffer)
+        self._stored_text.append(self._buffer.take_until(text_end))
+        if not marker:
+            return None
+        closes_reasoning = self._format.content_kinds[marker] is MarkerKind.CLOSE_REASONING
+        return self._read_again(is_reasoning=closes_reasoning)
+
+    def finish(self) -> State:
+        """Classify the stored text, because the message ends without a marker.
+
+        The text is reasoning if `is_reasoning_by_default` is True, and otherwise content. Return
+        the state in which the stored text is read again.
+        """
+        return self._read_again(is_reasoning=self.is_reasoning_by_default)
+
+    def _read_again(self, *, is_reasoning: bool) -> State:
+        """Put the stored text back into the buffer, and return the state in which it is read.
+
+        Args:
+            is_reasoning: Whether the stored text is reasoning. If not, the text is content.
+        """
+        self._buffer.push_back("".join(self._stored_text))
+        self._stored_text = []
+        return self._reasoning_reader.start_opened() if is_reasoning else State.CONTENT

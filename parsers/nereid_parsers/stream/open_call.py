@@ -79,37 +79,51 @@ class OpenCall:
     def read(self) -> Outcome | None:
         """Read the next part of the body from the buffer, and classify the text of this part.
 
-        The body reader parses the part. The TextWriter receives the text, as "call" if the text
-        belongs to a tool call, or as "pending" if the text may still be content. Examples:
-
-            part                          classification of the text
-            `{"na`                        "pending", because no tool call has started
-            `me": "f", "arguments": {`    "call", because a tool call has started and is open
-            `}}`                          "call", because the open tool call has ended
+        The body reader parses the part, and the CallWriter appends the events of the tool call.
+        Example: of the body `{"name": "f", "arguments": {}}`, the part `{"name": "f", ` has
+        arrived. The part is read, and the result is None.
 
         Returns:
             The outcome, or None if the body has not ended.
         """
-        body_reader = self._body_reader
         buffer = self._buffer
-        if buffer.is_final:
-            body_reader.is_final = True
+        self._body_reader.is_final = buffer.is_final
         was_call_open = self._call_writer.is_open
         part_start = buffer.pos
-        buffer.pos = body_reader.read(buffer.text, part_start)
+        buffer.pos = self._body_reader.read(buffer.text, part_start)
+        self._classify_part(part_start, was_call_open)
+        return None if self._body_reader.status is MORE else self._leave_body()
+
+    def _classify_part(self, part_start: int, was_call_open: bool) -> None:
+        """Classify the text that the body reader has just read, from `part_start` to `buffer.pos`.
+
+        The TextWriter receives the text as "call" if the text belongs to a tool call, or as
+        "pending" if the text may still be content. Examples of parts of one body:
+
+            `{"na`                        "pending", because no tool call has started
+            `me": "f", "arguments": {`    "call", because a tool call has started and is open
+            `}}`                          "call", because the open tool call has ended
+
+        Args:
+            part_start: The position at which the part starts in the buffer.
+            was_call_open: Whether a tool call was open before the part was read.
+        """
         if self._call_writer.is_open:
-            part = buffer.text[part_start : buffer.pos]
+            part = self._buffer.text[part_start : self._buffer.pos]
             # `end_at_stored_marker` may remove text from the end of the stored arguments. The
             # parser then reads the removed text again.
             self._text_writer.write_call(part, may_be_reread=self._call_writer.stores_arguments)
         elif was_call_open or self._has_part_ended_call():
             self._classify_ended_call(part_start)
         else:
-            self._text_writer.store_pending(buffer.text[part_start : buffer.pos])
-        return None if body_reader.status is MORE else self._leave_body()
+            self._text_writer.store_pending(self._buffer.text[part_start : self._buffer.pos])
 
     def _has_part_ended_call(self) -> bool:
-        """Return whether a tool call has ended in the part that the body reader has just read."""
+        """Return whether a tool call has ended in the part that the body reader has just read.
+
+        The result is True if the whole body has ended, or if a member of a list of tool calls has
+        ended. Example: the part `{"name": "f", "arguments": {}}, ` ends a member of a list.
+        """
         has_body_ended = self._body_reader.status is DONE
         has_list_item_ended = self._body_reader.last_call_end is not None
         return has_body_ended or has_list_item_ended
@@ -148,8 +162,8 @@ class OpenCall:
             `{"x": 1}`                                NO_CALL, because the name is missing
             `{"name": "f", "arguments": {"a": [1}}`   BROKEN, because `]` is missing
 
-        If the arguments are not valid, the outcome is ENDED in two cases: the body reader completes
-        the JSON text of the arguments, or the stored arguments contain the closing marker.
+        A tool call with arguments that are not valid is ENDED in two cases: the body reader can
+        complete the JSON text of the arguments, or the stored arguments contain the closing marker.
         """
         if self._body_reader.status is DONE:
             if self._text_writer.pending:  # The end of a list of tool calls, for example `]`.
@@ -168,16 +182,17 @@ class OpenCall:
         `</call> Hi` is put back into the buffer, so that the parser reads it again: `</call>` as a
         marker, and ` Hi` as content. Until then, this text has no classification.
 
-        If the closing marker has several tags, the arguments are searched for the first tag.
+        Nothing is changed if no arguments are stored, or if the stored arguments do not contain the
+        marker. Nothing is changed either if the body reader has converted the arguments to JSON,
+        because the stored arguments are then not the model's own text.
 
         Returns:
-            Whether the tool call has ended. False if the stored arguments do not contain the
-            marker, or if no arguments are stored. Also False if the body reader has converted the
-            arguments to JSON, because the stored arguments are then not the model's own text.
+            Whether the tool call has ended.
         """
         closing_markers = self.variant.closing_markers
         if not closing_markers or not self._body_reader.is_verbatim:
             return False
+        # A closing marker of several tags, such as `</f></call>`, is searched by its first tag.
         text_from_marker = self._call_writer.cut_arguments_at(closing_markers[0])
         if text_from_marker is None:
             return False

@@ -172,7 +172,11 @@ def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | Non
 
 
 def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the union of several sets of types, or None if one of the sets is None."""
+    """Return the union of the sets of JSON types in `options`.
+
+    The items of `options` are the types of the schemas in an `anyOf`. None means that a schema
+    allows any type. The result is then None, too, as it is if `options` is empty.
+    """
     union: frozenset[str] = frozenset()
     for types in options:
         if types is None:
@@ -187,7 +191,10 @@ _COMBINE_TYPES = {"anyOf": _union, "oneOf": _union, "allOf": _first_known}
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> object:
-    """Return the schema that a reference such as `#/$defs/City` refers to, or None."""
+    """Return the schema inside `root` to which `reference` points, or None if there is none.
+
+    Example: `#/$defs/City` points to `root["$defs"]["City"]`.
+    """
     schema: object = root
     for part in reference.removeprefix("#").strip("/").split("/"):
         schema = schema.get(part) if isinstance(schema, Mapping) else None

@@ -152,9 +152,9 @@ class LiteralReader:
     def _read_colon(self, text: str, pos: int) -> int:
         """Read the colon after a key, and write the key. Return the position after the colon.
 
-        If a comma or `}` follows the first key instead, the braces enclose a set, as in `{'a', 1}`,
-        and the key is the first item of this set. The item is written, and the comma or `}` is
-        read. Other text is not valid and sets the status BROKEN.
+        If a comma or `}` follows the first key instead of a colon, the braces enclose a set, as in
+        `{'a', 1}`. The "key" is then the first item of the set. The item is written, and the comma
+        or `}` is read. Any other text is not valid and sets the status BROKEN.
         """
         key = self._key
         assert key is not None
@@ -215,9 +215,10 @@ class LiteralReader:
     def _close_container(self) -> None:
         """Write the closing bracket of the innermost container, and leave this container.
 
-        If no container is open any more, the status becomes DONE.
+        A container is a list, tuple, set or object. If no container is open any more, the status
+        becomes DONE.
         """
-        if self._expected is Expected.FIRST_KEY:
+        if self._expected is Expected.FIRST_KEY:  # The first key would have written the `{`.
             self._json_parts.append("{")
         self._json_parts.append(self._containers.pop().json_close)
         self._expected = Expected.COMMA
@@ -271,9 +272,10 @@ class LiteralReader:
         return pos + 1
 
     def _begin_value(self) -> None:
-        """Write the comma that precedes an item. Set the kind of token that may come next.
+        """Prepare for a key or a value: set `_expected` to the kind of token after the value.
 
-        A colon follows a key. A comma or a closing bracket follows any other value.
+        A colon follows a key. A comma or a closing bracket follows any other value. If the value is
+        an item after a comma, as `2` in `[1, 2]`, write the comma.
         """
         if self._expected in _KEYS:
             self._expected = Expected.COLON
@@ -312,8 +314,9 @@ class LiteralReader:
     def _write_word(self, word: str, is_key: bool) -> None:
         """Write a word as JSON, or store the word as `self._key` if the word is a key.
 
-        Examples: `07` is written as `7`, `True` as `true`, and `New York` as `"New York"`. The key
-        `1` is stored as `"1"`, or as the item `1` in case that it is the first item of a set.
+        Examples: `07` is written as `7`, `True` as `true`, and `New York` as `"New York"`. The word
+        `1` in `{1: 'a'}` is stored as the key `"1"`. The number `1` is stored, too, because `1` may
+        turn out to be the first item of a set, as in `{1, 2}`.
         """
         if is_key:
             self._key = KeyOrItem(quote_json(word), item_json=to_json(word, types=None))
@@ -328,7 +331,7 @@ class LiteralReader:
         A value is written piece by piece, so its opening quote is written at once. A key or a value
         that will be converted is stored until `_close_string` writes it.
         """
-        self._string_role = self._role_of_string()
+        self._string_role = self._role_of_string()  # Depends on `_expected`, which changes below.
         can_follow = matcher_after_string(
             is_key=self._string_role is StringRole.KEY, is_argument=not self._containers
         )

@@ -106,9 +106,10 @@ class WrapperFilter:
     def add(self, text: str) -> str:
         """Add a piece of the arguments. Return the text that the filter no longer needs to store.
 
-        The text is delayed until its first key shows whether an extra object may enclose the
-        arguments, as in `{"arguments": {"age": 3}}`. Example: for the pieces `{`, `"a`, `ge": ` and
-        `3}`, the results are `{`, "", `"age": ` and `3}`.
+        An extra object may enclose the arguments, as in `{"arguments": {"age": 3}}`. The filter
+        stores the text until the first key shows that no extra object can follow. Example: for the
+        pieces `{`, `"a`, `ge": ` and `3}`, the results are `{`, "", `"age": ` and `3}`. The piece
+        `"a` was stored, because it could become `"arguments"`.
         """
         if self.is_passing:
             return text
@@ -123,9 +124,12 @@ class WrapperFilter:
     def _read_brace(self, text: str) -> str:
         """Look for the opening brace. Return the text that the filter no longer needs to store.
 
-        `text` is all text that has been delayed. Examples: a few spaces give "", because the brace
-        may follow. The text `{` gives `{`. The text `[` is not the start of an object, so `[` is
-        returned, and the filter stops.
+        Examples: a few spaces give "", because the brace may follow. The text `{"a` gives `{`, and
+        `"a` stays stored if it may become the key `"arguments"` of an extra object. The text `[` is
+        not the start of an object, so the filter returns `[` and all later text unchanged.
+
+        Args:
+            text: All text that has been delayed. It may start with white space.
         """
         visible = text.lstrip()
         if not visible and len(text) <= _MAX_WHITESPACE_CHARS:
@@ -138,15 +142,16 @@ class WrapperFilter:
         return whitespace + brace + passed_on_after_brace
 
     def _read_key(self, text: str) -> str:
-        """Compare the first key of the arguments with the keys of an extra object.
+        """Return `text` if its first key is not the key of an extra object. Otherwise return "".
 
-        The key decides how much of `text` is returned, and how much is stored in `_delayed`:
+        Text that is not returned is stored in `_delayed`.
 
-        - `"arg` may become `"arguments"`. The result is "", and the text is stored.
-        - `"arguments"` may be the key of an extra object. The result is "", and this text and all
-          later text are stored until the arguments end (`_waits_for` becomes END).
-        - `"age` is another key. The text is returned, and the filter returns all later text
-          unchanged.
+        Examples, if `"arguments"` is a key of extra objects:
+
+            text            result
+            `"arg`          "", because more text may complete the key `"arguments"`
+            `"arguments"`   "". Later text is stored, too, until the arguments end.
+            `"age`          `"age`. The filter returns all later text unchanged.
 
         Args:
             text: All text after the opening brace that has been delayed.
@@ -173,19 +178,16 @@ class WrapperFilter:
     def finish(self) -> DelayedText:
         """At the end of the arguments, return the stored text without a superfluous outer object.
 
-        `add` has already returned the opening brace of the arguments. Examples:
+        `add` has already returned the opening brace of the arguments to the caller, so the result
+        does not contain this brace. Examples:
 
-            stored text                 result            text that the client receives
-            `"arguments": {"a": 1}}`    `"a": 1}`         `{"a": 1}`
-            `"arguments": 1, "b": 2}`   the stored text   `{"arguments": 1, "b": 2}`
+            whole arguments              stored text                 result
+            `{"arguments": {"a": 1}}`    `"arguments": {"a": 1}}`    `"a": 1}`
+            `{"arguments": 1, "b": 2}`   `"arguments": 1, "b": 2}`   the stored text
         """
         stored_text = "".join(self._delayed)
         starts_like_wrapper = self._waits_for is _WaitsFor.END
-        if not starts_like_wrapper:
-            return DelayedText(stored_text, is_unwrapped=False)
-        whole_arguments = "{" + stored_text
-        inner_object = unwrap(whole_arguments)
+        inner_object = unwrap("{" + stored_text) if starts_like_wrapper else None
         if inner_object is None:
             return DelayedText(stored_text, is_unwrapped=False)
-        # The client has already received a `{`, so the `{` of the inner object is removed.
         return DelayedText(inner_object.removeprefix("{"), is_unwrapped=True)

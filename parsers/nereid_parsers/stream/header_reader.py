@@ -51,12 +51,15 @@ class HeaderReader:
     def read(self) -> State | None:
         """Read the header of a message, and return the state in which the message's body is read.
 
-        At the start of the output, read the marker before the header first, if the output contains
-        this marker. Examples for the unread text:
+        Examples for the unread text:
 
             `<|channel|>final<|message|>Hi`   The header is read. The next state is CONTENT.
             `<|channel|>fin`                  More text is required, so the result is None.
             `Hi`                              No header matches, so the text is content.
+
+        A marker, such as `<|start|>assistant`, precedes the header of each message. At the start of
+        the output, the marker is usually in the prompt. If the marker is in the output, the marker
+        is read first, and the header is read by the next call.
         """
         buffer = self._buffer
         if not self._has_read_marker:
@@ -80,9 +83,10 @@ class HeaderReader:
     def _drop_incomplete_header(self) -> State:
         """Remove an incomplete header at the end of the output, and the marker before this header.
 
-        Return the next state. Example: `<|start|>assistant` and `<|channel|>fin` are removed.
+        Return the next state. Example: of `<|start|>assistant<|channel|>fin`, the marker
+        `<|start|>assistant` is the pending text, and `<|channel|>fin` is unread. Both are removed.
         """
-        self._text_writer.drop_pending()  # The pending text is the marker.
+        self._text_writer.drop_pending()
         self._text_writer.write_markup(self._buffer.take_unread())
         return State.CONTENT
 
@@ -110,7 +114,10 @@ class HeaderReader:
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)
 
     def _has_header_started(self) -> bool:
-        """Return whether the unread text starts with the first literal of a header."""
+        """Return whether the unread text starts with the first text of a header.
+
+        Example: `<|channel|>fin` starts with `<|channel|>`, the first text of a header.
+        """
         buffer = self._buffer
         return any(route.has_started(buffer.text, buffer.pos) for route in self._format.routes)
 

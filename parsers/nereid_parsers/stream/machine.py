@@ -205,7 +205,8 @@ class Machine:
         """
         self._buffer.is_final = True
         # A step may enter a state that only a later step can end, so the order must not change.
-        self._finish_before_reading()
+        self._finish_unclassified_text()
+        self._drop_incomplete_marker()
         self._run()
         self._finish_interrupted_reasoning()
         self._finish_incomplete_calls()
@@ -215,15 +216,20 @@ class Machine:
         )
         return self._events
 
-    def _finish_before_reading(self) -> None:
-        """Classify the stored text, and remove an incomplete marker at the end of the message.
+    def _finish_unclassified_text(self) -> None:
+        """Classify the text that is stored in the state UNCLASSIFIED as reasoning or content.
 
-        In the state UNCLASSIFIED, text is stored because this text may be reasoning or content.
-        Example of an incomplete marker at the end of the message: `<|message|><|te`, the beginning
-        of the marker `<|message|><|text|>`.
+        No marker has shown the stage of this text. The next state is the one in which the text is
+        read again, from the buffer.
         """
         if self._state is State.UNCLASSIFIED:
             self._enter(self._unclassified_reader.finish())
+
+    def _drop_incomplete_marker(self) -> None:
+        """Remove an incomplete marker of several tags at the end of the message.
+
+        Example: `<|message|><|te` is the beginning of the marker `<|message|><|text|>`.
+        """
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content_reader.drop_incomplete_marker(self._state)
 

@@ -17,9 +17,11 @@ Mismatch = Literal[-1, -2]  # The type of the two constants.
 
 
 def as_mismatch(negative_result: int) -> Mismatch:
-    """Return a negative result of a matching function as the constant NEED_MORE or NO_MATCH.
+    """Return `negative_result`, which is NEED_MORE or NO_MATCH, with the type `Mismatch`.
 
-    The value does not change. The type `int` of a result would also allow positions.
+    A matching function returns an `int`: a position, NEED_MORE or NO_MATCH. A caller that has
+    tested `result < 0` uses this function so that the type checker knows that the result is not a
+    position.
     """
     return NEED_MORE if negative_result == NEED_MORE else NO_MATCH
 

@@ -25,12 +25,12 @@ class TextBuffer:
 
     def append(self, text: str) -> None:
         """Add newly received text, and discard the text that has already been read."""
-        self.text = self.text[self.pos :] + text if self.pos < len(self.text) else text
+        self.text = self.text[self.pos :] + text
         self.pos = 0
 
     def push_back(self, text: str) -> None:
         """Insert `text` before the unread text. The reader then reads `text` first."""
-        self.text = text + self.text[self.pos :]
+        self.text = text + self.unread()
         self.pos = 0
 
     def has_unread(self) -> bool:
@@ -60,5 +60,8 @@ class TextBuffer:
         return self.text.startswith(text, self.pos)
 
     def is_prefix_of(self, text: str) -> bool:
-        """Return whether the whole unread text is a prefix of `text`."""
-        return text.startswith(self.text[self.pos :])
+        """Return whether `text` starts with the whole unread text.
+
+        Example: the unread text `<th` is a prefix of `<think>`, and `<th> x` is not.
+        """
+        return text.startswith(self.unread())

@@ -20,6 +20,9 @@ class UnclassifiedReader:
 
     Example: in `Let me see.</think>Hi`, the marker `</think>` shows that `Let me see.` is
     reasoning. In `Let me see.<tool_call>`, the marker `<tool_call>` shows that it is content.
+
+    Attributes:
+        is_reasoning_by_default: Whether the text is reasoning if the message contains no marker.
     """
 
     __slots__ = (
@@ -28,10 +31,7 @@ class UnclassifiedReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, reasoning: ReasoningReader) -> None:
-        """Create a reader for the text in `context`. `reasoning` reads the text of the reasoning.
-
-        Set `is_reasoning_by_default` to True if a message without markers is reasoning.
-        """
+        """Create a reader for the text in `context`. `reasoning` reads the reasoning."""
         self._buffer = context.buffer
         self._format = context.format
         self._stray_close = context.policy.stray_close  # The rule for `</think>` without `<think>`.

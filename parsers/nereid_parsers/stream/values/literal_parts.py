@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from nereid_parsers.stream.values.python_strings import StringReader
+
 
 class Expected(Enum):
     """The kind of token that may come next in a literal.
@@ -42,6 +44,26 @@ class StringRole(Enum):
     KEY = "key"
     VALUE = "value"
     CONVERTED_VALUE = "converted_value"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenString:
+    """A string of a literal, while the string is being read.
+
+    Attributes:
+        role: The use of the string.
+        reader: The reader, which appends the JSON text of the string to `json_parts`.
+        json_parts: The JSON text that has been read. For the role VALUE, this list is the output of
+            the whole literal. For the other roles, it contains only this string, without quotes.
+    """
+
+    role: StringRole
+    reader: StringReader
+    json_parts: list[str]
+
+    def whole_json(self) -> str:
+        """Return the JSON text of a string that has been read and not written, with quotes."""
+        return '"' + "".join(self.json_parts) + '"'
 
 
 @dataclass(slots=True)

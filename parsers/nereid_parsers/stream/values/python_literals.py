@@ -10,7 +10,13 @@ from json.encoder import encode_basestring as quote_json
 from nereid_parsers.stream.pattern_matching import skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.argument_types import to_json, without_leading_zeros
-from nereid_parsers.stream.values.literal_parts import Container, Expected, KeyOrItem, StringRole
+from nereid_parsers.stream.values.literal_parts import (
+    Container,
+    Expected,
+    KeyOrItem,
+    OpenString,
+    StringRole,
+)
 from nereid_parsers.stream.values.python_strings import Dialect, StringReader, matcher_after_string
 
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
@@ -61,11 +67,7 @@ class LiteralReader:
         self._key: KeyOrItem | None = None  # The last key, if its colon has not been read.
         # The JSON types that the schema allows for the value of the last key. None for any type.
         self._types: frozenset[str] | None = None
-        # The string that is being read.
-        self._string: StringReader | None = None
-        self._string_role = StringRole.VALUE
-        # The JSON text of a key or converted value, which is written only when it is complete.
-        self._stored_string: list[str] = []
+        self._string: OpenString | None = None  # The string that is being read.
 
     def take_json(self) -> str:
         """Return the JSON text that has been written since the last call of this method."""
@@ -90,12 +92,13 @@ class LiteralReader:
         """
         size = len(text)
         while pos < size and self.status is MORE:
-            if self._string is not None:
-                end = self._string.read(text, pos, is_final)
-                if self._string.is_closed:
-                    self._close_string()
-            else:
+            string = self._string
+            if string is None:
                 end = self._read_token(text, pos, is_final)
+            else:
+                end = string.reader.read(text, pos, is_final)
+                if string.reader.is_closed:
+                    self._close_string(string)
             if end == pos:
                 return pos
             pos = end
@@ -125,8 +128,8 @@ class LiteralReader:
             return "{" if is_brace_missing else ""
         if self._string is None:
             return ""
-        is_stored = self._string_role is StringRole.CONVERTED_VALUE
-        return self._converted_string() if is_stored else '"'
+        is_stored = self._string.role is StringRole.CONVERTED_VALUE
+        return self._converted(self._string) if is_stored else '"'
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read one token: white space, a value, or the punctuation after a value.
@@ -331,19 +334,17 @@ class LiteralReader:
         A value is written piece by piece, so its opening quote is written at once. A key or a value
         that will be converted is stored until `_close_string` writes it.
         """
-        self._string_role = self._role_of_string()  # Depends on `_expected`, which changes below.
+        role = self._role_of_string()  # Depends on `_expected`, which `_begin_value` changes.
         can_follow = matcher_after_string(
-            is_key=self._string_role is StringRole.KEY, is_argument=not self._containers
+            is_key=role is StringRole.KEY, is_argument=not self._containers
         )
         self._begin_value()
-        if self._string_role is StringRole.VALUE:
+        json_parts: list[str] = []
+        if role is StringRole.VALUE:
             self._json_parts.append('"')
-            output = self._json_parts
-        else:
-            self._stored_string = []
-            output = self._stored_string
-        # The StringReader appends the JSON text of the string to `output`.
-        self._string = StringReader(quote, self._dialect, can_follow, output)
+            json_parts = self._json_parts
+        reader = StringReader(quote, self._dialect, can_follow, json_parts)
+        self._string = OpenString(role, reader, json_parts)
 
     def _role_of_string(self) -> StringRole:
         """Return the role of the string that starts now.
@@ -358,30 +359,26 @@ class LiteralReader:
         is_converted = is_member_value and schema_forbids_string
         return StringRole.CONVERTED_VALUE if is_converted else StringRole.VALUE
 
-    def _close_string(self) -> None:
+    def _close_string(self, string: OpenString) -> None:
         """End the string, whose closing quote has been read. Write what has not been written yet.
 
         For a value, only the closing quote is missing. A converted value is written as a whole. A
         key is stored as `self._key`, and is written together with the colon that must follow.
         """
         self._string = None
-        match self._string_role:
+        match string.role:
             case StringRole.VALUE:
                 self._json_parts.append('"')
             case StringRole.CONVERTED_VALUE:
-                self._json_parts.append(self._converted_string())
+                self._json_parts.append(self._converted(string))
             case StringRole.KEY:
-                key_json = self._stored_json_string()
+                key_json = string.whole_json()
                 self._key = KeyOrItem(key_json, item_json=key_json)
 
-    def _converted_string(self) -> str:
-        """Convert the stored string to a type that the schema allows, and return its JSON text.
+    def _converted(self, string: OpenString) -> str:
+        """Convert a stored string to a type that the schema allows, and return its JSON text.
 
         Example: the string `3` becomes the number `3` if the schema allows only an integer.
         """
-        text: str = json.loads(self._stored_json_string())
+        text: str = json.loads(string.whole_json())
         return to_json(text, self._types)
-
-    def _stored_json_string(self) -> str:
-        """Return the stored text as a JSON string, in quotes."""
-        return '"' + "".join(self._stored_string) + '"'

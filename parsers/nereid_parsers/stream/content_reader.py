@@ -50,8 +50,9 @@ class ContentReader:
         self._call_reader = calls
         self._header_reader = headers
         self._calls_first = context.calls_first
-        # If a marker has no meaning at the current position, the method leaves the marker in the
-        # buffer and returns None. `read` then writes the marker as content.
+        # A handler is a method that reads one marker. If the marker has no meaning at the current
+        # position, the handler leaves the marker in the buffer and returns None. `read` then writes
+        # the marker as content.
         self._marker_handlers: dict[MarkerKind, Callable[[str], State | None]] = {
             MarkerKind.START_MESSAGE: headers.start,
             MarkerKind.OPEN_REASONING: reasoning.open_in_content,
@@ -146,7 +147,7 @@ class ContentReader:
         Returns:
             The next state, or None if more text is required.
         """
-        # A message without tool calls ends at the markers at which reasoning ends.
+        # As inside the reasoning, only the markers that start or end a message have a meaning.
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))

@@ -1,4 +1,4 @@
-"""Decides which variants of a tool call may start at a position, and matches these variants."""
+"""Selects the ways to write a tool call that are possible at a position, and matches the text."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class CallStarts:
         return ExpectedCall(self._calls.all, "", is_confirmed=True)
 
     def at_marker(self, marker: str) -> ExpectedCall:
-        """Return the tool call that may start with the opening marker `marker`."""
+        """Return the tool call that may start with the opening marker, such as `<call>`."""
         return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:

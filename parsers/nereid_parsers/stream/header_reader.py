@@ -34,8 +34,8 @@ class HeaderReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._calls_first = context.calls_first
-        # False until the first marker of the output has been read. If the prompt ends with the
-        # marker that starts the message, the output starts without a marker.
+        # Whether the output contains a marker that starts a message before the current position. If
+        # the prompt ends with such a marker, the output may start with a header.
         self._has_read_marker = False
 
     def start(self, marker: str) -> State:

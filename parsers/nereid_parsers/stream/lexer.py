@@ -85,12 +85,14 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
 
 
 def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
-    """Return a function that searches a text for the regexes, or None if there are no markers.
+    """Return a function that finds the first match of any of the regexes in a text.
 
-    The function receives a text and the position at which the search starts, and returns the first
-    match or None. Example: for the marker `<a>` and the regex `<a>`, the compiled regex is
-    `(?=[<])(?:<a>)`. The look-ahead `(?=[<])` makes the search faster, because it rejects most
-    positions with one test of a character.
+    The function receives a text and the position at which the search starts, and returns the match
+    or None. If there are no markers, the result is None instead of a function.
+
+    Example: for the marker `<a>` and the regex `<a>`, the compiled regex is `(?=[<])(?:<a>)`. The
+    look-ahead `(?=[<])` makes the search faster, because it rejects most positions with one test of
+    a character.
 
     Args:
         markers: The markers. Each match starts with the first character of a marker.

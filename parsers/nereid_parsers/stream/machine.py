@@ -138,7 +138,7 @@ class Machine:
         if start_point.stage is None:
             self._enter(State.HEADER)
         elif start_point.prefill:
-            prefill_events = self.feed(start_point.prefill)  # Enters the state after the prefill.
+            prefill_events = self.feed(start_point.prefill)  # Also changes the state.
             self._forget_prompt(prefill_events)
         elif not start_point.is_prompt_known and self._unclassified_reader.is_needed():
             # The first marker will show whether the text before this marker is reasoning or

@@ -40,9 +40,9 @@ _WHITESPACE = re.compile(r"\s*").match
 # these characters, they appear in the model's text.
 _RAW_SPACE = "Ġ"
 _WHITESPACE_IN_PATTERN = re.compile(r"[\sĠĊ]*").match
-# Matches white space, and the places where a model may insert white space. These places are before
-# and after a tag, and between two texts if one text is a word or a quote, and the other text is a
-# dot, a colon, an equals sign or a code fence.
+# Matches white space, and the places where a model may insert white space: before and after a tag,
+# and between a word or a quote and one of the signs `.`, `:`, `=` and "`". Example: in `<a>f="x`,
+# the places are after `<a>`, after `f` and after `=`.
 _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
@@ -97,7 +97,7 @@ class FieldStep:
         return end
 
     def _accepts(self, value: str) -> bool:
-        """Return whether the field may have this text. Only the field `rest` may be empty."""
+        """Return whether `value` can be the text of the field. Only `rest` may be empty."""
         if self.name == _OPTIONAL_FIELD:
             return True
         # Some models number the tool calls, so a number is not the name of a function.

@@ -151,11 +151,12 @@ class ReasoningReader:
 
         Examples, after a prompt that ends with `<think>`:
 
-            `<response>Hi`           The reasoning is empty, so the marker `<response>` ends it.
-            `I write <response>`     Reasoning precedes the marker, so the marker is a part of it.
-            `I write.<|response|>`   A special token, which a model does not quote, always ends it.
+            `<response>Hi`           The reasoning is empty, so the marker ends the reasoning.
+            `I write <response>`     Text precedes the marker, so the marker is reasoning.
+            `I write.<|response|>`   A model does not quote a special token, such as
+                                     `<|response|>`, so the marker ends the reasoning.
 
-        The marker is removed if it ends the reasoning, and otherwise written as reasoning.
+        A marker that ends the reasoning is removed from the output.
         """
         if self._text_writer.has_text and not is_special_token(marker):
             return self._write_marker_as_reasoning(marker)

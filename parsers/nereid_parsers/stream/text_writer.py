@@ -210,9 +210,9 @@ class TextWriter:
     def drop_whitespace(self) -> None:
         r"""Remove the stored white space from the output, because a marker follows.
 
-        Example: in `"Hi\n<call>"`, the line break is removed. The trace function receives it as
-        "markup". White space that follows content is also saved in `_removed_whitespace`, because
-        content after the marker restores this white space. Afterwards, `has_text` is False.
+        Example: in `"Hi\n<call>"`, the line break is removed. The trace function receives the white
+        space as "markup". White space that follows content is also saved in `_removed_whitespace`,
+        because content after the marker restores this white space. `has_text` becomes False.
         """
         whitespace = self._take_whitespace()
         if self._last_text_type is ContentDelta:
@@ -308,12 +308,12 @@ class TextWriter:
             self._trace.write_call(text, may_be_reread=may_be_reread)
 
     def shorten_call(self, num_chars: int) -> None:
-        """Remove the last `num_chars` characters of the tool call from the text for the trace."""
+        """Remove the last `num_chars` characters from the text that `write_call` has stored."""
         if self._trace is not None:
             self._trace.shorten_call(num_chars)
 
     def end_call(self) -> None:
-        """Pass the stored text of a tool call to the trace function."""
+        """Pass the text of a tool call that `write_call` has stored to the trace function."""
         if self._trace is not None:
             self._trace.end_call()
 

@@ -1,4 +1,4 @@
-"""Reads the first text of a message, until a marker shows whether it is reasoning or content."""
+"""Reads the text before the first marker, which shows whether the text is reasoning or content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class UnclassifiedReader:
     and the text is read again, as reasoning or as content.
 
     Example: in `Let me see.</think>Hi`, the marker `</think>` shows that `Let me see.` is
-    reasoning. In `Let me see.<tool_call>`, the marker `<tool_call>` shows that it is content.
+    reasoning. In `Let me see.<tool_call>`, `<tool_call>` shows that `Let me see.` is content.
 
     Attributes:
         is_reasoning_by_default: Whether the text is reasoning if the message contains no marker.
@@ -47,7 +47,7 @@ class UnclassifiedReader:
         reasoning = self._format.reasoning
         if reasoning is None or reasoning.shown is Shown.INLINE:
             return False
-        # Some templates of the model family end the prompt with the opening marker, others do not.
+        # Some templates of the model family end the prompt with the opening marker, not all.
         prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
         # The policy accepts a closing marker, such as `</think>`, without an opening marker.
         opening_may_be_missing = self._stray_close is StrayClose.REASONING

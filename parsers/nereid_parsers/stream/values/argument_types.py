@@ -174,8 +174,8 @@ def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | Non
 def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     """Return the union of the sets of JSON types in `options`.
 
-    The items of `options` are the types of the schemas in an `anyOf`. None means that a schema
-    allows any type. The result is then None, too, as it is if `options` is empty.
+    The items of `options` are the types of the schemas in an `anyOf`. If an item is None, its
+    schema allows any type, so the result is None. The result is also None if `options` is empty.
     """
     union: frozenset[str] = frozenset()
     for types in options:

@@ -62,7 +62,7 @@ class OpenString:
     json_parts: list[str]
 
     def whole_json(self) -> str:
-        """Return the JSON text of a string that has been read and not written, with quotes."""
+        """Return the whole string as JSON text, with quotes. The role must not be VALUE."""
         return '"' + "".join(self.json_parts) + '"'
 
 

@@ -81,11 +81,14 @@ class TextWriter:
         blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
         next text starts with this line break, unless a marker follows.
         """
-        ready_text = self._ready_text(text, keeps_blank_lines=False)
+        ready_text = self._ready_text(text)
         if ready_text:
+            if self.is_after_marker:
+                ready_text = self._without_blank_lines(ready_text)
             if self._trace is not None:
                 self._trace.write(REASONING, ready_text)
             self._events.append(ReasoningDelta(ready_text))
+            self.is_after_marker = False
             self._last_text_type = ReasoningDelta
 
     def write_content(self, text: str) -> None:
@@ -95,22 +98,19 @@ class TextWriter:
         lines before `Hi` belong to the marker, unless content precedes the marker. The line break
         after `Hi` is stored. The next text starts with this line break, unless a marker follows.
         """
-        # Blank lines between two pieces of content separate these pieces, so they are kept.
-        ready_text = self._ready_text(text, keeps_blank_lines=self.has_content)
+        ready_text = self._ready_text(text)
         if ready_text:
+            # Blank lines between two pieces of content separate these pieces, so they are kept.
+            if self.is_after_marker and not self.has_content:
+                ready_text = self._without_blank_lines(ready_text)
             self._append_content(ready_text)
 
-    def _ready_text(self, text: str, *, keeps_blank_lines: bool) -> str:
+    def _ready_text(self, text: str) -> str:
         r"""Return the stored white space and `text`, without the white space at the end of `text`.
 
         The white space at the end is stored, because a marker may follow. Example: if `"\n"` is
         stored, the text `"you "` gives `"\nyou"`, and `" "` is stored. If `text` contains only
-        white space, the result is "".
-
-        Args:
-            text: The next text of the reasoning or content.
-            keeps_blank_lines: Whether blank lines after a marker are kept. If False, these lines
-                are removed from the start of the result.
+        white space, all of it is stored, and the result is "".
         """
         if self._num_prompt_chars:  # The text starts with the end of the prompt.
             text = self._without_prompt(text)
@@ -122,9 +122,6 @@ class TextWriter:
         ready_text = self._take_whitespace() + visible if self._whitespace else visible
         if trailing_whitespace:
             self._whitespace.append(trailing_whitespace)
-        if self.is_after_marker:
-            self.is_after_marker = False
-            return ready_text if keeps_blank_lines else self._without_blank_lines(ready_text)
         return ready_text
 
     def _without_blank_lines(self, text: str) -> str:
@@ -155,6 +152,7 @@ class TextWriter:
         self._removed_whitespace = ""
         self._events.append(ContentDelta(restored_whitespace + text, fault))
         self.has_content = True
+        self.is_after_marker = False
         self._last_text_type = ContentDelta
 
     def write_content_exactly(self, text: str) -> None:
@@ -284,7 +282,6 @@ class TextWriter:
         self.pending = []
         if content.strip():
             self._append_content(self._take_whitespace() + content, fault)
-            self.is_after_marker = False
         else:
             self.store_whitespace(content)
 

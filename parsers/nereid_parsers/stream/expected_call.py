@@ -180,11 +180,12 @@ class CallStarts:
         """Return the tool call without a marker that may start directly after another tool call.
 
         Example: after `{"name": "f", ..}`, the unread text `{"name": "g", ..}` may be another tool
-        call. The result is None if the unread text does not start like a tool call of the
-        format, for example with `{`.
+        call, because it starts with `{`. If the unread text starts with a text with which no tool
+        call of the format starts, the result is None.
         """
         unmarked = self._calls.unmarked
         openings = (opening for variant in unmarked for opening in variant.body_openings())
         if not any(buffer.starts_with(opening) for opening in openings):
             return None
-        return ExpectedCall(unmarked, buffer.text[buffer.pos], is_confirmed=False)
+        first_char = buffer.text[buffer.pos]
+        return ExpectedCall(unmarked, first_char, is_confirmed=False)

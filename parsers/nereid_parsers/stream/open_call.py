@@ -129,7 +129,7 @@ class OpenCall:
         return has_body_ended or has_list_item_ended
 
     def _classify_ended_call(self, part_start: int) -> None:
-        """Classify a part of the body in which a tool call has ended.
+        """Classify the part of the body that starts at `part_start`, and in which a call has ended.
 
         In a list of tool calls, text may follow the end of the tool call. This text is "pending",
         because it may start another tool call. Examples:
@@ -137,21 +137,17 @@ class OpenCall:
             part            "call"    "pending"
             ` 1}}`          ` 1}}`
             ` 1}}, {"na`    ` 1}}`    `, {"na`
-
-        Args:
-            part_start: The position at which the part starts in the buffer. The part ends at the
-                buffer's position `pos`, because the body reader has just read the part.
         """
-        text = self._buffer.text
-        part_end = self._buffer.pos
-        # The end of the tool call, if it is a member of a list. None for a body without a list.
-        list_item_end = self._body_reader.last_call_end
-        call_end = part_end if list_item_end is None else list_item_end
-        call_text = text[part_start:call_end]
+        part_end = self._buffer.pos  # The body reader has just read the part.
+        call_end = self._body_reader.last_call_end
+        if call_end is None:  # The body is not a list, so the whole part belongs to the tool call.
+            call_end = part_end
+        call_text = self._buffer.text[part_start:call_end]
+        text_after_call = self._buffer.text[call_end:part_end]
         self._text_writer.write_call(call_text, may_be_reread=self._call_writer.stores_arguments)
         self._text_writer.end_call()
-        if list_item_end is not None:
-            self._text_writer.store_pending(text[list_item_end:part_end])
+        if text_after_call:
+            self._text_writer.store_pending(text_after_call)
 
     def _leave_body(self) -> Outcome:
         """Stop reading the body, because the body has ended or is not valid. Return the outcome.

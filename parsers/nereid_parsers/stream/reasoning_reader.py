@@ -362,10 +362,9 @@ class ReasoningReader:
 
         Examples for the marker `</think>`:
 
-            `</think>Hi`                  True, because no content and no tool call precedes it
-            `<think><call>..</call></think>`
-                                          True, because the tool call has interrupted the reasoning
-            `Hi</think>`                  False, because the marker is a part of the content
+            `</think>Hi`                True, because no content and no tool call precedes it
+            `Hm<call>..</call></think>` True, if the tool call has interrupted the reasoning `Hm`
+            `Hi</think>`                False, because the marker is a part of the content
 
         A special token, such as `<|end_think|>`, is never a part of the content. With the policy
         CALLS_FIRST, the parser removes only one closing marker before the output.

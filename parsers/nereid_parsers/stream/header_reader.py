@@ -51,15 +51,12 @@ class HeaderReader:
     def read(self) -> State | None:
         """Read the header of a message, and return the state in which the message's body is read.
 
-        Examples for the unread text:
-
-            `<|channel|>final<|message|>Hi`   The header is read. The next state is CONTENT.
-            `<|channel|>fin`                  More text is required, so the result is None.
-            `Hi`                              No header matches, so the text is content.
-
         A marker, such as `<|start|>assistant`, precedes the header of each message. At the start of
-        the output, the marker is usually in the prompt. If the marker is in the output, the marker
-        is read first, and the header is read by the next call.
+        the output, the marker is usually in the prompt, so the output starts with the header. If
+        the output starts with the marker, read the marker first and return the state HEADER.
+
+        Returns:
+            The next state, or None if more text is required.
         """
         buffer = self._buffer
         if not self._has_read_marker:
@@ -69,6 +66,19 @@ class HeaderReader:
             may_become_marker = buffer.is_prefix_of(marker) and not buffer.is_final
             if may_become_marker:
                 return None
+        return self._read_header()
+
+    def _read_header(self) -> State | None:
+        """Read the header with which the unread text starts. Return the next state.
+
+        Examples for the unread text:
+
+            `<|channel|>final<|message|>Hi`   The header is read. The next state is CONTENT.
+            `<|channel|>fin`                  More text is required, so the result is None. At the
+                                              end of the output, the incomplete header is removed.
+            `Hi`                              No header matches, so the text is content.
+        """
+        buffer = self._buffer
         for route in self._format.routes:
             head = route.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):

@@ -191,7 +191,10 @@ class LiteralReader:
         self._expected = Expected.VALUE
 
     def _turn_into_set(self, first_item: KeyOrItem) -> None:
-        """Write the first item of a set. Example: in `{'a', 'b'}`, `["a"` is written."""
+        """Turn the innermost braces, which looked like an object, into a set. Write its first item.
+
+        Example: in `{'a', 'b'}`, `["a"` is written, because a set becomes a JSON array.
+        """
         self._containers[-1].json_close = "]"
         self._json_parts.append("[" + first_item.item_json)
 

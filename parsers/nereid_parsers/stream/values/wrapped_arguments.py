@@ -69,7 +69,7 @@ class _WaitsFor(Enum):
     END = "end"
 
 
-class DelayedText(NamedTuple):
+class StoredText(NamedTuple):
     """The text that a `WrapperFilter` still stores when the arguments end.
 
     Attributes:
@@ -82,7 +82,7 @@ class DelayedText(NamedTuple):
 
 
 class WrapperFilter:
-    """Removes an extra object around arguments: `{"arguments": {"a": 1}}` becomes `{"a": 1}`.
+    """Removes a superfluous object around arguments: `{"arguments": {"a": 1}}` becomes `{"a": 1}`.
 
     Example: the text `{"city": ` is passed on, because it starts with another key. The text
     `{"arguments": {"city": "x"}}` is stored until the arguments end.
@@ -91,7 +91,7 @@ class WrapperFilter:
         is_passing: Whether `add` returns all text unchanged from now on.
     """
 
-    __slots__ = ("_delayed", "_waits_for", "is_passing")
+    __slots__ = ("_stored_text", "_waits_for", "is_passing")
 
     def __init__(self, is_passing: bool) -> None:
         """Create a filter for the arguments of one tool call.
@@ -101,35 +101,36 @@ class WrapperFilter:
         """
         self.is_passing = is_passing
         self._waits_for = _WaitsFor.OPENING_BRACE
-        self._delayed: list[str] = []
+        self._stored_text: list[str] = []
 
     def add(self, text: str) -> str:
         """Add a piece of the arguments. Return the text that the filter no longer needs to store.
 
-        An extra object may enclose the arguments, as in `{"arguments": {"age": 3}}`. The filter
-        stores the text until the first key shows that no extra object can follow. Example: for the
-        pieces `{`, `"a`, `ge": ` and `3}`, the results are `{`, "", `"age": ` and `3}`. The piece
-        `"a` was stored, because it could become `"arguments"`.
+        A superfluous object may enclose the arguments, as in `{"arguments": {"age": 3}}`. The
+        filter stores the text until the first key shows that there is no such object.
+
+        Example: for the pieces `{`, `"a`, `ge": ` and `3}`, the results are `{`, "", `"age": ` and
+        `3}`. The piece `"a` was stored, because it could become the key `"arguments"`.
         """
         if self.is_passing:
             return text
-        self._delayed.append(text)
+        self._stored_text.append(text)
         if self._waits_for is _WaitsFor.END:
             return ""
-        delayed = "".join(self._delayed)
+        stored_text = "".join(self._stored_text)
         if self._waits_for is _WaitsFor.OPENING_BRACE:
-            return self._read_brace(delayed)
-        return self._read_key(delayed)
+            return self._read_brace(stored_text)
+        return self._read_key(stored_text)
 
     def _read_brace(self, text: str) -> str:
         """Look for the opening brace. Return the text that the filter no longer needs to store.
 
         Examples: a few spaces give "", because the brace may follow. The text `{"a` gives `{`, and
-        `"a` stays stored if it may become the key `"arguments"` of an extra object. The text `[` is
-        not the start of an object, so the filter returns `[` and all later text unchanged.
+        `"a` stays stored, because it may become the key `"arguments"` of a superfluous object. The
+        text `[` is not the start of an object, so the filter returns `[` and all later text.
 
         Args:
-            text: All text that has been delayed. It may start with white space.
+            text: All stored text. It may start with white space.
         """
         visible = text.lstrip()
         if not visible and len(text) <= _MAX_WHITESPACE_CHARS:
@@ -142,11 +143,10 @@ class WrapperFilter:
         return whitespace + brace + passed_on_after_brace
 
     def _read_key(self, text: str) -> str:
-        """Return `text` if its first key is not the key of an extra object. Otherwise return "".
+        """Return `text` if its first key does not belong to a superfluous object, otherwise "".
 
-        Text that is not returned is stored in `_delayed`.
-
-        Examples, if `"arguments"` is a key of extra objects:
+        Text that is not returned is stored in `_stored_text`. Examples, if `"arguments"` is a key
+        of superfluous objects:
 
             text            result
             `"arg`          "", because more text may complete the key `"arguments"`
@@ -154,13 +154,13 @@ class WrapperFilter:
             `"age`          `"age`. The filter returns all later text unchanged.
 
         Args:
-            text: All text after the opening brace that has been delayed.
+            text: The stored text, which follows the opening brace.
         """
         key_start = text.lstrip()
         num_whitespace_chars = len(text) - len(key_start)
         if num_whitespace_chars > _MAX_WHITESPACE_CHARS:
             return self._stop_filtering(text)
-        self._delayed = [text]
+        self._stored_text = [text]
         if key_start.startswith(_QUOTED_KEYS):
             self._waits_for = _WaitsFor.END
             return ""
@@ -172,10 +172,10 @@ class WrapperFilter:
     def _stop_filtering(self, text: str) -> str:
         """Return `text`, and let `add` return all later text unchanged. Nothing stays stored."""
         self.is_passing = True
-        self._delayed = []
+        self._stored_text = []
         return text
 
-    def finish(self) -> DelayedText:
+    def finish(self) -> StoredText:
         """At the end of the arguments, return the stored text without a superfluous outer object.
 
         `add` has already returned the opening brace of the arguments to the caller, so the result
@@ -185,9 +185,9 @@ class WrapperFilter:
             `{"arguments": {"a": 1}}`    `"arguments": {"a": 1}}`    `"a": 1}`
             `{"arguments": 1, "b": 2}`   `"arguments": 1, "b": 2}`   the stored text
         """
-        stored_text = "".join(self._delayed)
+        stored_text = "".join(self._stored_text)
         starts_like_wrapper = self._waits_for is _WaitsFor.END
         inner_object = unwrap("{" + stored_text) if starts_like_wrapper else None
         if inner_object is None:
-            return DelayedText(stored_text, is_unwrapped=False)
-        return DelayedText(inner_object.removeprefix("{"), is_unwrapped=True)
+            return StoredText(stored_text, is_unwrapped=False)
+        return StoredText(inner_object.removeprefix("{"), is_unwrapped=True)

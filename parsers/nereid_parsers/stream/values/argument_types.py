@@ -311,7 +311,7 @@ def _parse_literal(text: str) -> _Literal | None:
 
 
 def _parse_python_literal(text: str) -> _Literal | None:
-    """Parse a Python literal that is not JSON, for example `{'a': 1}`. Return None otherwise."""
+    """Parse a Python literal, such as `{'a': 1}`. Return None if `text` is not such a literal."""
     if not text or text[0] not in _FIRST_CHARS_OF_LITERALS:
         return None
     try:

@@ -127,9 +127,10 @@ class JsonScanner:
 
 
 def match_object_start(text: str, pos: int) -> int:
-    """Return `pos` if a JSON object starts at `pos`, otherwise NEED_MORE or NO_MATCH.
+    """Return `pos` if a JSON object starts at `pos`, NO_MATCH if none starts there, or NEED_MORE.
 
-    Examples: `{"` and `{}` start an object, `{` gives NEED_MORE, and `{x` gives NO_MATCH.
+    Examples: `{"` and `{}` start an object, and `{x` does not. The text `{` gives NEED_MORE,
+    because the next character decides.
     """
     if text[pos] != "{":
         return NO_MATCH

@@ -131,7 +131,15 @@ def test_a_regex_is_split_into_literals_white_space_and_fields():
     ]
 
 
-@pytest.mark.parametrize("regex", ["a+", "(a", "(?P<name>a", "[a", "a)", "(?!a)", "(?:a?b?c?){9}"])
+@pytest.mark.parametrize("regex", [r"[^\]]+>", "[^]a]+>", "[]a]+>", r"\W+>", r"\D+\B>"])
+def test_brackets_in_classes_and_negated_escapes_are_variable_text(regex):
+    assert alternatives(regex) == [(VariableText(""), ">")]
+
+
+@pytest.mark.parametrize(
+    "regex",
+    ["a+", "(a", "(?P<name>a", "[a", "a)", "(?!a)", "(?:a?b?c?){9}", r"\x41", "a\\"],
+)
 def test_other_regexes_are_rejected(regex):
     with pytest.raises(FormatError):
         alternatives(regex)

@@ -13,6 +13,7 @@ are rejected.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, product
@@ -20,11 +21,21 @@ from typing import Any
 
 from nereid_parsers.errors import FormatError
 
-_ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "r": "\r"}
+# Matches one token of a regular expression.
+_TOKEN = re.compile(
+    r"""
+      \\.                                         # an escape, such as `\s`
+    | \[ \^? (?:\\.|[^\\]) (?:\\.|[^\\\]])* \]    # a character class, such as `[^>]` or `[]a]`
+    | \( (?: \?P<\w+> | \?:? )?                   # the start of a group, such as `(?:`
+    | [*+?]\?? | \{\d+(?:,\d*)?\}\??              # a quantifier, such as `*` or `{2,4}`
+    | .                                           # any other character
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 _QUANTIFIER = re.compile(r"[*+?]\??|\{\d+(?:,\d*)?\}\??")
 _NAMED_GROUP = re.compile(r"\(\?P<(\w+)>")
-# Matches the members of a character class if all of them are white space: the `\s\n` of `[\s\n]`.
-_WHITE_SPACE_MEMBERS = re.compile(r"(?:\\[sntr]| )+")
+# Matches a character class if all its members are white space, such as `[\s\n]`.
+_WHITE_SPACE_CLASS = re.compile(r"\[(?:\\[sntr]| )+\]")
 _MAX_ALTERNATIVES = 16
 
 
@@ -49,6 +60,17 @@ _UNNAMED_TEXT = VariableText("")  # for example `.` or `[^>]`
 Piece = str | OptionalWhitespace | VariableText
 Pieces = tuple[Piece, ...]
 
+# The pieces of the escapes whose character is not matched literally. A boundary, such as `\b`,
+# matches no character, so its piece is an empty literal.
+_ESCAPES: dict[str, Piece] = {
+    r"\s": OptionalWhitespace(),
+    **dict.fromkeys((r"\w", r"\W", r"\d", r"\D", r"\S"), _UNNAMED_TEXT),
+    **dict.fromkeys((r"\A", r"\b", r"\B", r"\Z", r"\z"), ""),
+    r"\n": "\n",
+    r"\r": "\r",
+    r"\t": "\t",
+}
+
 
 def alternatives(regex: str) -> list[Pieces]:
     r"""Split a regular expression into its alternatives, and each alternative into pieces.
@@ -65,9 +87,10 @@ def alternatives(regex: str) -> list[Pieces]:
     """
     reader = _Reader(regex)
     unjoined_alternatives = reader.read_alternatives()
-    is_at_end = reader.position == len(regex)
-    if not is_at_end:
-        raise reader.error(f"the parenthesis at index {reader.position} does not close a group")
+    unread_text = "".join(reader.unread)  # "" unless the reader has stopped at a `)`
+    if unread_text:
+        index = len(regex) - len(unread_text)
+        raise reader.error(f"the parenthesis at index {index} does not close a group")
     return [_join_literals(pieces) for pieces in unjoined_alternatives]
 
 
@@ -164,54 +187,78 @@ def _spellings_of_regex(regex: str) -> tuple[str, ...]:
 
 
 class _Reader:
-    """A recursive-descent parser, which splits a regular expression into pieces.
+    """A recursive-descent parser that splits a regular expression into pieces.
 
-    A method whose name starts with `read_` reads the element at `position`, and moves `position` to
-    the end of this element. Most of these methods return the alternatives of the element. An
-    alternative is a tuple of pieces. Example: the element `(?:a|b)` has the alternatives `("a",)`
-    and `("b",)`, and the element `^`, which matches no text, has one alternative without pieces.
+    The expression is first split into tokens. Example: the tokens of `(?:a|[bc]*)` are `(?:`, `a`,
+    `|`, `[bc]`, `*` and `)`. A method whose name starts with `read_` removes the tokens that it
+    reads from `unread`, and returns the alternatives of the text that these tokens match. An
+    alternative is a tuple of pieces: `(?:a|b)` has the alternatives `("a",)` and `("b",)`.
 
     Attributes:
-        regex: The whole regular expression.
-        position: The index in `regex` of the next character that is read.
+        regex: The whole regular expression, which error messages contain.
+        unread: The tokens that no method has read yet, in order.
     """
 
     def __init__(self, regex: str) -> None:
-        """Create a parser that starts at the first character of `regex`."""
+        """Split `regex` into tokens.
+
+        Raises:
+            FormatError: A character class is not closed, or a backslash at the end escapes nothing.
+        """
         self.regex = regex
-        self.position = 0
+        self.unread: deque[str] = deque(_TOKEN.findall(regex))
+        if "[" in self.unread:  # A closed character class is one token, such as `[bc]`.
+            raise self.error("a character class is not closed")
+        if "\\" in self.unread:  # A complete escape is one token, such as `\s`.
+            raise self.error("the backslash at the end escapes no character")
 
     def error(self, reason: str) -> FormatError:
         """Return an error whose message contains the expression and the given reason."""
         return FormatError(f"the regular expression {self.regex!r} cannot be used: {reason}")
 
+    def next_token(self) -> str:
+        """Return the next token without removing it, or "" at the end of the expression."""
+        return self.unread[0] if self.unread else ""
+
+    def take_token(self) -> str:
+        """Remove the next token from `unread`, and return this token.
+
+        Raises:
+            FormatError: No token is left. The methods call this method at the end of the expression
+                only if the parenthesis that closes a group is missing.
+        """
+        if not self.unread:
+            raise self.error("a group is not closed")
+        return self.unread.popleft()
+
     def read_alternatives(self) -> list[Pieces]:
         """Read alternatives such as `a|b`, up to the end of the group or of the expression.
 
-        The method moves `position` to the end of the alternatives, for example to the `)`.
+        The parenthesis that closes the group is not read.
 
         >>> _Reader("a|bc").read_alternatives()
         [('a',), ('b', 'c')]
         """
         result = self.read_sequence()
-        while self.regex.startswith("|", self.position):
-            self.position += len("|")
+        while self.next_token() == "|":
+            self.take_token()
             result += self.read_sequence()
         return result
 
     def read_sequence(self) -> list[Pieces]:
         """Read the elements up to the next `|` or `)`, and return their combined alternatives.
 
-        An element is a character or a group, for example. In the expression below, the first
-        element has two alternatives, and the second element has one alternative. The method moves
-        `position` to the end of the last element.
+        An element is, for example, a character or a group. In the expression below, the first
+        element has two alternatives, and the second element has one alternative:
 
         >>> _Reader("(?:a|b)c").read_sequence()
         [('a', 'c'), ('b', 'c')]
         """
         combinations: list[Pieces] = [()]
-        while self.position < len(self.regex) and self.regex[self.position] not in "|)":
+        while self.next_token() not in ("|", ")", ""):  # "" is the end of the expression.
             element = self.read_element()
+            if _QUANTIFIER.fullmatch(self.next_token()):
+                element = self.repeat(element, quantifier=self.take_token())
             combinations = [start + end for start, end in product(combinations, element)]
             if len(combinations) > _MAX_ALTERNATIVES:
                 raise self.error(
@@ -220,193 +267,114 @@ class _Reader:
         return combinations
 
     def read_element(self) -> list[Pieces]:
-        """Read one element and the quantifier after the element, and return the alternatives.
+        """Read a group, a character class, an escape or a single character.
 
-        An element is a group, a character class, an escape or a single character. A quantifier is,
-        for example, the `?` in `a?`. The method moves `position` to the end of the quantifier.
-
-        >>> _Reader("a?").read_element(), _Reader("^").read_element()
-        ([('a',), ()], [()])
+        >>> [_Reader(regex).read_element() for regex in ("(?:a|b)", "[^>]", "a", "^")]
+        [[('a',), ('b',)], [(VariableText(name=''),)], [('a',)], [()]]
         """
-        char = self.regex[self.position]
-        if char in "^$":  # These characters match no text, so their only alternative is empty.
-            self.position += 1
-            return [()]
-        element: list[Pieces]
-        if char == "(":
-            element = self.read_group()
-        elif char == "[":
-            element = [(self.read_class(),)]
-        elif char == "\\":
-            element = [(self.read_escape(),)]
-        else:
-            self.position += 1
-            matches_any_character = char == "."
-            element = [(_UNNAMED_TEXT if matches_any_character else char,)]
-        return self.read_quantifier(element)
+        token = self.take_token()
+        match token[0]:
+            case "(":
+                return self.read_group(opening=token)
+            case "[":
+                is_white_space = _WHITE_SPACE_CLASS.fullmatch(token) is not None
+                return [(OptionalWhitespace() if is_white_space else _UNNAMED_TEXT,)]
+            case "\\":
+                return [(self.piece_of_escape(token),)]
+            case ".":
+                return [(_UNNAMED_TEXT,)]
+            case "^" | "$":  # These characters match no text, so their only alternative is empty.
+                return [()]
+            case _:
+                return [(token,)]
 
-    def read_quantifier(self, element: list[Pieces]) -> list[Pieces]:
-        r"""Read the quantifier at `position`, and return the alternatives of the repeated element.
+    def read_group(self, opening: str) -> list[Pieces]:
+        """Read the rest of a group, and return the alternatives of the group.
 
-        The method moves `position` to the end of the quantifier. If there is no quantifier,
-        `element` is returned. There are three other cases:
+        A group has the alternatives between its parentheses. A named group instead has one
+        alternative, which is variable text with the name of the group:
 
-            `\s*`, `[^>]+`   `element` is returned, because the pieces for white space and for
+        >>> _Reader("a|b)").read_group(opening="(?:")
+        [('a',), ('b',)]
+        >>> _Reader("[a-z]+)").read_group(opening="(?P<key>")
+        [(VariableText(name='key'),)]
+
+        Args:
+            opening: The token that opens the group. The caller has already read this token.
+
+        Raises:
+            FormatError: The group is not closed, or is of another kind, for example `(?=..)`.
+        """
+        named = _NAMED_GROUP.fullmatch(opening)
+        if named is not None:
+            self.skip_group()
+            return [(VariableText(named.group(1)),)]
+        if opening == "(?":  # the start of any other group
+            raise self.error(
+                "a group that looks ahead or behind, or that sets flags, is not supported"
+            )
+        inner_alternatives = self.read_alternatives()
+        self.take_token()  # `read_alternatives` stops at the `)`.
+        return inner_alternatives
+
+    def skip_group(self) -> None:
+        """Remove the rest of a group, up to its closing parenthesis, from `unread`.
+
+        The caller has already read the token that opens the group. The group may contain groups.
+
+        Raises:
+            FormatError: The group is not closed.
+        """
+        num_open_groups = 1
+        while num_open_groups > 0:
+            token = self.take_token()
+            if token.startswith("("):
+                num_open_groups += 1
+            elif token == ")":
+                num_open_groups -= 1
+
+    def piece_of_escape(self, escape: str) -> Piece:
+        r"""Return the piece that an escape, such as `\s`, becomes.
+
+        >>> [_Reader("").piece_of_escape(escape) for escape in (r"\s", r"\w", r"\b", r"\n", r"\.")]
+        [OptionalWhitespace(), VariableText(name=''), '', '\n', '.']
+
+        Raises:
+            FormatError: The escape is a letter or a digit with another meaning, such as `\x`.
+        """
+        if escape in _ESCAPES:
+            return _ESCAPES[escape]
+        character = escape.removeprefix("\\")
+        if character.isalnum():
+            raise self.error(f"the escape {escape} is not supported")
+        return character
+
+    def repeat(self, element: list[Pieces], quantifier: str) -> list[Pieces]:
+        r"""Return the alternatives of an element that is followed by a quantifier.
+
+        There are three cases:
+
+            `\s*`, `[^>]+`   The element is returned, because the pieces for white space and for
                              variable text already stand for a text of any length.
             `a?`             The alternatives are `a` and the empty text.
             `a+`, `a*`       The quantifier is rejected, because a format cannot write a marker of
                              unlimited length.
 
-        >>> _Reader("?").read_quantifier([("a",)])
+        >>> _Reader("").repeat([("a",)], quantifier="?")
         [('a',), ()]
-        >>> _Reader("+").read_quantifier([(VariableText("x"),)])
-        [(VariableText(name='x'),)]
+        >>> _Reader("").repeat([(OptionalWhitespace(),)], quantifier="*")
+        [(OptionalWhitespace(),)]
 
         Args:
             element: The alternatives of the element before the quantifier.
+            quantifier: The quantifier, such as "*" or "??".
 
         Raises:
             FormatError: The quantifier repeats a literal.
         """
-        quantifier = _QUANTIFIER.match(self.regex, self.position)
-        if quantifier is None:
-            return element
-        self.position = quantifier.end()
         contains_literal = any(isinstance(piece, str) for piece in chain.from_iterable(element))
         if not contains_literal:
             return element
-        if quantifier.group().startswith("?"):
+        if quantifier.startswith("?"):
             return [*element, ()]
-        raise self.error(f"the quantifier {quantifier.group()} must not repeat a literal")
-
-    def read_group(self) -> list[Pieces]:
-        """Read the group at `position`, and return its alternatives.
-
-        A named group has one alternative, which is a piece of variable text with the name of the
-        group. Any other group has the alternatives inside the parentheses. The method moves
-        `position` to the end of the group.
-
-        >>> _Reader("(?P<key>[a-z]+)").read_group(), _Reader("(?:a|b)").read_group()
-        ([(VariableText(name='key'),)], [('a',), ('b',)])
-        """
-        named = _NAMED_GROUP.match(self.regex, self.position)
-        if named is not None:
-            self.position = self.end_of_group()
-            return [(VariableText(named.group(1)),)]
-        self.position += len(self.opening_of_group())
-        inner_alternatives = self.read_alternatives()
-        is_closed = self.regex.startswith(")", self.position)
-        if not is_closed:
-            raise self.error("a group is not closed")
-        self.position += len(")")
-        return inner_alternatives
-
-    def opening_of_group(self) -> str:
-        """Return the characters that open the group at `position`: "(" or "(?:".
-
-        The group has no name. The method does not change `position`.
-
-        >>> _Reader("(?:a|b)").opening_of_group()
-        '(?:'
-
-        Raises:
-            FormatError: The group is of another kind, for example `(?=..)`.
-        """
-        if self.regex.startswith("(?:", self.position):
-            return "(?:"
-        if self.regex.startswith("(?", self.position):
-            raise self.error(
-                "a group that looks ahead or behind, or that sets flags, is not supported"
-            )
-        return "("
-
-    def end_of_group(self) -> int:
-        """Return the index after the parenthesis that closes the group at `position`.
-
-        The group may contain other groups. The method does not change `position`.
-
-        >>> _Reader("(?P<key>(a|b)[)])c").end_of_group()
-        17
-
-        Raises:
-            FormatError: The group or a character class is not closed.
-        """
-        num_open_groups = 0
-        start = self.position
-        while start < len(self.regex):
-            end = self.end_of_character(start)
-            match self.regex[start:end]:
-                case "(":
-                    num_open_groups += 1
-                case ")":
-                    num_open_groups -= 1
-            if num_open_groups == 0:
-                return end
-            start = end
-        raise self.error("a group is not closed")
-
-    def end_of_character(self, start: int) -> int:
-        r"""Return the index after the character, escape or character class at `start`.
-
-        >>> [_Reader(regex).end_of_character(0) for regex in ("(a", r"\(a", "[(]a")]
-        [1, 2, 3]
-        """
-        match self.regex[start]:
-            case "[":
-                return self.end_of_class(start)
-            case "\\":
-                return start + 2  # the backslash and the escaped character
-            case _:
-                return start + 1
-
-    def end_of_class(self, start: int) -> int:
-        """Return the index after the bracket that closes the character class at `start`.
-
-        If the first member of a class is `]`, this bracket does not close the class. So the search
-        starts after the first member.
-
-        >>> _Reader("[]a]").end_of_class(0)
-        4
-
-        Raises:
-            FormatError: The class is not closed.
-        """
-        first_member = start + len("[")
-        closing_bracket = self.regex.find("]", first_member + 1)
-        if closing_bracket < 0:
-            raise self.error("a character class is not closed")
-        return closing_bracket + len("]")
-
-    def read_class(self) -> Piece:
-        r"""Read a character class, such as `[^>]`, and return one piece for the class.
-
-        If all members of the class are white space, the piece is optional white space. Otherwise
-        the piece is variable text without a name. The method moves `position` to the end of the
-        class.
-
-        >>> _Reader("[ \\n]").read_class(), _Reader("[^>]").read_class()
-        (OptionalWhitespace(), VariableText(name=''))
-        """
-        end = self.end_of_class(self.position)
-        class_text = self.regex[self.position : end]
-        self.position = end
-        members = class_text.removeprefix("[").removesuffix("]")
-        return OptionalWhitespace() if _WHITE_SPACE_MEMBERS.fullmatch(members) else _UNNAMED_TEXT
-
-    def read_escape(self) -> Piece:
-        r"""Read an escape, such as `\s`, and return the piece for the escape.
-
-        The method moves `position` to the end of the escape.
-
-        >>> [_Reader(regex).read_escape() for regex in (r"\s", r"\w", r"\b", r"\n", r"\.")]
-        [OptionalWhitespace(), VariableText(name=''), '', '\n', '.']
-        """
-        char = self.regex[self.position + 1 : self.position + 2]
-        self.position += 2
-        if char == "s":
-            return OptionalWhitespace()
-        if char in ("w", "d", "S"):
-            return _UNNAMED_TEXT
-        if char in ("Z", "b", "A", "z"):  # A boundary, such as `\b`, matches no text.
-            return ""
-        return _ESCAPED_CHARACTERS.get(char, char)
+        raise self.error(f"the quantifier {quantifier} must not repeat a literal")

@@ -41,12 +41,15 @@ _PLACEHOLDERS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
 class _CallStart(NamedTuple):
-    """The text before the body of a tool call, for example `<call><f=save>`.
+    """The declaration of the text before the body of a tool call.
+
+    The body contains the arguments. Example: the text `<call><f=save>` is declared by the marker
+    `<call>` and the header `<f={name}>`.
 
     Attributes:
-        marker: The fixed text that opens the tool call: `<call>`. May be empty.
-        head: The pattern that matches the name or the id of the function: `<f={name}>`. May be
-            empty.
+        marker: The fixed text that opens the tool call, or "".
+        head: The pattern of the header, or "". The header contains the name of the function or the
+            id of the tool call, for which the pattern contains the placeholder `{name}` or `{id}`.
     """
 
     marker: str
@@ -61,37 +64,20 @@ def tool_section(field: Mapping[str, Any]) -> ToolSection:
     two variants of a tool call. The first variant starts with `<call>`, the second with `<tool>`.
 
     Raises:
-        FormatError: The declaration is incomplete, or a format cannot express it.
+        FormatError: The declaration is incomplete, or a format cannot express the declaration.
     """
     closes = marker_spellings(field, "close")
     close = closes[0] if closes else ""
-    is_array = _is_array_of_calls(field)
-    calls = [_declare_call(field, start, close, is_array=is_array) for start in _call_starts(field)]
-    return ToolSection(tuple(calls))
-
-
-def _is_array_of_calls(field: Mapping[str, Any]) -> bool:
-    """Return whether the model writes all tool calls of a message as one JSON array.
-
-    `field` is the declaration of the field `tool_calls`. Its member `transform_each` is true for an
-    array. A member `repeats` or `transform` shows that the model writes one tool call after the
-    other. If all three members are missing, the model writes an array.
-
-    >>> _is_array_of_calls({"repeats": True}), _is_array_of_calls({"content": "json"})
-    (False, True)
-    """
-    if field.get("transform_each"):
-        return True
-    is_one_call = bool(field.get("repeats") or field.get("transform"))
-    return not is_one_call
+    return ToolSection(tuple(_declare_call(field, start, close) for start in _call_starts(field)))
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
     r"""Return the possible starts of a tool call: the texts before the arguments.
 
-    `field` is the declaration of the field `tool_calls`. Its member `open` contains the marker that
-    opens a tool call, or a list of such markers. Its member `open_pattern` contains a regular
-    expression, which matches the marker and also a header with the function's name.
+    `field` is the declaration of the field `tool_calls`. The member `open` contains the marker that
+    opens a tool call, or a list of such markers. Instead of `open`, a declaration may contain the
+    member `open_pattern`: a regular expression that matches the marker and a header with the
+    function's name. Each alternative of the expression gives one start.
 
     >>> _call_starts({"open": ["<call>", "<tool>"]})
     [_CallStart(marker='<call>', head=''), _CallStart(marker='<tool>', head='')]
@@ -115,17 +101,18 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 def _split_call_start(pieces: Pieces) -> _CallStart:
     r"""Split the start of a tool call into a marker and a header with the function's name.
 
-    There are three cases. Without variable text, there is only a marker:
+    There are three cases. If there is no variable text, the start is only a marker:
 
     >>> _split_call_start(("<call>", OptionalWhitespace()))
     _CallStart(marker='<call>', head='')
 
-    If the first literal touches variable text, the literal belongs to the header:
+    If variable text directly follows the first literal, the start is only a header:
 
     >>> _split_call_start(("<f=", VariableText("name"), ">"))
     _CallStart(marker='', head='<f={name}>')
 
-    Otherwise the first literal is the marker:
+    Otherwise the first literal is the marker, and the other pieces are the header. In the header,
+    optional white space becomes a line break:
 
     >>> _split_call_start(("<call>", OptionalWhitespace(), "<f=", VariableText("name"), ">"))
     _CallStart(marker='<call>', head='\n<f={name}>')
@@ -184,23 +171,19 @@ def _pattern_text(piece: Piece) -> str:
     return escape_braces(piece) if isinstance(piece, str) else "\n"
 
 
-def _declare_call(
-    field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: bool
-) -> Call:
+def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Call:
     """Return a `Call`, which declares how the model writes one tool call.
 
-    Example: if the tool call is `<call><f=save>{"path": "a"}</call>`, `start` consists of the
-    marker `<call>` and the header `<f={name}>`. The body of the tool call is JSON.
+    A tool call consists of an opening marker, a header with the function's name, a body with the
+    arguments, and a closing marker. Example: `<call><f=save>{"path": "a"}</call>` has the header
+    `<f=save>` and a JSON body. In other formats, the body also contains the function's name.
 
     Args:
         field: The declaration of the field `tool_calls`, which describes the body.
-        start: The text before the body.
-        close: The marker after the body, or "" if there is none.
-        is_array: Whether a body that contains the functions' names is a JSON array of tool calls.
-            Otherwise such a body is a JSON object with one tool call.
+        start: The declaration of the opening marker and the header.
+        close: The closing marker, or "" if there is none.
     """
-    has_name_in_head = "{name}" in start.head
-    body = _declare_body(field, has_name_in_head=has_name_in_head, is_array=is_array)
+    body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if is_name_in_body:
         # In a `Call`, a header must contain the name. So the text of this header, which contains no
@@ -209,18 +192,17 @@ def _declare_call(
     return Call(body, open=start.marker, head=start.head, close=close)
 
 
-def _declare_body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -> Body:
+def _declare_body(field: Mapping[str, Any], head: str) -> Body:
     """Return the declaration of the body: the part of a tool call that contains the arguments.
 
     The member `content` of `field` names the form of the body, and the member `content_args`
-    contains the options of this form. Example: {"content": "json"} gives `JsonArguments` if the
-    function's name precedes the body. If the body itself contains the name, this declaration gives
-    `JsonObject` or `JsonArray`.
+    contains the options of this form. Example: {"content": "json"} declares a JSON body. If the
+    header contains the function's name, the body contains only the arguments, and the result is
+    `JsonArguments`. Otherwise the body also contains the name.
 
     Args:
         field: The declaration of the field `tool_calls`.
-        has_name_in_head: Whether the function's name precedes the body.
-        is_array: Whether a body that contains the functions' names is a JSON array of tool calls.
+        head: The pattern of the header, which precedes the body. Example: `<f={name}>`.
 
     Raises:
         FormatError: The declared form is unknown, or its options are invalid.
@@ -235,17 +217,41 @@ def _declare_body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array:
         )
     if options.get("unquoted_keys") and options.get("string_delims"):
         return _unquoted_key_arguments(options["string_delims"])
-    if has_name_in_head:
+    if "{name}" in head:
         return JsonArguments()
-    keys = keys_of_transform(field.get("transform"))  # The body contains the name.
-    return JsonArray(keys) if is_array else JsonObject(keys)
+    return _json_with_name(field)
+
+
+def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
+    """Return the declaration of a JSON body that contains the names of the called functions.
+
+    The body is a JSON object with one tool call, or a JSON array with all tool calls of a message.
+    `field` is the declaration of the field `tool_calls`. Three members of `field` show the kind of
+    the body. If `transform_each` is true, the body is an array. Otherwise, the body is an object if
+    `field` contains `repeats` or `transform`. Without these members, the body is an array.
+
+    >>> isinstance(_json_with_name({"repeats": True}), JsonObject)
+    True
+    >>> isinstance(_json_with_name({"content": "json"}), JsonArray)
+    True
+
+    Raises:
+        FormatError: The member `transform` is malformed.
+    """
+    keys = keys_of_transform(field.get("transform"))
+    is_declared_as_array = bool(field.get("transform_each"))
+    is_declared_as_one_call = bool(field.get("repeats") or field.get("transform"))
+    if is_declared_as_one_call and not is_declared_as_array:
+        return JsonObject(keys)
+    return JsonArray(keys)
 
 
 def _unquoted_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArguments:
     """Return the declaration of arguments such as `{a:<q>x<q>}`, whose keys have no quotes.
 
-    `string_delims` contains pairs of texts: the text before a string and the text after the string.
-    Only the first pair is used, because a template renders all strings with one pair.
+    The option `string_delims` contains pairs of texts: the text before a string value, and the text
+    after the string value. Only the first pair is used, because a template renders all strings with
+    one pair.
 
     >>> _unquoted_key_arguments([["<q>", "<q>"]])
     BareKeyArguments(quote='<q>')
@@ -268,8 +274,9 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
     The option `tag_pattern` is a regular expression that matches one argument with its tags. The
     group `key` matches the name of the argument, and the group `value` matches the value.
 
-    >>> _tagged_arguments({"tag_pattern": r"<a=(?P<key>\w+)>(?P<value>.*?)</a>"})
-    TaggedArguments(open='<a={key}>', close='</a>', also=())
+    >>> arguments = _tagged_arguments({"tag_pattern": r"<a=(?P<key>\w+)>(?P<value>.*?)</a>"})
+    >>> arguments.open, arguments.close
+    ('<a={key}>', '</a>')
 
     Raises:
         FormatError: The expression has no group `key`, or no group `value` after it.
@@ -283,10 +290,10 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
             "it the group (?P<value>..)"
         )
     value_index = pieces.index(VariableText("value"))
-    before_value = _without_leading_whitespace(pieces[:value_index])
-    after_value = pieces[value_index + 1 :]
+    opening_tag = _without_leading_whitespace(pieces[:value_index])
+    closing_tag = pieces[value_index + 1 :]
     # The opening tag is a pattern, because it contains the key. The closing tag is a fixed text.
-    return TaggedArguments(open=_pattern(before_value), close=_closing_tag(after_value))
+    return TaggedArguments(open=_pattern(opening_tag), close=_closing_tag(closing_tag))
 
 
 def _has_key_before_value(pieces: Pieces) -> bool:

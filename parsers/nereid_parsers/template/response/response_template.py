@@ -29,13 +29,14 @@ _KNOWN_FIELDS = {*REASONING_FIELDS, "content", "tool_calls"}
 def format_of_response_template(spec: Mapping[str, Any]) -> Format:
     """Convert a `response_template`, transformers' declaration of a chat format, into a Format.
 
-    Example: {"fields": {"content": {"close": "<end>"}}} gives a format whose turns end with
-    `<end>`, because the content is the last part of a turn.
+    A `Format` describes how a model writes reasoning, content and tool calls, so that the parser
+    can read the generated text. Example: {"fields": {"reasoning": {"open": "<think>", "close":
+    "</think>"}}} gives a format whose reasoning is between `<think>` and `</think>`.
 
     Raises:
         FormatError: The declaration is malformed, or a Format cannot express the declaration.
     """
-    fields = _checked_fields(spec)
+    fields = _validated_fields(spec)
     # The field for reasoning has one of several names, such as "reasoning_content".
     reasoning_fields = [fields[name] for name in REASONING_FIELDS if name in fields]
     reasoning = _declare_reasoning(reasoning_fields[0]) if reasoning_fields else None
@@ -50,11 +51,12 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
     )
 
 
-def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check a `response_template`, and return its member `fields`.
+def _validated_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the member `fields` of a response template, after validating the response template.
 
     The keys of `fields` are the parts of a message, such as "tool_calls". The values declare how
-    the model writes these parts.
+    the model writes these parts. Example: {"version": 1, "fields": {"content": {"close": "<end>"}}}
+    gives {"content": {"close": "<end>"}}.
 
     Raises:
         FormatError: The response template is malformed, has an unsupported version, or has an
@@ -86,10 +88,9 @@ def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 def _declare_reasoning(field: Mapping[str, Any]) -> Reasoning:
     """Convert the declaration of the field for reasoning into the reasoning part of a format.
 
-    A declaration may contain several spellings of a marker. A model writes the first spelling, and
-    the other spellings are also recognised.
-
-    Example: {"open": "<think>", "close": "</think>"} gives `Reasoning("<think>", "</think>")`.
+    Example: {"open": "<think>", "close": "</think>"} gives `Reasoning("<think>", "</think>")`. If
+    the declaration contains several spellings of a marker, the first spelling is the main spelling
+    of the result. The parser also recognises the other spellings.
 
     Raises:
         FormatError: The declaration has no opening marker or no closing marker.
@@ -117,11 +118,12 @@ class _ContentMarkers(NamedTuple):
 
 
 def _content_markers(field: Mapping[str, Any]) -> _ContentMarkers:
-    """Return the markers in `field`, the declaration of the field `content`.
+    """Divide the markers in the declaration of the field `content` into two kinds.
 
-    The markers around the content are called the wrapper. If `field` has no opening marker, there
-    is no wrapper, so all closing markers end the model's turn. If `field` has an opening marker,
-    the first closing marker belongs to the wrapper, and the others end the turn.
+    The first kind is the wrapper: the markers around the content. The second kind ends the model's
+    turn. If `field` declares no opening marker, all closing markers end the turn. If `field`
+    declares an opening marker, the first closing marker belongs to the wrapper, and the other
+    closing markers end the turn.
 
     >>> _content_markers({"close": "<end>"})
     _ContentMarkers(wrapper=None, turn_ends=('<end>',))

@@ -23,9 +23,10 @@ _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 def keys_of_transform(transform: object) -> Keys:
     """Return the JSON keys whose values are the name, the arguments and the id of a tool call.
 
-    A transform describes how transformers builds a tool call from the JSON that a model writes. In
-    the example, transformers replaces the placeholder "{content.f}" with the value of the key `f`
-    in this JSON. Dots join the keys of nested objects, as in "function.name".
+    A model writes a tool call as JSON. A transform describes how transformers converts this JSON
+    into a tool call. In the example, transformers replaces the placeholder "{content.f}" with the
+    value of the key `f`, so the value of the key `f` is the name. Dots join the keys of nested
+    objects, as in "function.name".
 
     >>> transform = {"function": {"name": "{content.f}", "arguments": "{content.args}"}}
     >>> keys = keys_of_transform(transform)
@@ -33,16 +34,16 @@ def keys_of_transform(transform: object) -> Keys:
     ('f', 'args')
 
     Args:
-        transform: A rule, or a list of one rule. A rule is one placeholder, such as
-            "{content.tool}", or an object of placeholders. None if the model writes the JSON in the
-            form that transformers returns.
+        transform: A rule, or a list of one rule. A rule is an object of placeholders, or one
+            placeholder, such as "{content.tool}". None if there is no transform, because the model
+            writes the JSON in the form that transformers returns.
 
     Raises:
         FormatError: The transform is malformed, or does not contain the keys.
     """
     is_list_of_one = isinstance(transform, list) and len(transform) == 1
     rule: Any = transform[0] if is_list_of_one else transform  # type: ignore[index]
-    if rule is None:
+    if rule is None:  # The model writes the JSON in the form that transformers returns.
         return Keys(name="function.name", arguments="function.arguments", id="id")
     function = _function_of_rule(rule)
     if isinstance(function, str):
@@ -51,14 +52,14 @@ def keys_of_transform(transform: object) -> Keys:
 
 
 def _function_of_rule(rule: object) -> str | Mapping[str, Any]:
-    """Return the member `function` of a rule, or the whole rule if there is no such member.
+    """Return the part of a rule that describes the called function.
 
     A rule describes how transformers builds a tool call from the JSON that a model writes. The
-    result describes the called function. The result is one placeholder, or an object with
-    placeholders for the name and the arguments.
+    result is the member `function` of the rule, or the whole rule if there is no such member. It is
+    one placeholder, or an object with placeholders for the name and the arguments:
 
-    >>> _function_of_rule({"function": "{content}"}), _function_of_rule("{content}")
-    ('{content}', '{content}')
+    >>> _function_of_rule({"function": "{content}"}), _function_of_rule({"name": "{content.f}"})
+    ('{content}', {'name': '{content.f}'})
 
     Raises:
         FormatError: The result would be neither a string nor an object.
@@ -106,8 +107,8 @@ def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
 def _default_keys_in(function_path: str) -> Keys:
     """Return the paths of the members `name` and `arguments` of the object at `function_path`.
 
-    A path consists of the keys that lead to a value in nested JSON objects. The path "" is the
-    whole JSON object.
+    A path consists of the keys that lead to a value in nested JSON objects, joined by dots. The
+    path "" leads to the whole JSON object.
 
     >>> _default_keys_in("function").name, _default_keys_in("").name
     ('function.name', 'name')
@@ -117,10 +118,10 @@ def _default_keys_in(function_path: str) -> Keys:
 
 
 def _path(placeholder: object) -> str:
-    """Return the path of the JSON value with which transformers replaces a placeholder.
+    """Return the path in a placeholder: the keys that lead to a value in nested JSON objects.
 
-    A path consists of keys that are joined by dots. In a placeholder, "content" is the name of the
-    whole JSON object, so the path does not contain this word.
+    transformers replaces the placeholder with this value. Dots join the keys of the path. In a
+    placeholder, "content" refers to the whole JSON object, so the path does not contain this word.
 
     >>> _path("{content.tool.name}"), _path("{content}")
     ('tool.name', '')

@@ -32,6 +32,7 @@ from nereid_parsers.template.difference import (
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn, prompt_after_header
 from nereid_parsers.template.probe import Prober
+from nereid_parsers.template.thinking_switches import thinking_switches
 
 _USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
 _WORDS = re.compile(r"(\w+)")
@@ -117,7 +118,7 @@ def _rendered_prompts(prober: Prober) -> list[_RenderedPrompt]:
     fails to render the question with this setting.
     """
     prompts = []
-    for switches in prober.thinking_switches():
+    for switches in thinking_switches(prober.template, fixed_variables=prober.kwargs):
         text = prober.render(Conversation(generation_prompt=True, switches=switches))
         if text is not None:
             prompts.append(_RenderedPrompt(switches, text))

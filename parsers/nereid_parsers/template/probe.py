@@ -13,7 +13,6 @@ from nereid_parsers.template.conversation import (
     FIRST_KEY,
     FIRST_TOOL,
     FIRST_VALUE,
-    NO_SWITCHES,
     SECOND_KEY,
     SECOND_TOOL,
     SECOND_VALUE,
@@ -24,7 +23,6 @@ from nereid_parsers.template.conversation import (
     Conversation,
     InputForm,
     ProbeCall,
-    Switches,
     forms_of_calls,
     forms_of_content,
 )
@@ -41,17 +39,6 @@ _CALL_ID = re.compile(r"zq7id000\d")
 _FIRST_CALL_ID = InputForm().call_id(FIRST_TOOL, 0)
 _NUMBER_AFTER_NAME = re.compile(rf"({FIRST_TOOL}|{SECOND_TOOL})([:#.-])\d\b")
 
-_SWITCH_NAME = re.compile(r"think|reason", re.IGNORECASE)
-_NO_SWITCH_NAME = re.compile(
-    r"content|prompt|history|start|end_token|begin|text|token|last|index|parts"
-)
-_EFFORTS = ("high", "low", "none", "enabled", "disabled")
-_SYSTEM_SWITCHES = ("/think", "/no_think")
-# Limits on the number of switches, so that an analysis finishes within its time limit.
-_MAX_SWITCH_NAMES = 4
-_MAX_SWITCH_VALUES = 6
-_MAX_SWITCH_SETTINGS = 20
-
 _UNDEFINED_VARIABLE = re.compile(r"'(\w+)' is undefined")
 
 
@@ -67,7 +54,7 @@ class Prober:
             not known.
         form: The form in which the template expects conversations. For example, `content` is a
             string or a list.
-        refusals: For each conversation that failed to render, the error message.
+        refusals: The error messages of the template, by the conversation that failed to render.
         comparisons: The comparisons that were recorded for the report.
         undecided: Sentences for the report. Each sentence states what could not be inferred, and
             the reason.
@@ -83,16 +70,17 @@ class Prober:
     refusals: dict[Conversation, str] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
-    # The template failed because these variables were undefined. Therefore, all later renderings
-    # set the variables to "".
-    _filled: dict[str, str] = field(default_factory=dict)
+    # The names of variables. The template failed because these variables were undefined, so all
+    # later renderings set them to "".
+    _blank_variables: set[str] = field(default_factory=set)
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
     def render(self, conversation: Conversation, form: InputForm | None = None) -> str | None:
         """Render a conversation with the template and return the text.
 
-        Placeholders (COUNTER_MARK and ID_MARK) replace the numbers and ids of tool calls, so that
-        numbers and ids cause no difference between two renderings. The result is cached.
+        In the text, placeholders (COUNTER_MARK and ID_MARK) replace the numbers and ids of tool
+        calls, so that numbers and ids cause no difference between two renderings. The text is
+        cached.
 
         Args:
             conversation: The conversation.
@@ -111,31 +99,30 @@ class Prober:
     def _render(self, conversation: Conversation, form: InputForm) -> str | None:
         """Render a conversation without using the cache. Return None if the template fails.
 
-        If the template fails because a variable is undefined, the method sets the variable to ""
+        If the template fails because a variable is undefined, the method sets this variable to ""
         and renders the conversation again. In the result, placeholders replace the numbers and ids
-        of tool calls, so that numbers and ids cause no difference between two renderings.
+        of tool calls, see `render`.
 
-        Mutates: `_filled`, the variables that were set to "", and `refusals`, the error messages.
+        Mutates: `_blank_variables`, to which such a variable is added. If the template fails for
+            another reason, the error message is stored in `refusals`.
         """
-        while True:  # Each pass, except the last pass, sets one more variable.
+        while True:  # Each pass, except the last pass, sets one more variable to "".
             try:
                 text = self.template.render(self._variables(conversation, form))
-            except RenderRefused as refusal:
-                error_message = str(refusal)
-                variable = self._undefined_variable(error_message)
-                if variable is None:
-                    self.refusals[conversation] = error_message
-                    return None
-                self._filled[variable] = ""
-            else:
                 return _mask_call_ids(text, form)
+            except RenderRefused as refusal:
+                variable = self._undefined_variable(str(refusal))
+                if variable is None:
+                    self.refusals[conversation] = str(refusal)
+                    return None
+                self._blank_variables.add(variable)
 
     def _variables(self, conversation: Conversation, form: InputForm) -> dict[str, Any]:
         """Return the template variables for a conversation, such as `messages` and `tools`.
 
-        Three sources may set the same variable. A thinking switch of the conversation, such as
-        enable_thinking=False, has the highest priority, then `kwargs`, and then `_filled`.
-        `_filled` contains the variables that are set to "" because the template fails without them.
+        Three sources may set one variable. The highest priority has a thinking switch of the
+        conversation, such as enable_thinking=False. The second source is `kwargs`. The last source
+        is `_blank_variables`: the template fails without these variables, so they are set to "".
 
         Args:
             conversation: The conversation.
@@ -151,26 +138,24 @@ class Prober:
             "add_generation_prompt": conversation.generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
-            **self._filled,
+            **dict.fromkeys(self._blank_variables, ""),
             **self.kwargs,
             **dict(conversation.switches.variables),
         }
 
     def _undefined_variable(self, error_message: str) -> str | None:
-        """Return the undefined variable that an error message of the template names.
+        """Return the undefined variable that an error message of the template names, or None.
 
-        Example: the message "UndefinedError: 'today' is undefined" gives "today". Some templates
-        read such variables, which only the model's own code sets. The prober sets the variable to
-        "", and renders the conversation again.
-
-        Return None for any other error. Also return None if setting the variable cannot help: the
-        name is not a variable of the template, or the variable was already set.
+        Example: the message "UndefinedError: 'today' is undefined" gives "today". The caller sets
+        the variable to "" and renders the conversation again. Therefore, the result is None if this
+        cannot help, because the name is not a variable of the template, or because the variable is
+        already set to "". The result is also None for any other error message.
         """
         match = _UNDEFINED_VARIABLE.search(error_message)
         if match is None:
             return None
         name = match.group(1)
-        can_be_set = name in self.template.names and name not in self._filled
+        can_be_set = name in self.template.names and name not in self._blank_variables
         return name if can_be_set else None
 
     def record(
@@ -219,11 +204,11 @@ class Prober:
     # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> InputForm | None:
-        """Return the first form of messages in which the template renders content.
+        """Return the form in which the template expects the content of messages, or None.
 
-        Templates expect content in different forms. For example, `content` is a string or a list.
-        A form is accepted if the rendered text contains the question and the content. Return None
-        if the template accepts no form.
+        For example, `content` is a string or a list. The method renders a question and an answer in
+        all possible forms. The result is the first form for which the rendered text contains the
+        question and the answer.
         """
         conversation = Conversation(AssistantMessage(CONTENT_TEXT))
         for form in forms_of_content():
@@ -233,12 +218,12 @@ class Prober:
         return None
 
     def find_call_form(self) -> InputForm | None:
-        """Return the first form of messages in which the template renders a whole tool call.
+        """Return the form in which the template expects content and tool calls, or None.
 
-        Templates expect tool calls in different forms. For example, the arguments of a tool call
-        are an object or a JSON string. The method combines the attribute `form`, which is the form
-        of the content, with each form of tool calls. Return None if the template renders a whole
-        tool call in none of these forms.
+        For example, the arguments of a tool call are an object or a JSON string. The attribute
+        `form` already contains the form of the content. The method combines `form` with each form
+        of tool calls. The result is the first combination for which the rendered text contains a
+        whole tool call.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
@@ -251,10 +236,11 @@ class Prober:
         """Render a conversation that offers tools, and return only the text of the answer.
 
         Most templates list the offered tools before the question, but some templates list them
-        after the answer. The method also renders the question without an answer, to find out which
-        text follows the answer. Example: the renderings "QUESTION ANSWER <tools>..</tools>" and
-        "QUESTION <tools>..</tools>" give " ANSWER". Return "" if the template fails to render the
-        conversation.
+        after the answer. To find this list, the method also renders the question without an answer.
+        Example: the renderings "QUESTION ANSWER <tools>..</tools>" and "QUESTION <tools>..</tools>"
+        give " ANSWER".
+
+        Return "" if the template fails to render the conversation.
         """
         text = self.render(conversation, form)
         if text is None:
@@ -263,74 +249,6 @@ class Prober:
         answer_and_tools = text_after_last(text, USER_TEXT)
         tools_at_end = text_after_last(text_without_answer, USER_TEXT)
         return drop_common_suffix(answer_and_tools, tools_at_end)
-
-    # ---- the thinking switches -------------------------------------------------------------------
-
-    def thinking_switches(self) -> list[Switches]:
-        """Return the settings of the thinking switches with which the analysis renders prompts.
-
-        A thinking switch turns thinking on or off. It is a template variable such as
-        `enable_thinking`, or the word "/think" or "/no_think" in the system message. Example: if
-        `enable_thinking` is the only switch of the template, the result contains three settings: no
-        switch is set, enable_thinking=True, and enable_thinking=False.
-        """
-        names = self._switch_names()
-        # Some templates render reasoning only if several switches are on.
-        all_switches = _all_on_and_all_off(names) if len(names) > 1 else []
-        one_switch = [
-            Switches(((name, value),)) for name in names for value in self._switch_values(name)
-        ]
-        settings = [NO_SWITCHES, *all_switches, *one_switch, *self._system_switches()]
-        return settings[:_MAX_SWITCH_SETTINGS]
-
-    def _switch_names(self) -> list[str]:
-        """Return the template variables that turn thinking on or off, such as `enable_thinking`.
-
-        The variables in `kwargs` are omitted, because their values are fixed.
-        """
-        names = sorted(name for name in self.template.names if is_thinking_switch(name))
-        return [name for name in names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
-
-    def _system_switches(self) -> list[Switches]:
-        """Return the settings that turn thinking on or off with a word in the system message.
-
-        The words are "/think" and "/no_think". The result contains one setting for each of these
-        words that the template contains.
-        """
-        template_text = "\n".join(self.template.literals)
-        return [Switches(system=word) for word in _SYSTEM_SWITCHES if word in template_text]
-
-    def _switch_values(self, name: str) -> list[Any]:
-        """Return the values that the analysis tries for the template variable `name`.
-
-        The variable turns thinking on or off. The first values are the constants with which the
-        template compares the variable. Then the usual values follow: True and False, or words such
-        as "high" and "low". Example: for `thinking_mode` in a template with
-        `{% if thinking_mode == "fast" %}`, the result is ["fast", "high", "low", ..].
-        """
-        constants = self.template.compared.get(name, ())
-        compared_values = [value for value in constants if isinstance(value, str | int)]
-        is_effort = "effort" in name or "mode" in name  # such as `reasoning_effort`
-        usual_values: tuple[Any, ...] = _EFFORTS if is_effort else (True, False)
-        # The dict removes duplicates. The keys are texts, because True and 1 would be equal keys.
-        value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
-        return list(value_by_text.values())[:_MAX_SWITCH_VALUES]
-
-
-def is_thinking_switch(name: str) -> bool:
-    """Return whether a template variable with this name may turn thinking on or off.
-
-    >>> is_thinking_switch("enable_thinking"), is_thinking_switch("reasoning_content")
-    (True, False)
-    """
-    return bool(_SWITCH_NAME.search(name)) and not _NO_SWITCH_NAME.search(name)
-
-
-def _all_on_and_all_off(names: list[str]) -> list[Switches]:
-    """Return two settings: all given template variables are True, and all of them are False."""
-    all_on = Switches(tuple((name, True) for name in names))
-    all_off = Switches(tuple((name, False) for name in names))
-    return [all_on, all_off]
 
 
 def _mask_call_ids(text: str, form: InputForm) -> str:

@@ -35,8 +35,8 @@ from nereid_parsers.template.difference import (
 )
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.reasoning_in_prompts import (
-    compare_instructions,
-    compare_thinking_switch,
+    find_markers_in_instructions,
+    find_markers_in_prompts,
     first_occurring,
 )
 from nereid_parsers.template.reasoning_markers import (
@@ -66,35 +66,37 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
 
     Mutates: `turn.prober`, which records comparisons and undecided questions for the report.
     """
-    findings = find_rendered_reasoning(turn)  # These findings contain no markers yet.
+    findings = find_rendered_reasoning(turn)  # The markers are still missing.
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
     part = replace(markup.part, opener=_infer_opener(turn, markup.part))
     if findings.conversation is not None:
         # A tool call may end the reasoning without a closing marker.
-        interrupted_by = compare_reasoning_before_call(turn, part, findings.conversation)
-        part = replace(part, interrupted_by=interrupted_by)
+        interruptions = find_interruptions(turn, part, findings.conversation)
+        part = replace(part, interrupted_by=interruptions)
     return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 
 def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
-    """Find the markers of reasoning, such as `<think>` and `</think>`, or return None.
+    """Return the markers of reasoning, such as `<think>` and `</think>`, or None.
 
-    Four searches are tried in order: in a rendered message with reasoning, in the generation
-    prompts, in the instructions of a prompt, and in the source of the template. The first search
-    that finds markers gives the result.
+    The markers are searched in four places: a rendered message with reasoning, the generation
+    prompts, the instructions of a prompt, and the source of the template. The first place that
+    contains markers gives the result.
+
+    Mutates: `turn.prober`, which records the successful search for the report.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders conversations.
-        conversation: A conversation whose reasoning the template renders. If there is none, the
-            argument is None, and the first search is omitted.
+        conversation: A conversation whose reasoning the template renders. If the template renders
+            no reasoning, the argument is None, and no rendered message is searched.
     """
     if conversation is not None:
-        markup = compare_reasoning_presence(turn, conversation)
+        markup = find_markers_in_message(turn, conversation)
         if markup is not None:
             return markup
-    for search in (compare_thinking_switch, compare_instructions, search_source):
+    for search in (find_markers_in_prompts, find_markers_in_instructions, find_markers_in_source):
         markup = search(turn)
         if markup is not None:
             return markup
@@ -104,20 +106,18 @@ def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> Reasonin
 def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
     r"""Find out whether the prompt or the model writes the opening marker of reasoning.
 
-    Return `Opener.PROMPT` if the default prompt ends with open reasoning, as in
-    "<|im_start|>assistant\n<think>\n". Otherwise, return `Opener.MODEL`.
+    Return `Opener.PROMPT` if the default prompt opens reasoning and does not close the reasoning,
+    as in "<|im_start|>assistant\n<think>\n". Otherwise, return `Opener.MODEL`.
     """
-    default = turn.prompts[0].after_header if turn.prompts else ""
-    is_open = part.open.strip() in default and part.close.strip() not in default
+    prompt_end = turn.prompts[0].after_header if turn.prompts else ""  # such as "<think>\n"
+    is_open = part.open.strip() in prompt_end and part.close.strip() not in prompt_end
     return Opener.PROMPT if is_open else Opener.MODEL
 
 
 # ---- R1: a message without and with reasoning ---------------------------------------------------
 
 
-def compare_reasoning_presence(
-    turn: ModelTurn, conversation: Conversation
-) -> ReasoningMarkup | None:
+def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> ReasoningMarkup | None:
     """Find the markers around the reasoning in a rendered message.
 
     Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`. The
@@ -127,74 +127,75 @@ def compare_reasoning_presence(
         turn: The text around the model's answers. `turn.prober` renders the conversations.
         conversation: A conversation whose answer has reasoning. The template renders the reasoning.
 
-    Mutates: `turn.prober`, which records the comparison. If a marker is missing, the prober records
-        an undecided question instead.
+    Mutates: `turn.prober`, which records the two messages for the report. If a marker is missing,
+        the prober records an undecided question instead.
 
     Returns:
         The markers around the reasoning and around the content. None if the opening marker or the
         closing marker of reasoning is missing.
     """
-    answer = conversation.answer or AssistantMessage()
-    around = _cut_at_reasoning(turn, conversation, has_content=bool(answer.content))
+    around = _cut_at_reasoning(turn, conversation)
     pair = _markers_of_reasoning(turn, around)
     if not pair.opening or not pair.closing.strip():
         turn.prober.record_undecided(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
-            f"between {around.before!r} and {around.between!r}."
+            f"between {around.before!r} and {around.after_reasoning!r}."
         )
         return None
     turn.prober.record(
         "R1 reasoning presence",
         "The message has reasoning.",
-        left=replace(conversation, answer=replace(answer, reasoning="")),
+        left=_without_reasoning(conversation),
         right=conversation,
         finding=f"Reasoning is written between {pair.opening!r} and {pair.closing!r}.",
     )
     header = turn.header.strip()
-    markup = declare_reasoning(pair.opening, pair.closing, header, around.between)
+    markup = declare_reasoning(pair, header, around.after_reasoning)
     return replace(markup, wrapper=_wrapper_after_reasoning(around, pair.closing, header))
 
 
-class _TextAroundReasoning(NamedTuple):
-    """The text around the reasoning of a rendered message.
+def _without_reasoning(conversation: Conversation) -> Conversation:
+    """Return a copy of a conversation in which the answer has no reasoning."""
+    answer = conversation.answer or AssistantMessage()
+    return replace(conversation, answer=replace(answer, reasoning=""))
 
-    Example: the text "<think>REASONING</think><answer>CONTENT</answer>" has `before` "<think>",
-    `between` "</think><answer>" and `after_content` "</answer>".
+
+class _TextAroundReasoning(NamedTuple):
+    """The markup around the reasoning and the content of a rendered message.
+
+    Example: "<think>REASONING</think><answer>CONTENT</answer>" has `before` "<think>",
+    `after_reasoning` "</think><answer>" and `after_content` "</answer>".
 
     Attributes:
         before: The text before the reasoning.
-        between: The text between the reasoning and the next part of the message. The next part is
-            the content, or the name of the called function.
+        after_reasoning: The text between the reasoning and the content. If the message has no
+            content, the text between the reasoning and the name of the called function.
         after_content: The text after the content. None if the message has no content.
     """
 
     before: str
-    between: str
+    after_reasoning: str
     after_content: str | None
 
 
-def _cut_at_reasoning(
-    turn: ModelTurn, conversation: Conversation, *, has_content: bool
-) -> _TextAroundReasoning:
-    """Render a message, and return the texts before and after its reasoning.
+def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroundReasoning:
+    """Render the answer of a conversation, and return the markup around the answer's reasoning.
 
-    Example: the rendering "<think>REASONING</think><answer>CONTENT</answer>" gives `before`
-    "<think>", `between` "</think><answer>" and `after_content` "</answer>". If the message has a
-    tool call instead of content, `between` ends at the function's name, and `after_content` is
-    None.
+    Example: the rendered answer "<think>REASONING</think><answer>CONTENT</answer>" is cut into
+    `before` "<think>", `after_reasoning` "</think><answer>" and `after_content` "</answer>".
 
     Args:
-        turn: The text around the model's answers. `turn.prober` renders the message.
-        conversation: A conversation whose answer is the message.
-        has_content: Whether the message has content. Otherwise, the message has a tool call.
+        turn: The text around the model's answers. `turn.prober` renders the answer.
+        conversation: A conversation whose answer has reasoning, and also content or a tool call.
     """
     text = turn.text_after_header(conversation) or ""
-    before, _, after_reasoning = text.partition(REASONING_TEXT)
+    before, _, rest = text.partition(REASONING_TEXT)
+    has_content = conversation.answer is not None and bool(conversation.answer.content)
     if has_content:
-        between, _, after_content = after_reasoning.partition(CONTENT_TEXT)
-        return _TextAroundReasoning(before, between, after_content)
-    between, _, _ = after_reasoning.partition(FIRST_TOOL)
-    return _TextAroundReasoning(before, between, after_content=None)
+        after_reasoning, _, after_content = rest.partition(CONTENT_TEXT)
+        return _TextAroundReasoning(before, after_reasoning, after_content)
+    after_reasoning, _, _ = rest.partition(FIRST_TOOL)
+    return _TextAroundReasoning(before, after_reasoning, after_content=None)
 
 
 def _wrapper_after_reasoning(
@@ -207,14 +208,15 @@ def _wrapper_after_reasoning(
     also precede the content, but they are not markers of the content.
 
     Args:
-        around: The texts around the reasoning of a rendered message.
+        around: The texts around the reasoning and the content of the message. If the message has no
+            content, the result is None.
         closing: The closing marker of reasoning, such as `</think>`.
         header: The text that opens an assistant message, such as `<|assistant|>`, or "". Some
             templates repeat this text before the content.
     """
     if around.after_content is None:
-        return None  # The message has no content.
-    after_closing = around.between.removeprefix(closing)
+        return None
+    after_closing = around.after_reasoning.removeprefix(closing)
     before_content = after_closing.replace(header, "") if header else after_closing
     return content_wrapper(before_content, around.after_content)
 
@@ -224,9 +226,13 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
 
     Example: if the rendered message is "<think>REASONING</think>CONTENT", the markers are `<think>`
     and `</think>`.
+
+    Args:
+        turn: The generation prompts, which may contain the opening marker, and the template.
+        around: The texts around the reasoning of the rendered message.
     """
     opening = _opening_before_reasoning(turn, around.before)
-    closing = closing_marker(around.between, opening)
+    closing = closing_marker(around.after_reasoning, opening)
     if not opening:
         # The opening marker may be derived from the closing marker: `<think>` from `</think>`.
         opening = first_occurring(turn, opening_spellings(closing.strip()))
@@ -236,96 +242,93 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
 def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
     r"""Return the opening marker of reasoning, such as `<think>`, or "" if there is none.
 
-    Usually, the opening marker is a part of the rendered message. If the prompt already contains
-    the opening marker, the message starts directly with the reasoning. Example: if `before` is ""
-    and a generation prompt ends with "<|assistant|><think>\n", the result is "<think>\n".
+    Usually, the rendered message contains the opening marker. In some templates, the prompt ends
+    with this marker, so the message starts directly with the reasoning. Example: `before` is "",
+    and the prompt ends with "<|assistant|><think>\n". The result is "<think>\n".
 
     Args:
-        turn: The generation prompts, and the header `<|assistant|>` before the model's answer.
+        turn: The prompts of the template. Each prompt ends with the header of the model's answer,
+            such as `<|assistant|>`, and with the text after this header.
         before: The text of the rendered message before the reasoning.
     """
     if before.strip():
         return last_opening(before)
-    for prompt in turn.prompts:
-        opening = first_opening(prompt.after_header)
-        if opening:
-            return opening
-    return ""
+    openings = [first_opening(prompt.after_header) for prompt in turn.prompts]
+    return next((opening for opening in openings if opening), "")
 
 
 # ---- R4: the template's source ------------------------------------------------------------------
 
 
-def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
-    """Search the string constants of the template for markers of reasoning.
+def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
+    """Find the markers of reasoning in the string constants of the template.
 
-    Example: with the expression `content.split('</think>')`, a template removes the reasoning from
-    earlier messages. The constant `</think>` is the closing marker of reasoning, and the opening
-    marker `<think>` is derived from the closing marker. The report shows the finding with the label
-    R4.
+    Example: a template contains the expression `content.split('</think>')`, which removes the
+    reasoning from earlier messages. The constant `</think>` is the closing marker of reasoning. The
+    opening marker `<think>` is derived from the closing marker.
 
-    Mutates: `turn.prober`, which records the finding.
+    Mutates: `turn.prober`, which records the finding for the report, with the label R4.
 
     Returns:
         The markers in the first constant that contains markers of reasoning, or None.
     """
     for literal in turn.prober.template.literals:
         reasoning_pair = named_pair(literal)
-        if reasoning_pair is not None:
-            turn.prober.record_finding(
-                "R4 source",
-                f"A string constant of the template contains {reasoning_pair.closing!r}.",
-            )
-            # The constant may also contain the markers around the content: `<answer></answer>`.
-            other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
-            return markup_of_pairs(reasoning_pair, other_pairs)
+        if reasoning_pair is None:
+            continue
+        turn.prober.record_finding(
+            "R4 source",
+            f"A string constant of the template contains {reasoning_pair.closing!r}.",
+        )
+        # The constant may also contain the markers around the content: `<answer></answer>`.
+        other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
+        return markup_of_pairs(reasoning_pair, other_pairs)
     return None
 
 
 # ---- R5: reasoning before a call ----------------------------------------------------------------
 
 
-def compare_reasoning_before_call(
+def find_interruptions(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
     """Return the marker of a tool call that ends reasoning without a closing marker.
 
     Some templates omit the closing marker of reasoning, such as `</think>`, before a tool call.
     Example: in "<think>REASONING<tool_call>..", the marker `<tool_call>` ends the reasoning. The
-    parser must then end the reasoning at `<tool_call>`. The report shows this message next to the
-    message without reasoning, with the label R5.
+    parser must then end the reasoning at `<tool_call>`.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
         part: The markers of reasoning.
         conversation: A conversation whose reasoning the template renders.
 
-    Mutates: `turn.prober`, which records the comparison. If no marker is between the reasoning and
-        the tool call, the prober records an undecided question instead.
+    Mutates: `turn.prober`. If there is such a marker, the prober records the message next to the
+        message without reasoning, with the label R5. If no marker at all is between the reasoning
+        and the tool call, the prober records an undecided question.
 
     Returns:
         A tuple with the marker, as the value of `Reasoning.interrupted_by`. The tuple is empty if
-        the template writes the closing marker, or if no marker is found.
+        the template writes the closing marker, or if there is no marker.
     """
-    call_only = AssistantMessage(calls=ONE_CALL)
-    without_reasoning = replace(conversation, answer=call_only, tools=True)
-    with_reasoning = replace(without_reasoning, answer=replace(call_only, reasoning=REASONING_TEXT))
+    answer = AssistantMessage(reasoning=REASONING_TEXT, calls=ONE_CALL)
+    with_reasoning = replace(conversation, answer=answer, tools=True)
     rendered_message = turn.text_after_header(with_reasoning) or ""
-    between = text_between(rendered_message, REASONING_TEXT, FIRST_TOOL)
-    if between is None or part.close.strip() in between:
+    before_call = text_between(rendered_message, REASONING_TEXT, FIRST_TOOL)
+    if before_call is None or part.close.strip() in before_call:
         return ()  # The message is not rendered, or the template writes the closing marker.
-    markers_between = markers(between)
-    if not markers_between:
+    markers_before_call = markers(before_call)
+    if not markers_before_call:
         turn.prober.record_undecided(
             "R5: The end of reasoning before a call cannot be recognised, because no marker is "
             "written between the reasoning and the call."
         )
         return ()
-    interruption = markers_between[0]  # such as `<tool_call>`
+    interruption = markers_before_call[0]  # such as `<tool_call>`
     turn.prober.record(
         "R5 reasoning before a call",
         "The message has reasoning.",
-        left=without_reasoning,
+        left=_without_reasoning(with_reasoning),
         right=with_reasoning,
         finding=f"{interruption!r} ends reasoning that has no closing marker.",
     )

@@ -27,7 +27,7 @@ from nereid_parsers.template.reasoning_markers import (
 )
 
 
-def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
+def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
     r"""Find the markers of reasoning in the generation prompts.
 
     A generation prompt is the text at the end of a prompt that opens the model's answer. `turn`
@@ -35,9 +35,8 @@ def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
     `enable_thinking=False`. Example: if the generation prompt ends with "<think>\n\n</think>\n\n",
     the markers are `<think>\n` and `\n</think>\n\n`.
 
-    The report shows this prompt next to the default prompt, with the label R2.
-
-    Mutates: `turn.prober`, which records the comparison.
+    Mutates: `turn.prober`, which records this prompt and the default prompt for the report, with
+        the label R2.
 
     Returns:
         The markers in the first prompt that contains markers of reasoning, or None.
@@ -59,25 +58,17 @@ def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
     return None
 
 
-def _add_line_breaks(closing: str, opening: str) -> str:
-    r"""Return the closing marker with the line breaks that a model probably writes around it.
-
-    If a line break follows the opening marker, each of the two markers is probably on a line of its
-    own.
-
-    >>> _add_line_breaks("</think>", "<think>\n"), _add_line_breaks("</think>", "<think>")
-    ('\n</think>\n\n', '</think>')
-    """
-    is_on_own_line = opening.endswith("\n")
-    return f"\n{closing}\n\n" if is_on_own_line else closing
-
-
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """Return the closing marker of the reasoning that `prompt` opens.
+    """Return the closing marker of the reasoning that `prompt` opens, or "".
 
-    A prompt ends with the header of an assistant message, such as `<|assistant|>`. Only the text
-    after the header is searched. The first marker of this text may open reasoning. Example: the
-    prompt "..<|assistant|><think>" opens reasoning with `<think>`, and the result is `</think>`.
+    The first marker after the header of the model's answer may open reasoning. Example: the prompt
+    "..<|assistant|><think>" has the header `<|assistant|>` and opens reasoning with `<think>`. The
+    result is `</think>`. The first marker is accepted as an opening marker in three cases:
+
+    - The name of the marker refers to thinking.
+    - The second marker is the closing marker of the first marker, as in `<notes></notes>`.
+    - A thinking switch has added the marker to the prompt, and the template contains a closing
+      marker of this marker.
 
     Args:
         turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
@@ -86,41 +77,39 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     Returns:
         The closing marker, or "" if the prompt does not open reasoning.
     """
-    opening, next_marker = first_two(markers(prompt.after_header))  # A missing marker is "".
-    if is_thinking_marker(opening):
-        return next_marker or _closing_of_name(turn, opening)
-    possible_closings = closing_spellings(opening)
-    if next_marker in possible_closings:
-        return next_marker  # The prompt contains an empty block, such as `<notes></notes>`.
-    # The name of the opening marker, such as `<notes>`, does not refer to thinking. The marker is
-    # accepted only if a thinking switch has changed the prompt.
-    is_added_by_switch = prompt.after_header != turn.prompts[0].after_header
-    return first_occurring(turn, possible_closings) if is_added_by_switch else ""
+    first, second = first_two(markers(prompt.after_header))  # A missing marker is "".
+    possible_closings = closing_spellings(first)
+    if is_thinking_marker(first):
+        default_closing = possible_closings[0] if possible_closings else ""
+        return second or first_occurring(turn, possible_closings) or default_closing
+    if second in possible_closings:
+        return second
+    is_changed_by_switch = prompt.after_header != turn.prompts[0].after_header
+    return first_occurring(turn, possible_closings) if is_changed_by_switch else ""
 
 
-def _closing_of_name(turn: ModelTurn, opening: str) -> str:
-    """Derive the closing marker from the name of an opening marker: `</think>` from `<think>`.
+def _add_line_breaks(closing: str, opening: str) -> str:
+    r"""Return the closing marker with the line breaks that a model probably writes around it.
 
-    Some opening markers have several possible closing markers: `<|END_THINKING|>` and
-    `</|START_THINKING|>` for `<|START_THINKING|>`. The result is the first closing marker that the
-    template or a generation prompt contains. If they contain none, the result is the first possible
-    closing marker. The result is "" if no closing marker can be derived.
+    If a line break follows the opening marker, the closing marker is probably on a line of its own,
+    before an empty line. Otherwise, the closing marker is returned unchanged.
+
+    >>> _add_line_breaks("</think>", "<think>\n"), _add_line_breaks("</think>", "<think>")
+    ('\n</think>\n\n', '</think>')
     """
-    possible_closings = closing_spellings(opening)
-    first_spelling = possible_closings[0] if possible_closings else ""
-    return first_occurring(turn, possible_closings) or first_spelling
+    is_on_own_line = opening.endswith("\n")
+    return f"\n{closing}\n\n" if is_on_own_line else closing
 
 
-def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
+def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
     """Find the markers of reasoning in the instructions that a thinking switch adds to a prompt.
 
     A thinking switch is a template variable such as `enable_thinking`. Example: the switch adds the
     instruction "Write <think></think> and <answer></answer>". The markers `<think>` and `</think>`
     enclose the reasoning, and the markers `<answer>` and `</answer>` enclose the content.
 
-    The report shows this prompt next to the default prompt, with the label R3.
-
-    Mutates: `turn.prober`, which records the comparison.
+    Mutates: `turn.prober`, which records this prompt and the default prompt for the report, with
+        the label R3.
 
     Returns:
         The markers, or None if no switch adds an instruction with markers of reasoning.
@@ -147,9 +136,8 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
 
     Example: the default prompt is "Hello.", and `prompt` is "Write <think></think> and
     <answer></answer>. Hello." The result contains the pairs `<think></think>` and
-    `<answer></answer>`. In instructions about thinking, the first pair encloses the reasoning. If
-    the name of the first pair does not refer to thinking, the instructions have another purpose,
-    and the result is [].
+    `<answer></answer>`. The caller assumes that the first pair encloses the reasoning, so the
+    result is [] if the name of the first pair does not refer to thinking.
 
     Args:
         default: The prompt with the default values of the thinking switches.
@@ -166,9 +154,13 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
 def first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
     """Return the first candidate that occurs in the template or in a generation prompt, or "".
 
-    A generation prompt is the text at the end of a prompt that opens the model's answer. Example:
-    the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only "</think>".
-    The result is "</think>".
+    Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only
+    "</think>". The result is "</think>".
+
+    Args:
+        turn: The compiled template, and the generation prompts. A generation prompt is the text at
+            the end of a prompt that opens the model's answer.
+        candidates: The markers, the most probable marker first.
     """
     texts = [*turn.prober.template.literals, *(prompt.after_header for prompt in turn.prompts)]
     for candidate in candidates:

@@ -23,6 +23,9 @@ from nereid_parsers.template.difference import (
 )
 
 _THINKING_WORDS = ("think", "thought", "reason", "inner")
+# Matches a marker at the start of a text, and the white space around the marker.
+_LEADING_MARKER = re.compile(rf"\s*(?:{MARKER.pattern})\s*")
+_SPACES = re.compile(r"(\s+)")
 
 
 class MarkerPair(NamedTuple):
@@ -62,21 +65,21 @@ def is_thinking_marker(marker: str) -> bool:
 
 
 def last_opening(before: str) -> str:
-    r"""Return the opening marker of reasoning, which is the last marker before the reasoning.
+    r"""Return the text that opens the reasoning: usually the last marker before the reasoning.
 
     A marker is a piece of markup such as `<think>`. The white space around the marker is a part of
-    the result:
+    the result, because the white space is a part of the format:
 
     >>> last_opening("Hello.\n<think>\n")
     '\n<think>\n'
 
-    If markers and words are joined without white space, they open the reasoning together:
+    Markers and words that are joined to the last marker without white space belong to the result:
 
     >>> last_opening("Hello. <|open|>think<|sep|>")
     ' <|open|>think<|sep|>'
 
-    If white space and words follow the last marker, these words open the reasoning. If there is no
-    marker, the whole text opens the reasoning, without the line breaks at its start:
+    If white space and then words follow the last marker, these words open the reasoning. If there
+    is no marker, the whole text opens the reasoning, without the line breaks at its start:
 
     >>> last_opening("<|start|>\nI think:\n"), last_opening("\nI think:\n")
     ('\nI think:\n', 'I think:\n')
@@ -84,150 +87,122 @@ def last_opening(before: str) -> str:
     Args:
         before: The text of the rendered message before the reasoning.
     """
-    matches = list(MARKER.finditer(before))
-    if not matches:
+    all_markers = list(MARKER.finditer(before))
+    if not all_markers:
         return before.lstrip("\n")
-    last_marker = matches[-1]
+    last_marker = all_markers[-1]
+    before_marker = before[: last_marker.start()]
     after_marker = before[last_marker.end() :]
     has_space_and_words = bool(after_marker.strip()) and after_marker[0].isspace()
     if has_space_and_words:
         return after_marker
-    return _joined_opening(before, last_marker)
-
-
-def _joined_opening(before: str, last_marker: re.Match[str]) -> str:
-    r"""Return the markers and words that open reasoning and are joined without white space.
-
-    The opening text starts after the last white space that precedes the end of `last_marker`. The
-    white space around the opening text is a part of the result:
-
-    >>> text = "Hi. <|open|>think<|sep|>\n"
-    >>> _joined_opening(text, list(MARKER.finditer(text))[-1])
-    ' <|open|>think<|sep|>\n'
-
-    If the last marker itself contains white space, as `<start think>` does, the opening text starts
-    with this marker.
-
-    Args:
-        before: The text of the rendered message before the reasoning.
-        last_marker: The match of the last marker in `before`.
-    """
-    text_to_marker = before[: last_marker.end()]
-    text_after_space = text_to_marker.split()[-1]
-    start_after_space = len(text_to_marker) - len(text_after_space)
-    # If the last marker contains white space, the marker starts before this white space.
-    opening_start = min(start_after_space, last_marker.start())
-    text_before_opening = before[:opening_start].rstrip()
-    return before.removeprefix(text_before_opening)
+    # The split keeps the white space: "Hello. <|open|>think" gives "Hello.", " ", "<|open|>think".
+    words_and_spaces = _SPACES.split(before_marker)
+    joined_to_marker = "".join(words_and_spaces[-2:])  # the last white space and the last word
+    return joined_to_marker + last_marker.group() + after_marker
 
 
 def first_opening(after_header: str) -> str:
-    r"""Return the opening marker of reasoning, such as `<think>`, at the end of a prompt.
+    r"""Return the text with which the end of a prompt opens reasoning, such as `<think>`, or "".
 
-    The end of a prompt opens the model's answer: the header `<|assistant|>`, and sometimes the
-    start of the reasoning. The first marker after the header opens the reasoning. If words precede
-    the first marker, these words open the reasoning instead:
+    A prompt ends with the header of the model's answer, such as `<|assistant|>`. After the header,
+    some prompts contain the start of the reasoning. Usually, the first marker after the header
+    opens the reasoning. If words precede this marker, the words open the reasoning:
 
     >>> first_opening("<think>\n</think>"), first_opening("I think:\n<end>")
     ('<think>\n', 'I think:\n')
 
     Args:
-        after_header: The text of the prompt after the header. The result is "" if this text is
-            blank.
+        after_header: The text of the prompt after the header. If this text is blank, the prompt
+            opens no reasoning, and the result is "".
     """
     opening = _words_or_marker_at_start(after_header)
     return opening if opening.strip() else ""
 
 
-def closing_marker(between: str, opening: str) -> str:
+def closing_marker(after_reasoning: str, opening: str) -> str:
     r"""Return the closing marker of reasoning, with the white space around the marker.
 
     Usually, the first marker after the reasoning is the closing marker:
 
-    >>> closing_marker("\n</think>\n\n<response>", "<think>\n")
+    >>> closing_marker("\n</think>\n\n<response>", opening="<think>\n")
     '\n</think>\n\n'
 
     If several markers and words open the reasoning, several markers and words also close the
     reasoning:
 
-    >>> closing_marker("<|close|>think<|sep|><|open|>", "<|open|>think<|sep|>")
+    >>> closing_marker("<|close|>think<|sep|><|open|>", opening="<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
 
     If words precede the first marker, these words close the reasoning:
 
-    >>> closing_marker("I am done.\n<b>", "I think:\n")
+    >>> closing_marker("I am done.\n<b>", opening="I think:\n")
     'I am done.\n'
 
     Args:
-        between: The text between the reasoning and the next part of the message. If this text
-            contains no marker, the result is the whole text.
+        after_reasoning: The text between the reasoning and the next part of the message. If this
+            text contains no marker, the result is the whole text.
         opening: The text that opens the reasoning, such as `<think>`.
     """
-    markers_and_words = compound_closing(between, opening.strip())
-    return markers_and_words or _words_or_marker_at_start(between)
+    markers_and_words = compound_closing(after_reasoning, opening.strip())
+    return markers_and_words or _words_or_marker_at_start(after_reasoning)
 
 
 def _words_or_marker_at_start(text: str) -> str:
     r"""Return the words or the marker at the start of `text`, with the white space around them.
 
     Most templates write a marker, such as `</think>`, before or after the reasoning. Some templates
-    write words in the place of this marker. If `text` starts with words, return the words before
-    the first marker. If `text` starts with a marker, return only the first marker:
+    write words in the place of this marker. If `text` starts with a marker, return this marker. If
+    `text` starts with words, return the text before the first marker:
 
-    >>> _words_or_marker_at_start("I am done.\n<a><b>"), _words_or_marker_at_start("\n<a>\n<b>")
-    ('I am done.\n', '\n<a>\n')
+    >>> _words_or_marker_at_start("\n<a>\n<b>"), _words_or_marker_at_start("I am done.\n<a><b>")
+    ('\n<a>\n', 'I am done.\n')
 
     A text without markers is returned unchanged.
     """
-    first_marker = MARKER.search(text)
-    if first_marker is None:
-        return text
-    words = text[: first_marker.start()]
-    if words.strip():
-        return words
-    after_marker_and_space = text[first_marker.end() :].lstrip()
-    return text.removesuffix(after_marker_and_space)
+    marker_at_start = _LEADING_MARKER.match(text)
+    if marker_at_start is not None:
+        return marker_at_start.group()
+    text_before_marker, *_ = MARKER.split(text, maxsplit=1)
+    return text_before_marker
 
 
-def declare_reasoning(
-    opening: str, closing: str, header: str, after_reasoning: str
-) -> ReasoningMarkup:
+def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> ReasoningMarkup:
     """Declare the markers around the reasoning, and a header that follows the reasoning.
 
     A header is the text that opens an assistant message. Some templates write the header a second
     time, between the reasoning and the content. The model then writes the second header itself, and
     the parser must remove this header from the output:
 
-    >>> text = "</think><|assistant|>"
-    >>> declare_reasoning("<think>", "</think>", "<|assistant|>", text).inner_headers
+    >>> pair = MarkerPair("<think>", "</think>")
+    >>> declare_reasoning(pair, "<|assistant|>", "</think><|assistant|>").inner_headers
     ('<|assistant|>',)
 
     Args:
-        opening: The opening marker of reasoning.
-        closing: The closing marker of reasoning.
+        pair: The opening marker and the closing marker of reasoning.
         header: The header of the model's messages, or "".
         after_reasoning: The text between the reasoning and the next part of the message.
     """
-    also_open = shorter_openings(opening, other_markup=closing + header)
+    also_open = shorter_openings(pair.opening, other_markup=pair.closing + header)
     is_header_repeated = bool(header) and header in after_reasoning
     return ReasoningMarkup(
-        Reasoning(opening, closing, also_open=also_open),
+        Reasoning(pair.opening, pair.closing, also_open=also_open),
         inner_headers=(header,) if is_header_repeated else (),
     )
 
 
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return a tuple with the last marker of `opening`, if a model may write this marker alone.
+    """Return the shorter texts with which a model may also open reasoning, for the parser.
 
     If several markers open the reasoning, such as `<|message|><|thinking|>`, some models write only
-    the last marker. The parser then accepts the last marker (`Reasoning.also_open`):
+    the last marker. So the result contains the last marker (as `Reasoning.also_open`):
 
     >>> shorter_openings("<|message|><|thinking|>", other_markup="<|end|>")
     ('<|thinking|>',)
 
-    Return () if only one marker opens the reasoning. Also return () if the other markup contains
-    the last marker, because the last marker alone then does not show that reasoning starts. In this
-    example, `<|sep|>` also occurs at the end of the reasoning:
+    If only one marker opens the reasoning, the result is (). The result is also () if the other
+    markup contains the last marker, because this marker alone does not show that reasoning starts.
+    In this example, `<|sep|>` also occurs at the end of the reasoning:
 
     >>> shorter_openings("<|open|>think<|sep|>", other_markup="<|close|>think<|sep|>")
     ()
@@ -274,36 +249,38 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
 
 
 def empty_pairs(text: str) -> list[MarkerPair]:
-    """Return the opening and closing markers of each empty block in `text`.
+    """Return the opening and the closing marker of each empty block in `text`.
 
-    An empty block is, for example, `<think></think>`. Instructions in a prompt often contain empty
-    blocks to tell the model which markers to write around the reasoning.
+    An empty block is, for example, `<think></think>`. The instructions of a prompt often contain
+    empty blocks, to show the markers that the model must write around the reasoning.
 
     >>> empty_pairs("Write <think></think>, then <answer> </answer>.")
     [MarkerPair(opening='<think>', closing='</think>'),
      MarkerPair(opening='<answer>', closing='</answer>')]
     """
     pairs = []
-    for first, second in pairwise(MARKER.finditer(text)):
-        text_between = text[first.end() : second.start()]
-        is_pair = second.group() in closing_spellings(first.group())
+    for opening, closing in pairwise(MARKER.finditer(text)):
+        text_between = text[opening.end() : closing.start()]
+        is_pair = closing.group() in closing_spellings(opening.group())
         if is_pair and not text_between.strip():
-            pairs.append(MarkerPair(first.group(), second.group()))
+            pairs.append(MarkerPair(opening.group(), closing.group()))
     return pairs
 
 
 def named_pair(literal: str) -> MarkerPair | None:
-    """Return the two markers of reasoning that a string constant of the template contains.
+    """Return the markers of reasoning that a string constant of the template contains, or None.
 
-    The names of the markers must refer to thinking, as in `<think>`. If the constant consists of
-    the closing marker alone, the opening marker is derived from the closing marker:
+    The name of such a marker refers to thinking, as in `<think>`. The constant may contain both
+    markers, or consist of the closing marker alone. In the second case, the opening marker is
+    derived from the closing marker:
 
     >>> named_pair("Write <think>your thoughts</think> first.")
     MarkerPair(opening='<think>', closing='</think>')
     >>> named_pair("</think>")
     MarkerPair(opening='<think>', closing='</think>')
 
-    Return None if the constant contains no such markers.
+    Args:
+        literal: The string constant.
     """
     return _thinking_pair_in(literal) or _pair_of_closing(literal.strip())
 
@@ -349,11 +326,11 @@ def _possible_openings(marker: str) -> list[str]:
 
 
 def markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
-    r"""Declare that the pair `reasoning` encloses reasoning, and another pair encloses the content.
+    r"""Declare that one pair of markers encloses the reasoning, and another pair the content.
 
-    An instruction, such as "Write <think></think> and <answer></answer>", contains the pairs. The
-    instruction does not show the white space around the markers of reasoning. Therefore, the result
-    assumes that each marker of reasoning is on a line of its own, as in most templates.
+    The pairs come from an instruction, such as "Write <think></think> and <answer></answer>". An
+    instruction does not show the white space around the markers of reasoning. The function assumes
+    that each of these markers is on a line of its own, as in most templates.
 
     >>> thinking, answer = MarkerPair("<think>", "</think>"), MarkerPair("<answer>", "</answer>")
     >>> markup = markup_of_pairs(thinking, [answer])
@@ -363,7 +340,7 @@ def markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> Rea
     Args:
         reasoning: The markers of reasoning.
         other_pairs: The other pairs of the instruction. The first of these pairs encloses the
-            content. If the list is empty, the result declares no markers around the content.
+            content. If the list is empty, there are no markers around the content.
     """
     part = Reasoning(open=f"{reasoning.opening}\n", close=f"\n{reasoning.closing}\n\n")
     if not other_pairs:

@@ -68,11 +68,11 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Find a conversation whose reasoning the template renders, and the effects of switches.
 
     A thinking switch is a template variable such as `enable_thinking`. The effect of a switch is
-    the text that the switch adds to the generation prompt, for example "<think></think>". Later
-    comparisons infer the markers of the reasoning, so `part` of the result is None.
+    the text that the switch adds to the generation prompt, for example "<think></think>". The
+    caller infers the markers of the reasoning later, so the attribute `part` of the result is None.
 
-    Mutates: `turn.prober.form`. The prober then writes the reasoning of each message into the place
-    from which the template reads reasoning, for example into the field `reasoning_content`.
+    Mutates: `turn.prober.form`. From then on, the prober writes the reasoning of a message to the
+        place from which the template reads reasoning, for example to the field `reasoning_content`.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
@@ -102,11 +102,12 @@ class _RenderedReasoning(NamedTuple):
 
 
 def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
-    """Return the first of several conversations whose reasoning the template renders, or None.
+    """Return a conversation whose reasoning the template renders, or None if there is none.
 
-    Three things are varied: the assistant message (with content, with a tool call, or with both),
-    the setting of the thinking switches such as `enable_thinking`, and the place of the reasoning
-    in the message. The place is a field of the message, or a part of the content.
+    Several conversations are rendered, and the first suitable conversation is returned. The
+    conversations differ in the assistant message (with content, with a tool call, or with both), in
+    the setting of the thinking switches such as `enable_thinking`, and in the place of the
+    reasoning. The place is a field of the message, or a part of the content.
     """
     settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]] or [NO_SWITCHES]
     places = _possible_places(turn)
@@ -135,9 +136,9 @@ def _possible_places(turn: ModelTurn) -> list[str]:
 def _is_rendered(answer: AssistantMessage, text: str) -> bool:
     """Return whether `text`, a rendered assistant message, contains the reasoning of `answer`.
 
-    The reasoning must precede the content and the tool calls. If `text` contains a part of the
-    message as JSON or as a Python dict, the result is False. Such a text shows that the template
-    does not expect the reasoning in this place of the message.
+    The content and the tool calls of `answer` must follow the reasoning. A text that contains a
+    part of the message as JSON or as a Python dict is rejected, because the template then does not
+    expect the reasoning in this place of the message.
 
     >>> answer = AssistantMessage(CONTENT_TEXT, reasoning=REASONING_TEXT)
     >>> _is_rendered(answer, f"<think>{REASONING_TEXT}</think>{CONTENT_TEXT}")
@@ -145,22 +146,25 @@ def _is_rendered(answer: AssistantMessage, text: str) -> bool:
     >>> _is_rendered(answer, f"{{'thinking': '{REASONING_TEXT}'}}{CONTENT_TEXT}")
     False
     """
-    _, reasoning, after = text.partition(REASONING_TEXT)
+    _, reasoning, after_reasoning = text.partition(REASONING_TEXT)
     if not reasoning or _PRINTED_PART.search(text):
         return False
-    # Only the content and the tool calls that the message contains must follow the reasoning.
-    is_content_rendered = not answer.content or CONTENT_TEXT in after
-    is_call_rendered = not answer.calls or FIRST_TOOL in after
-    return is_content_rendered and is_call_rendered
+    if answer.content and CONTENT_TEXT not in after_reasoning:
+        return False
+    return not answer.calls or FIRST_TOOL in after_reasoning
 
 
 def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, ...]:
     """Return the message fields from which the template renders reasoning.
 
-    The conversation, which contains reasoning, is rendered once for each possible field, with the
-    reasoning in this field only. Example: the result is ("reasoning_content",) for a template that
-    writes `{{ message.reasoning_content }}`. If the template reads the reasoning from a part of the
+    Example: the result is ("reasoning_content",) for a template that writes
+    `{{ message.reasoning_content }}`. If the template reads the reasoning from a part of the
     content, the result is ("parts",) or ("blocks",).
+
+    Args:
+        turn: The text around the model's answers. `turn.prober` renders the conversation once for
+            each possible field, with the reasoning in this field only.
+        conversation: A conversation whose reasoning the template renders.
     """
     form = turn.prober.form
     is_part_of_content = form.reasoning in (PARTS, BLOCKS)
@@ -183,34 +187,27 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
     setting. Example: {"enable_thinking=False": "<think></think>"} is the result if this setting
     adds "<think></think>" after the header `<|im_start|>assistant`.
 
-    Two kinds of settings are omitted: settings without an effect, and settings of several switches
-    if some of these switches alone have an equal effect.
+    A setting is omitted if it adds no other text than the default setting. A setting of several
+    switches is also omitted if a part of these switches adds an equal text.
     """
     if not turn.prompts:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # Settings of fewer switches come first, so that the loop can compare larger settings with them.
+    # Settings of few switches come first, so that settings of more switches are compared with them.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
-        has_superfluous_switches = any(
-            _has_same_effect_with_fewer_switches(smaller, prompt) for smaller in reported
-        )
-        if not has_superfluous_switches:
+        same_effect = [other for other in reported if other.after_header == prompt.after_header]
+        if not any(_switches_of(other) <= _switches_of(prompt) for other in same_effect):
             reported.append(prompt)
     return {prompt.switches.describe(): prompt.after_header for prompt in reported}
 
 
-def _has_same_effect_with_fewer_switches(
-    smaller: GenerationPrompt, prompt: GenerationPrompt
-) -> bool:
-    """Return whether `smaller` sets only some switches of `prompt`, but has the text of `prompt`.
+def _switches_of(prompt: GenerationPrompt) -> set[object]:
+    """Return the set of the thinking switches with which a prompt was rendered.
 
-    The compared text is `after_header`. Example: `smaller` sets `enable_thinking=False`, `prompt`
-    sets this switch and `low_effort=True`, and both prompts end with "<think></think>".
+    The set contains a pair for each template variable, such as ("enable_thinking", False), and the
+    text of the system message, such as "/no_think" or "".
     """
-    all_switches = {*prompt.switches.variables, prompt.switches.system}
-    some_switches = {*smaller.switches.variables, smaller.switches.system}
-    has_same_effect = smaller.after_header == prompt.after_header
-    return has_same_effect and some_switches <= all_switches
+    return {*prompt.switches.variables, prompt.switches.system}

@@ -93,12 +93,12 @@ def find_tools(
     Example: if two rendered tool calls are `<call>{"name": "f", ..}</call>` and
     `<call>{"name": "g", ..}</call>`, a tool call is a JSON object between `<call>` and `</call>`.
 
-    Mutates: `turn.prober`, which renders the conversations. The prober records the comparisons T1
-    to T8 for the report. If the format cannot be inferred, a sentence with the reason is appended
-    to `turn.prober.undecided`.
+    Mutates: `turn.prober`. The prober records the comparisons T1 to T8 for the report. If the
+        format cannot be inferred, a sentence with the reason is appended to its list `undecided`.
 
     Args:
-        turn: The text around the model's answers, such as `<|start|>assistant`.
+        turn: The text around the model's answers, such as `<|start|>assistant`. `turn.prober`
+            renders the conversations.
         reasoning: The reasoning part of the format, or None if there is none.
         wrapper: The markers around the content, or None if there are none.
     """
@@ -109,7 +109,7 @@ def find_tools(
     two_calls = compare_two_calls(renderer)  # T2
     texts = _render_calls(renderer, one_call, two_calls)
     compare_changed_calls(turn.prober)  # T3 to T7b. Only the report needs these comparisons.
-    content_before_call = compare_content_before_call(turn)  # T8
+    content_before_call = find_content_before_call(turn)  # T8
     findings = ToolFindings(
         is_parallel=bool(two_calls),
         with_content=content_before_call.is_rendered,
@@ -125,13 +125,14 @@ def find_tools(
 def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober) -> ToolFindings:
     """Return a copy of `findings` that also contains the inferred format of the tool calls.
 
-    Example: from the rendered tool calls "<calls>..</calls><|end|>", `call_format` was inferred.
-    The result then contains a tool section between `<calls>` and `</calls>`, and the end marker
-    `<|end|>`, which ends the model's turn.
+    Example: `call_format` was inferred from the rendered tool calls "<calls>..</calls><|end|>". The
+    result then contains a tool section, which declares that `<calls>` and `</calls>` enclose all
+    tool calls, and the marker `<|end|>`, which ends the model's turn.
 
-    Mutates: `prober.undecided`. If the format is invalid, a sentence for the report is appended,
-    and the result contains no tool section.
+    Mutates: `prober.undecided`. If the parser cannot read the format, the result contains no tool
+        section, and a sentence with the reason is appended for the report.
     """
+    # The text after the tool calls consists of `section_close` (`</calls>`) and `turn_ends`.
     after_calls = split_text_after_calls(call_format.markup)
     # EOS_TOKEN is an invented end-of-sequence token that the analysis passes to the template. No
     # model generates this token.
@@ -140,16 +141,16 @@ def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober)
     try:
         section = _tool_section(call_format, after_calls.section_close)
     except FormatError as error:
-        prober.undecided.append(f"The tool section is invalid: {error}")
+        prober.record_undecided(f"The tool section is invalid: {error}")
         return with_form
-    # `add_family_variants` also declares the tool calls of related models, whose markers differ.
+    # The tool section also declares the tool calls of related models, which write other markers.
     return replace(with_form, part=add_family_variants(section))
 
 
 def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
     """Render several tool calls, so that their differences show the format of a tool call.
 
-    Example: one of the rendered tool calls has two arguments, which shows how the template
+    Example: one of the rendered tool calls has two arguments. This tool call shows how the template
     separates arguments.
 
     Args:
@@ -173,12 +174,12 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
 
 
 def compare_call_presence(renderer: CallRenderer) -> str:
-    """Compare a message with content and a message with a tool call (T1).
+    """Render a message with a tool call, and return the text of the tool call.
 
-    The prober records the comparison for the report.
+    Return "" if the template does not render tool calls.
 
-    Returns:
-        The text of the tool call, or "" if the template does not render tool calls.
+    Mutates: `renderer.turn.prober`, which records a comparison for the report, with the label T1: a
+        message with content, and the message with the tool call.
     """
     text = renderer.text_of_calls(*ONE_CALL)
     # The three words are invented, so only a rendered tool call contains all of them.
@@ -198,13 +199,12 @@ def compare_call_presence(renderer: CallRenderer) -> str:
 
 
 def compare_two_calls(renderer: CallRenderer) -> str:
-    """Compare a message with one tool call and a message with two tool calls (T2).
+    """Render a message with two tool calls, and return the text of the tool calls.
 
-    The prober records the comparison for the report. If the template raises an error for the second
-    tool call, the report contains the error message.
+    Return "" if the template renders at most one tool call of a message.
 
-    Returns:
-        The text of the two tool calls, or "" if a message can have only one tool call.
+    Mutates: `renderer.turn.prober`, which records a comparison for the report, with the label T2: a
+        message with one tool call, and the message with two tool calls.
     """
     prober = renderer.turn.prober
     two_calls = conversation_with_calls(*TWO_CALLS)
@@ -212,9 +212,9 @@ def compare_two_calls(renderer: CallRenderer) -> str:
     is_parallel = all(word in text for word in (FIRST_TOOL, SECOND_TOOL, SECOND_VALUE))
     if is_parallel:
         finding = "A message can have several calls."
-    else:
-        why = prober.refusals.get(two_calls, "the template does not render the second call")
-        finding = f"A message can have only one call: {why}"
+    else:  # The reason is the template's error message, if the template raised an error.
+        reason = prober.refusals.get(two_calls, "the template does not render the second call")
+        finding = f"A message can have only one call: {reason}"
     prober.record(
         "T2 two calls",
         "The message has a second call.",
@@ -226,10 +226,10 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 
 class ContentBeforeCall(NamedTuple):
-    """The result of comparison T8, which renders a message with content and a tool call.
+    """How a template renders a message with content and a tool call.
 
     Attributes:
-        is_rendered: Whether a message can have both content and tool calls.
+        is_rendered: Whether the template renders both the content and the tool call.
         inner_headers: The turn markers between the content and the tool call: the header of the
             second turn, and the end marker of the first turn. Example: `<|start|>assistant` and
             `<|end|>`. Empty if the content and the tool call are in one turn.
@@ -239,15 +239,16 @@ class ContentBeforeCall(NamedTuple):
     inner_headers: tuple[str, ...] = ()
 
 
-def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
-    """Find out whether the template renders a message that has both content and a tool call (T8).
+def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
+    """Find out how the template renders a message with content and a tool call.
 
     Some templates write the content and the tool call as two turns. Example: in
     "CONTENT<|end|><|start|>assistant<call>..", the marker `<|end|>` ends the first turn, and the
     header `<|start|>assistant` opens the second turn. The result contains these two texts as
     `inner_headers`, because the model must write them itself.
 
-    Mutates: `turn.prober`, which records the comparison for the report.
+    Mutates: `turn.prober`. If the message is rendered, the prober records a comparison for the
+        report, with the label T8: a message with only a tool call, and the message with both.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
@@ -262,11 +263,10 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
         finding = "Content and calls are written as separate turns."
     else:
         finding = "Content is written before the call."
-    call_only = conversation_with_calls(*ONE_CALL)
     turn.prober.record(
         "T8 content before a call",
         "The message has content.",
-        left=call_only,
+        left=conversation_with_calls(*ONE_CALL),
         right=with_content,
         finding=finding,
     )
@@ -274,11 +274,11 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the turn markers in `between`, the text between the content and a tool call.
+    """Return the markers that end a turn and open a turn between the content and a tool call.
 
     A template may write the content and the tool call as two turns. Then an end marker closes the
     first turn, and the header opens the second turn. The result contains the header and the first
-    end marker. If the template writes one turn, the result is ().
+    end marker. If the template writes only one turn, the result is ().
 
     >>> _headers_between("<|end|><|start|>assistant<call>", header="<|start|>assistant")
     ('<|start|>assistant', '<|end|>')
@@ -313,12 +313,13 @@ class CallInference(NamedTuple):
 
 
 def infer_call_format(texts: CallTexts) -> CallInference:
-    """Infer the format of tool calls from their renderings.
+    """Infer the format of tool calls from rendered tool calls.
 
-    The functions in `READERS` are called in order. Each function recognises one form of tool calls,
-    for example JSON, and returns None for any other form. The first format that a function returns
-    is the result. A function that raises FormatError is skipped, and the error is described in the
-    `problems` of the result.
+    The functions in `READERS` are called in order, until one of them returns a format. Each
+    function recognises one form of tool calls, for example JSON, and returns None for any other
+    form. A function raises FormatError if it recognises the form, but infers an invalid format. The
+    `problems` of the result then contain a sentence with the error, and the next function is
+    called.
     """
     problems = []
     for read_calls in READERS:
@@ -340,22 +341,20 @@ def infer_call_format(texts: CallTexts) -> CallInference:
 
 
 def _tool_section(calls: CallFormat, close: str) -> ToolSection:
-    """Declare the tool section: the format of all tool calls of a message and their markup.
+    """Declare the tool section: the format of all tool calls of a message.
 
     Example: in "<calls><call>f</call>, <call>g</call></calls>", `<calls>` opens the tool section,
     `</calls>` closes the tool section, and ", " separates the tool calls.
 
     Args:
-        calls: The inferred format of the tool calls, with the opening marker and the separator.
-        close: The closing marker, which the caller has separated from the markers that end the
-            model's turn.
+        calls: The inferred format of one tool call, and the markup of the list of tool calls: the
+            opening marker `<calls>` and the separator ", ".
+        close: The closing marker `</calls>`. It is ignored if there is no opening marker.
 
     Raises:
         FormatError: The parser could not read such a tool section.
     """
-    separator = calls.markup.separator
-    has_opening_marker = bool(calls.markup.open.strip())
-    if not has_opening_marker:  # Then a closing marker is not allowed either.
+    opening, separator = calls.markup.open, calls.markup.separator
+    if not opening.strip():
         return ToolSection(calls.calls, separator=separator)
-    opening = calls.markup.open
     return ToolSection(calls.calls, open=opening, close=close.rstrip(), separator=separator)

@@ -25,36 +25,41 @@ _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
     """Guess how the model writes tool calls, for a template that renders no complete tool call.
 
-    The registry of formats contains the tool sections of known models. A tool section declares how
-    a model writes tool calls, for example between `<|tool_call_start|>` and `<|tool_call_end|>`. If
-    the template or the vocabulary contains the markers of a registered tool section, that tool
-    section is returned.
+    A tool section declares how a model writes tool calls, for example between
+    `<|tool_call_start|>` and `<|tool_call_end|>`. The registry of formats contains the tool
+    sections of known models. The result is the registered tool section whose markers occur in the
+    template or in the vocabulary.
 
     Mutates: `renderer.turn.prober.undecided`. If the template offers tools to the model, a sentence
-    about the result is appended for the report.
+        about the result is appended for the report.
 
     Returns:
         The tool section. None if no registered tool section matches, if the template does not offer
         tools, or if the template renders the name of a called function.
     """
     prober = renderer.turn.prober
-    prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
-    offers_tools = FIRST_TOOL in prompt
-    if not offers_tools:
+    if not _offers_tools(prober):
         return None
-    section = None
     is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
-    if not is_name_rendered:  # Otherwise the template itself renders tool calls in some form.
-        section = recognise_tool_section(_possible_call_markers(prober))
-    prober.undecided.append(_describe_unrendered_calls(section))
+    call_markers = _possible_call_markers(prober)
+    # If the name is rendered, the template itself renders tool calls in some unknown form.
+    section = None if is_name_rendered else recognise_tool_section(call_markers)
+    prober.record_undecided(_describe_unrendered_calls(section))
     return section
 
 
+def _offers_tools(prober: Prober) -> bool:
+    """Return whether the template lists the available tools in the prompt."""
+    prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
+    return FIRST_TOOL in prompt
+
+
 def _describe_unrendered_calls(section: ToolSection | None) -> str:
-    """Return the sentence of the report on a template that offers tools but renders no tool calls.
+    """Return a sentence for the report, on a template that offers tools but renders no tool calls.
 
     Args:
-        section: The registered tool section that the analysis has chosen, or None.
+        section: The tool section that was chosen from the registry of formats. None if no tool
+            section was chosen.
     """
     if section is None:
         return (
@@ -75,7 +80,8 @@ def _possible_call_markers(prober: Prober) -> set[str]:
     contains `<|tool_list_start|>`, so the result contains this marker and `<|tool_call_start|>`.
     """
     literal_text = "\n".join(prober.template.literals)
-    # A phrase such as "List of tools: [" identifies the model family, whose markers are known.
+    # Some model families are identified by a phrase, such as "List of tools: [". The markers of
+    # these families are known.
     template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
     derived_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
     return {*prober.added_tokens, *template_markers, *derived_markers}

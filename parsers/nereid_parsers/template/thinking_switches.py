@@ -1,0 +1,107 @@
+"""List the settings of the switches that turn a model's thinking on or off.
+
+A thinking switch is a template variable such as `enable_thinking`, or the word "/think" or
+"/no_think" in the system message. The analysis renders prompts with these settings, because many
+templates write the markers of reasoning only for some settings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from typing import Any
+
+from nereid_parsers.template.conversation import NO_SWITCHES, Switches
+from nereid_parsers.template.sandbox.environment import CompiledTemplate
+
+_SWITCH_NAME = re.compile(r"think|reason", re.IGNORECASE)
+_NO_SWITCH_NAME = re.compile(
+    r"content|prompt|history|start|end_token|begin|text|token|last|index|parts"
+)
+_EFFORTS = ("high", "low", "none", "enabled", "disabled")
+_SYSTEM_SWITCHES = ("/think", "/no_think")
+# Limits on the number of switches, so that an analysis finishes within its time limit.
+_MAX_NAMES = 4
+_MAX_VALUES = 6
+_MAX_SETTINGS = 20
+
+
+def thinking_switches(
+    template: CompiledTemplate, fixed_variables: Container[str]
+) -> list[Switches]:
+    """Return the settings of the thinking switches with which the analysis renders prompts.
+
+    A thinking switch turns thinking on or off. It is a template variable such as `enable_thinking`,
+    or the word "/think" or "/no_think" in the system message. Example: if `enable_thinking` is the
+    only switch of the template, the result contains three settings: no switch is set,
+    enable_thinking=True, and enable_thinking=False.
+
+    Args:
+        template: The template, which reads the variables.
+        fixed_variables: The names of variables that always have the same value. They are no
+            switches.
+    """
+    names = _switch_variables(template, fixed_variables)
+    one_variable = [
+        Switches(((name, value),)) for name in names for value in _possible_values(template, name)
+    ]
+    # Some templates render reasoning only if several switches are on.
+    all_variables = _all_on_and_all_off(names) if len(names) > 1 else []
+    settings = [NO_SWITCHES, *all_variables, *one_variable, *_system_messages(template)]
+    return settings[:_MAX_SETTINGS]
+
+
+def _switch_variables(template: CompiledTemplate, fixed_variables: Container[str]) -> list[str]:
+    """Return the template variables that turn thinking on or off, such as `enable_thinking`.
+
+    The variables whose names are in `fixed_variables` are omitted.
+    """
+    names = sorted(name for name in template.names if is_thinking_switch(name))
+    return [name for name in names[:_MAX_NAMES] if name not in fixed_variables]
+
+
+def is_thinking_switch(name: str) -> bool:
+    """Return whether a template variable with this name may turn thinking on or off.
+
+    >>> is_thinking_switch("enable_thinking"), is_thinking_switch("reasoning_content")
+    (True, False)
+    """
+    return bool(_SWITCH_NAME.search(name)) and not _NO_SWITCH_NAME.search(name)
+
+
+def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
+    """Return the values that the analysis tries for a variable that turns thinking on or off.
+
+    The first values are the constants with which the template compares the variable. The usual
+    values follow: True and False, or words such as "high" and "low". Example: the template contains
+    `{% if thinking_mode == "fast" %}`. For the variable `thinking_mode`, the result is
+    ["fast", "high", "low", "none", "enabled", "disabled"].
+
+    Args:
+        template: The template, which reads the variable.
+        name: The name of the variable.
+    """
+    constants = template.compared.get(name, ())
+    compared_values = [value for value in constants if isinstance(value, str | int)]
+    is_effort = "effort" in name or "mode" in name  # such as `reasoning_effort`
+    usual_values: tuple[Any, ...] = _EFFORTS if is_effort else (True, False)
+    # The dict removes duplicates. The keys are texts, because True and 1 would be equal keys.
+    value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
+    return list(value_by_text.values())[:_MAX_VALUES]
+
+
+def _all_on_and_all_off(names: list[str]) -> list[Switches]:
+    """Return two settings: all given template variables are True, and all of them are False."""
+    all_on = Switches(tuple((name, True) for name in names))
+    all_off = Switches(tuple((name, False) for name in names))
+    return [all_on, all_off]
+
+
+def _system_messages(template: CompiledTemplate) -> list[Switches]:
+    """Return the settings that turn thinking on or off with a word in the system message.
+
+    The words are "/think" and "/no_think". The result contains one setting for each of these words
+    that the template contains.
+    """
+    template_text = "\n".join(template.literals)
+    return [Switches(system=word) for word in _SYSTEM_SWITCHES if word in template_text]

@@ -52,7 +52,7 @@ class AddCounting(NodeTransformer):
     """Adds counting filters to a template's syntax tree, and records constants and variables.
 
     Example: `{% for m in messages %}` becomes `{% for m in messages | _count_items %}`. The class
-    `_LimitedEnvironment` defines the filters. jinja2 calls the method `visit_X` for each node of
+    `LimitedEnvironment` defines the filters. jinja2 calls the method `visit_X` for each node of
     the class `X`, for example `visit_For` for a loop.
 
     Attributes:

@@ -69,11 +69,11 @@ ANALYSIS_LIMITS = Limits()
 
 
 def limits_for_request(variables: Mapping[str, Any]) -> Limits:
-    """Return the limits for rendering one request, which grow with the size of the request.
+    """Return the limits for rendering one request. The limits grow with the size of the request.
 
-    A template needs more steps and makes longer texts if the request is longer. The filter `tojson`
-    lengthens a text more than other operations do, because it can convert one character to an
-    escape of six characters.
+    If a request is longer, a template needs more steps and makes longer texts. The limit for one
+    value grows by 8 characters for each character of the request, because the filter `tojson` can
+    convert one character to an escape of six characters.
 
     Args:
         variables: The variables of the template, which contain the messages of the request.
@@ -90,8 +90,9 @@ def limits_for_request(variables: Mapping[str, Any]) -> Limits:
 class Budget:
     """The numbers of steps, characters and seconds that the renderings of a template may still use.
 
-    The time of a budget starts when the budget is created. Only one thread may use a budget.
-    Example: with `Budget(Limits(steps=1))`, the second call of `step` raises a LimitError.
+    The time is measured from the creation of the budget, in the thread that creates the budget. No
+    other thread may use the budget. Example: with `Budget(Limits(steps=1))`, the second call of
+    `step` raises a LimitError.
     """
 
     __slots__ = ("_deadline_s", "_num_time_checks", "_size_left", "_steps_left", "limits")
@@ -117,8 +118,8 @@ class Budget:
     def step(self, literal_size: int = 0) -> None:
         """Count one step of a rendering: a loop item, a function call or a filter.
 
-        A template can contain an endless loop, and no other thread can stop this loop. So the
-        number of steps is limited.
+        The number of steps is limited, because a template can contain an endless loop, and no other
+        thread can stop this loop.
 
         Args:
             literal_size: The largest number of characters of literal text that this step can write.
@@ -153,11 +154,12 @@ class Budget:
     def check(self, value: Any) -> Any:  # noqa: ANN401  # a template may make any value
         """Check the size of a value that the template has made, and return the value unchanged.
 
-        The size is also added to the total size of all values. Numbers add nothing to the total.
+        The size is also added to the total size of all values. A number has no size, but its number
+        of bits is limited.
 
         Raises:
-            LimitError: The value is larger than the limit for one value, or all values together are
-                larger than the limit for the total size.
+            LimitError: The value is larger than the limit for one value, or the total size of all
+                values exceeds its limit.
         """
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise LimitError(f"the template computes an integer with more than {MAX_BITS} bits")
@@ -278,16 +280,19 @@ class Budget:
             self.check_size(len(sequence) * max(times, 0))
 
     def _check_power(self, base: int, exponent: int) -> None:
-        """Raise LimitError if the number `base ** exponent` would have too many bits."""
+        """Raise LimitError if the number `base ** exponent` would have too many bits.
+
+        Each bit counts as 200 characters, because computing a large power takes long.
+        """
         max_bits = base.bit_length() * abs(exponent)
         self.check_size(max_bits * _CHARACTERS_PER_BIT_OF_POWER)
 
     def _check_replace(self, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
         """Raise LimitError if `text.replace(old, new)` could be too large.
 
-        The check assumes that `text` consists only of repetitions of `old`. Example: the text "aaa"
-        has at most 3 matches of "a". An empty `old` has 4 matches, one before each character and
-        one at the end.
+        The check assumes the worst case: `text` consists only of repetitions of `old`. Example: the
+        text "aaa" contains "a" at most 3 times. It contains the empty text 4 times: before each
+        character, and at the end.
         """
         old_size = max(len(str(old)), 1)
         max_replacements = len(text) // old_size + 1
@@ -296,7 +301,7 @@ class Budget:
     def _check_join(self, items: Any, separator: Any) -> None:  # noqa: ANN401
         """Raise LimitError if `separator.join(items)` would be too large.
 
-        The separators and the items are checked one after the other.
+        The total size of the separators is checked first, and then the total size of the items.
         """
         if isinstance(items, list | tuple | str | dict):
             self.check_size(len(items) * (len(str(separator)) + 1))
@@ -321,9 +326,9 @@ def size_of(value: object, max_size: int, depth: int = 0) -> int:
 
     Args:
         value: The value.
-        max_size: The largest allowed size. The error is raised as soon as the sum exceeds this
-            size, because the sum for a list that contains another list many times may take long.
-        depth: The number of lists around the value, which the recursive calls pass.
+        max_size: The largest allowed size. The error is raised as soon as the sum of the members
+            exceeds this size, because adding all members of a list may take long.
+        depth: The number of lists that contain the value. Only the recursive calls pass it.
 
     Raises:
         LimitError: The size is larger than `max_size`, or the lists are nested too deeply.
@@ -364,8 +369,8 @@ def check_format(text: object) -> None:
     """Raise LimitError if a format string could write a very long text.
 
     There are two such cases. The format string contains a number with five or more digits, as in
-    `%099999d` and `{:>99999}`, or an argument determines the width, as in `{:>{}}`. Values other
-    than strings, and strings without `%` and `{`, are not format strings and are accepted.
+    `%099999d` and `{:>99999}`, or an argument determines the width, as in `{:>{}}`. A value that is
+    not a string, or contains neither `%` nor `{`, is no format string and is accepted.
     """
     if not isinstance(text, str):
         return

@@ -1,0 +1,243 @@
+"""The Jinja environment of the sandbox, in which each operation of a template is checked.
+
+A template is an untrusted program. So each loop item, call, filter, operator and output of a
+rendering is checked against a `Budget`, which limits the time and the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from functools import wraps
+from typing import Any
+
+import jinja2
+from jinja2 import ext
+from jinja2.runtime import Context, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+
+from nereid_parsers.template.sandbox.counting_nodes import Generation, TimedCodeGenerator
+from nereid_parsers.template.sandbox.functions import (
+    CountedItems,
+    SafeNamespace,
+    raise_exception,
+    tojson,
+)
+from nereid_parsers.template.sandbox.limits import Budget, LimitError, check_format
+
+# Filters that are slow or random, or that no chat template needs.
+_REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
+# The types whose values a template may write. The text of another value may be a memory address.
+_PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """The Jinja environment of transformers, with limits on the time and the output of a template.
+
+    jinja2 calls a method of this class for each operation of a template. The method raises
+    LimitError if the operation exceeds the budget.
+
+    Attributes:
+        budget: The steps, characters and seconds that the renderings may still use.
+        literal_size: The number of characters of literal text in the template. One loop item or one
+            macro call can write at most this number of literal characters.
+    """
+
+    code_generator_class = TimedCodeGenerator
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self, budget: Budget, *, is_immutable: bool, now: Callable[[], datetime]) -> None:
+        """Create the environment in which one template runs, with its filters and functions.
+
+        Args:
+            budget: The steps, characters and seconds that all renderings together may use.
+            is_immutable: Whether methods that change a list, such as `append`, are forbidden.
+            now: A function that returns the time for the template's function `strftime_now`.
+        """
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # The optimizer would run parts of a template without any limit.
+            finalize=self._finalize,  # jinja2 calls this method for each value that is written.
+            extensions=[Generation, ext.loopcontrols],
+            cache_size=0,
+        )
+        self.budget = budget
+        self.literal_size = 0  # `CompiledTemplate` sets this size after compiling the template.
+        self._is_immutable = is_immutable
+        self._now = now
+        self.filters = {**self._allowed_filters(), **self._counting_filters()}
+        self.globals.pop("lipsum", None)  # This function returns random text.
+        self.globals.update(
+            namespace=SafeNamespace,
+            raise_exception=raise_exception,
+            strftime_now=self._strftime_now,
+        )
+
+    def _allowed_filters(self) -> dict[str, Callable[..., Any]]:
+        """Return the filters that a template may use, by name.
+
+        A filter is a function that a template calls as in `items | join(", ")`. The returned
+        functions count each call as one step, and reject large results.
+        """
+        functions = {**self.filters, "tojson": tojson}
+        return {
+            name: self._limit_filter(name, function)
+            for name, function in functions.items()
+            if name not in _REMOVED_FILTERS
+        }
+
+    def _counting_filters(self) -> dict[str, Callable[..., Any]]:
+        """Return the filters that `AddCounting` inserts into each template, by name.
+
+        The filters count the operations of a rendering, for example the items of a loop. The names
+        start with an underscore, so they do not collide with the filters that templates use.
+        """
+        return {
+            "_count_items": self._count_items,
+            "_count_step": self._count_step,
+            "_concatenate": self._concatenate,
+            # The lambda reads `self.budget` at each call, because `render` may replace the budget.
+            "_check_size": lambda value: self.budget.check(value),
+        }
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:  # noqa: ANN401
+        """Return whether a template may access the attribute `attr` of an object.
+
+        Example: the result for the method `append` of a list is False if `_is_immutable` is true.
+        """
+        if self._is_immutable:
+            return super().is_safe_attribute(obj, attr, value)
+        return SandboxedEnvironment.is_safe_attribute(self, obj, attr, value)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:  # noqa: ANN401
+        """Raise LimitError. jinja2 calls this method if a template accesses an unsafe attribute."""
+        name = f"{type(obj).__name__}.{attribute}"
+        raise LimitError(f"the template accesses {name}, which the sandbox does not allow")
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
+        """Return the result of an operation such as `2 ** 8`, in which `operator` is "**".
+
+        Raises:
+            LimitError: The result would be too large.
+        """
+        self.budget.check_operator(operator, left, right)
+        return self.budget.check(super().call_binop(context, operator, left, right))
+
+    def call(
+        __self,
+        __context: Context,
+        __obj: Any,  # noqa: ANN401
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Call the function, method or macro `__obj` for a template, and return the result.
+
+        jinja2 runs this method for each call in a template. The call counts as one step. As in the
+        base class, the names of the parameters start with underscores, so that a template may use
+        any other name for a keyword argument.
+
+        Raises:
+            LimitError: The result would be too large, or the template makes too many calls.
+        """
+        budget = __self.budget
+        is_macro = isinstance(__obj, jinja2.runtime.Macro)
+        # A macro is a part of the template, so its call can write all literal text of the template.
+        # Other functions are written in Python, and write no text of the template.
+        budget.step(__self.literal_size if is_macro else 0)
+        owner = _owner_of_method(__obj)
+        if isinstance(owner, str | bytes | int | float):
+            budget.check_method(owner, __obj.__name__, (*args, *kwargs.values()))
+        result = super().call(__context, __obj, *args, **kwargs)
+        if isinstance(owner, list | dict):
+            budget.check(owner)  # A method such as `append` makes the list larger.
+        return budget.check(result)
+
+    def _limit_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a filter that checks the budget before and after it calls `function`.
+
+        A filter is a function that a template calls as in `items | join(", ")`. The returned filter
+        counts each call as one step, and raises LimitError if the result would be too large.
+
+        Args:
+            name: The name of the filter, such as "join".
+            function: The function of the filter. If it has the attribute `jinja_pass_arg`, jinja2
+                passes an object of its own, such as the environment, as the first argument.
+        """
+        num_jinja_args = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @wraps(function)  # This also copies the attribute `jinja_pass_arg`.
+        def limited(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            self.budget.step()
+            value, *options = args[num_jinja_args:]  # The value is the expression before the `|`.
+            self.budget.check_filter(name, value, tuple(options), kwargs)
+            return self.budget.check(function(*args, **kwargs))
+
+        return limited
+
+    def _strftime_now(self, text: str) -> str:
+        """Return the current time as text. `text` is a time format such as "%Y-%m-%d"."""
+        check_format("%" + text)  # `check_format` ignores a text without a `%`, so one is added.
+        return self._now().strftime(text)
+
+    # ---- the filters that `AddCounting` adds to a template --------------------------------------
+
+    def _count_items(self, items: Iterable[Any]) -> Iterable[Any]:
+        """Return the items of a loop as an iterable that counts one step for each item.
+
+        If `items` has a length, the result also has a length, because the template may read the
+        length as `loop.length`.
+        """
+        if isinstance(items, list | tuple | str | dict | range):
+            return CountedItems(items, self._yield_and_count)
+        return self._yield_and_count(items)
+
+    def _yield_and_count(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield the items of a loop, and count one step for each item."""
+        for item in items:
+            self._count_step()
+            yield item
+
+    def _count_step(self, _: object = None) -> None:
+        """Count one step of a loop. In one step, the loop can write all literal text once.
+
+        `AddCounting` also inserts this method as a filter into templates. Each filter takes a
+        value, so the method takes an argument, and ignores it.
+        """
+        self.budget.step(self.literal_size)
+
+    def _concatenate(self, parts: list[Any]) -> Any:  # noqa: ANN401
+        """Return the result of the Jinja operator `~`, which joins values as text.
+
+        Example: the parts of `"a" ~ 1` are ["a", 1], and the result is "a1".
+        """
+        for part in parts:
+            self.budget.check(part)
+        return self.budget.check("".join(str(part) for part in parts))
+
+    @jinja2.pass_context
+    def _finalize(self, context: Context, value: Any) -> Any:  # noqa: ANN401, ARG002
+        """Return the value that jinja2 writes for the output block `{{ value }}`.
+
+        A value of a printable type, such as a list, is returned unchanged. For any other value, the
+        result is its type, such as "<function>", because its text may contain a memory address.
+
+        Raises:
+            LimitError: The value is too large.
+        """
+        if isinstance(value, Undefined):  # jinja2 itself writes an undefined value as "".
+            return value
+        if not isinstance(value, _PRINTABLE_TYPES):
+            return f"<{type(value).__name__}>"
+        return self.budget.check(value)
+
+
+def _owner_of_method(function: object) -> object:
+    """Return the object to which a bound method belongs, or None for any other function.
+
+    >>> _owner_of_method("abc".replace), _owner_of_method(tojson)
+    ('abc', None)
+    """
+    # jinja2 wraps the method `str.format` in a function, so the method itself must be found first.
+    method = getattr(function, "__wrapped__", function)
+    return getattr(method, "__self__", None)

@@ -19,6 +19,16 @@ HOSTILE = json.loads((TEMPLATES / "hostile.json").read_text(encoding="utf-8")) |
     "nested too deep to compile": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "too long": "x" * 1_000_001,
 }
+# In these expressions, `x` is a text of 100_000 characters.
+LARGE_RESULTS = [
+    "range(2000) | join(x)",
+    "range(2000) | map('string') | join(x)",
+    "range(2000) | join(d=x)",
+    "x.join(range(2000) | map('string'))",
+    "range(2000) | map(attribute='a', default=x) | join",
+    "range(2000) | map(attribute='a', default=x) | tojson",
+    "('a' * 2000) | replace(old='a', new=x)",
+]
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
@@ -34,6 +44,24 @@ def test_a_hostile_template_is_rejected_within_limits_of_time_and_memory(text):
     assert len(str(error.value)) > 20
     assert time.thread_time() - started < 20
     assert peak_bytes < 64_000_000
+
+
+@pytest.mark.parametrize("expression", LARGE_RESULTS)
+def test_a_large_result_is_rejected_before_it_is_made(expression):
+    template = CompiledTemplate("{{ " + expression + " }}", Budget())
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitError):
+            template.render({"x": "x" * 100_000})
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10_000_000
+
+
+def test_joining_an_iterator_is_allowed():
+    template = CompiledTemplate("{{ [1, 2] | map('string') | join(d=', ') }}", Budget())
+    assert template.render({}) == "1, 2"
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,15 @@ def tojson(
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
+    *,
+    default: Callable[[Any], Any] = list,
 ) -> str:
     """Return `value` as JSON text without HTML escapes. Example: `tojson(["<"])` returns `["<"]`.
 
-    Templates use this function as the filter `tojson`. The filter `tojson` of transformers has the
-    same arguments as this function, but rejects iterators. This function writes an iterator, such
-    as the result of the filter `map`, as a list, because some templates depend on it.
+    Templates use this function as the filter `tojson`. Unlike the filter `tojson` of transformers,
+    this function accepts iterators, such as the result of the filter `map`. An iterator is written
+    as a list, because some templates depend on it. The function `default` converts the iterator to
+    a list. The other arguments are those of `json.dumps`.
     """
     return json.dumps(
         value,
@@ -44,7 +47,7 @@ def tojson(
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
-        default=list,
+        default=default,
     )
 
 

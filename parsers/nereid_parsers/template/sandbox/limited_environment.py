@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jinja2
@@ -23,7 +23,13 @@ from nereid_parsers.template.sandbox.functions import (
     raise_exception,
     tojson,
 )
-from nereid_parsers.template.sandbox.limits import Budget, LimitError, check_format
+from nereid_parsers.template.sandbox.limits import Budget, LimitError
+from nereid_parsers.template.sandbox.operations import (
+    check_filter,
+    check_format,
+    check_method,
+    check_operator,
+)
 
 # Filters that are slow or random, or that no chat template needs.
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
@@ -80,7 +86,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         A filter is a function that a template calls as in `items | join(", ")`. The returned
         functions count each call as one step, and reject large results.
         """
-        functions = {**self.filters, "tojson": tojson}
+        # `tojson` calls `_with_length` for each iterator, and writes the returned list.
+        functions = {**self.filters, "tojson": partial(tojson, default=self._with_length)}
         return {
             name: self._limit_filter(name, function)
             for name, function in functions.items()
@@ -121,7 +128,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         Raises:
             LimitError: The result would be too large.
         """
-        self.budget.check_operator(operator, left, right)
+        check_operator(self.budget, operator, left, right)
         return self.budget.check(super().call_binop(context, operator, left, right))
 
     def call(
@@ -147,7 +154,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)
         if isinstance(owner, str | bytes | int | float):
-            budget.check_method(owner, __obj.__name__, (*args, *kwargs.values()))
+            args = tuple(__self._with_length(argument) for argument in args)
+            check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
             budget.check(owner)  # A method such as `append` makes the list larger.
@@ -169,11 +177,23 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         @wraps(function)  # This also copies the attribute `jinja_pass_arg`.
         def limited(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self.budget.step()
-            value, *options = args[num_jinja_args:]  # The value is the expression before the `|`.
-            self.budget.check_filter(name, value, tuple(options), kwargs)
-            return self.budget.check(function(*args, **kwargs))
+            jinja_args, template_args = args[:num_jinja_args], args[num_jinja_args:]
+            value, *options = template_args  # The value is the expression before the `|`.
+            if name == "join":
+                value = self._with_length(value)
+            check_filter(self.budget, name, value, tuple(options), kwargs)
+            return self.budget.check(function(*jinja_args, value, *options, **kwargs))
 
         return limited
+
+    def _with_length(self, value: Any) -> Any:  # noqa: ANN401
+        """Return the items of an iterator as a list, and any other value unchanged.
+
+        An iterator, such as the result of the filter `map`, has no length that a check could read.
+        The size of each item is checked and added to the total size, because the items may be one
+        long string many times.
+        """
+        return [self.budget.check(item) for item in value] if isinstance(value, Iterator) else value
 
     def _strftime_now(self, text: str) -> str:
         """Return the current time as text. `text` is a time format such as "%Y-%m-%d"."""

@@ -1,17 +1,16 @@
-"""The limits for an untrusted template, and the checks that enforce the limits.
+"""The limits for an untrusted template, and the budget that counts its operations.
 
 A template is a program that runs in the thread of the caller, so no other thread can stop the
 template. Therefore every loop item, function call, filter and output is counted against a `Budget`.
-The compilation of a template also checks the time of the budget. Operations that would make a very
-large value, such as `'x' * 10**9`, are rejected before they run.
+The compilation of a template also checks the time of the budget. The module `operations` rejects
+operations that would make a very large value.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ MAX_SOURCE = 1_000_000  # the largest number of characters of a template
 # The maximum length, in characters, of the Python code that jinja2 may generate from a template.
 # Compiling code of this length takes up to 0.5 seconds, and cannot be interrupted.
 MAX_CODE = 1_000_000
-MAX_NUMBER = 10_000  # the largest length or width that an operation may demand
 MAX_BITS = 4096  # the largest number of bits of an integer
 _MAX_DEPTH = 100  # the largest number of levels of nested lists
 
@@ -32,15 +30,6 @@ _REQUEST_SECONDS = 5.0
 _STEPS_PER_CHARACTER = 8
 _TOTAL_SIZE_PER_CHARACTER = 64
 _VALUE_SIZE_PER_CHARACTER = 8
-_TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
-# Each bit of a power counts as 200 characters. So an analysis, in which a value may have 300_000
-# characters, rejects powers of more than 1500 bits.
-_CHARACTERS_PER_BIT_OF_POWER = 200
-_DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
-# Matches a field of a format string whose width is given by an argument, as in `{:{}}`.
-_NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")
-_LONG_NUMBER = re.compile(r"\d{5,}")
-_MAX_SHOWN_DIGITS = 12  # the largest number of digits in an error message
 
 
 class LimitError(TemplateError):
@@ -177,136 +166,6 @@ class Budget:
         """Raise LimitError if the size of a value exceeds the limit for one value."""
         _check_size(size, self.limits.value_size)
 
-    # ---- operations that are rejected before they run --------------------------------------------
-
-    def check_operator(self, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
-        """Raise LimitError if the result of `left operator right` would be too large.
-
-        The template has not yet run the operation, because a running operation cannot be stopped.
-        Examples of rejected operations: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
-        """
-        if operator == "*":  # The string may be on either side: `'x' * 3` or `3 * 'x'`.
-            self._check_repetition(left, right)
-            self._check_repetition(right, left)
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            self._check_power(left, right)
-        elif operator == "%":  # The left side may be a format string, as in `'%5d' % 1`.
-            check_format(left)
-            if isinstance(right, tuple):  # A number of the tuple may be a width, as in `%*d`.
-                check_numbers(right)
-
-    def check_method(self, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
-        """Raise LimitError if the result of the method call `owner.name(*args)` would be too large.
-
-        Example: in `text.replace("", "x" * 1000)`, which inserts 1000 characters before each
-        character, `owner` is the value of `text`, and `name` is "replace".
-
-        Args:
-            owner: A string or a number.
-            name: The name of the method. A method that has no case below lengthens a text only a
-                little, unless an argument is a large number.
-            args: The arguments of the method.
-        """
-        check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
-        match name:
-            case "format" | "format_map":
-                check_format(owner)
-            case "replace" if len(args) > 1:
-                self._check_replace(owner, args[0], args[1])
-            case "join" if args:
-                self._check_join(args[0], owner)
-            case "expandtabs" if args:
-                self.check_size(len(owner) * max(int(args[0]), 1))
-
-    def check_filter(
-        self,
-        name: str,
-        value: Any,  # noqa: ANN401
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Raise LimitError if the result of a filter would be too large.
-
-        A filter is a function that a template applies to a value. Example: in `text | indent(9)`,
-        `name` is "indent", `value` is the value of `text`, and `args` is (9,).
-
-        Args:
-            name: The name of the filter. A filter that has no case below lengthens a value only a
-                little, unless an option is a large number.
-            value: The value before the `|`.
-            args: The positional options of the filter.
-            kwargs: The keyword options of the filter.
-        """
-        options = [*args, *kwargs.values()]
-        check_numbers(options)  # An option may be a length, as in `text | center(10**9)`.
-        match name:
-            case "replace" if len(args) > 1:
-                self._check_replace(str(value), args[0], args[1])
-            case "join":
-                self._check_join(value, args[0] if args else "")
-            case "format":
-                check_format(value)
-            case "tojson":
-                self._check_tojson(options)
-            case "indent" if isinstance(value, str):
-                width = args[0] if args else kwargs.get("width")
-                self._check_indent(value, width or _DEFAULT_INDENT)
-
-    def _check_tojson(self, options: list[Any]) -> None:
-        """Raise LimitError if the options of the filter `tojson` are too long.
-
-        Options such as `indent` and `separators` are written once for each line of the JSON text,
-        so a long option makes a very long text.
-        """
-        options_size = sum(_num_characters(option) for option in options)
-        self.check_size(options_size * _TOJSON_LINES)
-
-    def _check_indent(self, text: str, width: Any) -> None:  # noqa: ANN401
-        """Raise LimitError if the filter `indent` would add too many characters to `text`.
-
-        Args:
-            text: The text whose lines are indented.
-            width: The text that the filter writes before each line, or the number of spaces.
-        """
-        indent_size = len(width) if isinstance(width, str) else int(width)
-        self.check_size(text.count("\n") * indent_size)
-
-    def _check_repetition(self, sequence: object, times: object) -> None:
-        """Raise LimitError if the product `sequence * times` would be too large.
-
-        Example: `"ab" * 3` is a text of 6 characters. The product of two numbers is not checked.
-        """
-        if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
-            self.check_size(len(sequence) * max(times, 0))
-
-    def _check_power(self, base: int, exponent: int) -> None:
-        """Raise LimitError if the number `base ** exponent` would have too many bits.
-
-        Each bit counts as 200 characters, because computing a large power takes long.
-        """
-        max_bits = base.bit_length() * abs(exponent)
-        self.check_size(max_bits * _CHARACTERS_PER_BIT_OF_POWER)
-
-    def _check_replace(self, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
-        """Raise LimitError if `text.replace(old, new)` could be too large.
-
-        The check assumes the worst case: `text` consists only of repetitions of `old`. Example: the
-        text "aaa" contains "a" at most 3 times. It contains the empty text 4 times: before each
-        character, and at the end.
-        """
-        old_size = max(len(str(old)), 1)
-        max_replacements = len(text) // old_size + 1
-        self.check_size(len(text) + max_replacements * len(str(new)))
-
-    def _check_join(self, items: Any, separator: Any) -> None:  # noqa: ANN401
-        """Raise LimitError if `separator.join(items)` would be too large.
-
-        The total size of the separators is checked first, and then the total size of the items.
-        """
-        if isinstance(items, list | tuple | str | dict):
-            self.check_size(len(items) * (len(str(separator)) + 1))
-            size_of(items, self.limits.value_size)  # raises LimitError if the items are too large
-
 
 def _check_size(size: int, max_size: int) -> None:
     """Raise LimitError if the size of a value is larger than `max_size`."""
@@ -349,53 +208,3 @@ def size_of(value: object, max_size: int, depth: int = 0) -> int:
         total += size_of(member, max_size, depth + 1)
         _check_size(total, max_size)
     return total
-
-
-def check_numbers(values: Iterable[object]) -> None:
-    """Raise LimitError if one of the arguments of an operation is a very large number.
-
-    The operation may use the number as the length of a text. Example: `'%*d' % (99999, 1)` would
-    write 99999 characters. The largest allowed absolute value is MAX_NUMBER.
-    """
-    for value in values:
-        if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise LimitError(
-                f"the template passes the number {value} to an operation. Such a number may be at "
-                f"most {MAX_NUMBER}, because the operation may use it as the length of a text."
-            )
-
-
-def check_format(text: object) -> None:
-    """Raise LimitError if a format string could write a very long text.
-
-    There are two such cases. The format string contains a number with five or more digits, as in
-    `%099999d` and `{:>99999}`, or an argument determines the width, as in `{:>{}}`. A value that is
-    not a string, or contains neither `%` nor `{`, is no format string and is accepted.
-    """
-    if not isinstance(text, str):
-        return
-    has_format_field = "%" in text or "{" in text
-    if not has_format_field:
-        return
-    number = _LONG_NUMBER.search(text)
-    if number is not None:
-        shown_number = number.group()[:_MAX_SHOWN_DIGITS]
-        raise LimitError(
-            f"a format string of the template has the width {shown_number}, "
-            f"but the limit is {MAX_NUMBER}"
-        )
-    if _NESTED_FIELD.search(text):
-        raise LimitError(
-            "a format string of the template gets its width from an argument, which is not allowed"
-        )
-
-
-def _num_characters(option: object) -> int:
-    """Return the number of characters of all strings in an option of the filter `tojson`.
-
-    >>> _num_characters((", ", ": ")), _num_characters(4)
-    (4, 0)
-    """
-    if isinstance(option, list | tuple):
-        return sum(_num_characters(part) for part in option)
-    return len(option) if isinstance(option, str) else 0

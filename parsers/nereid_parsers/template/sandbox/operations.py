@@ -1,0 +1,236 @@
+"""Reject operations of a template that would make a very large value, before they run.
+
+A running operation, such as `'x' * 10**9`, cannot be stopped. So each check estimates the size of
+the result from the operands, and raises LimitError if this size exceeds the limit for one value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any
+
+from nereid_parsers.template.sandbox.limits import Budget, LimitError, size_of
+
+MAX_NUMBER = 10_000  # the largest length or width that an operation may demand
+_TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
+# Each bit of a power counts as 200 characters, because computing a large power takes long. In an
+# analysis, a value may have 300_000 characters, so powers of more than 1500 bits are rejected.
+_CHARACTERS_PER_BIT_OF_POWER = 200
+_DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
+# Matches a field of a format string whose width is given by an argument, as in `{:{}}`.
+_NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")
+_LONG_NUMBER = re.compile(r"\d{5,}")
+_MAX_SHOWN_DIGITS = 12  # the largest number of digits in an error message
+
+
+def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
+    """Raise LimitError if the result of an operation with two operands would be too large.
+
+    The check happens before the operation, because a running operation cannot be stopped. Examples
+    of rejected operations: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
+
+    Args:
+        budget: The limits.
+        operator: The operator between the operands, such as "*".
+        left: The first operand.
+        right: The second operand.
+    """
+    if operator == "*":  # The string may be on either side: `'x' * 3` or `3 * 'x'`.
+        _check_repetition(budget, left, right)
+        _check_repetition(budget, right, left)
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        _check_power(budget, left, right)
+    elif operator == "%":  # The left side may be a format string, as in `'%5d' % 1`.
+        check_format(left)
+        if isinstance(right, tuple):  # A number of the tuple may be a width, as in `%*d`.
+            check_numbers(right)
+
+
+def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
+    """Raise LimitError if the result of the method call `owner.name(*args)` would be too large.
+
+    Example: `text.replace("", "x" * 1000)` inserts 1000 characters before each character of `text`.
+    In this call, `owner` is the value of `text`, and `name` is "replace".
+
+    Args:
+        budget: The limits.
+        owner: A string or a number.
+        name: The name of the method. If the method has no case below, its result is hardly longer
+            than `owner`, unless an argument is a large number.
+        args: The arguments of the method.
+    """
+    check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
+    match name:
+        case "format" | "format_map":
+            check_format(owner)
+        case "replace" if len(args) > 1:
+            _check_replace(budget, owner, args[0], args[1])
+        case "join" if args:
+            _check_join(budget, args[0], owner)
+        case "expandtabs" if args:
+            budget.check_size(len(owner) * max(int(args[0]), 1))
+
+
+def check_filter(
+    budget: Budget,
+    name: str,
+    value: Any,  # noqa: ANN401
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Raise LimitError if the result of a filter would be too large.
+
+    A filter is a function that a template applies to a value. Example: in `text | indent(9)`,
+    `name` is "indent", `value` is the value of `text`, and `args` is (9,).
+
+    Args:
+        budget: The limits.
+        name: The name of the filter. If the filter has no case below, its result is hardly longer
+            than `value`, unless an option is a large number.
+        value: The value before the `|`.
+        args: The positional options of the filter.
+        kwargs: The keyword options of the filter.
+    """
+    options = [*args, *kwargs.values()]
+    check_numbers(options)  # An option may be a length, as in `text | center(10**9)`.
+    match name:
+        case "replace":
+            old, new = _option(args, kwargs, 0, "old"), _option(args, kwargs, 1, "new")
+            _check_replace(budget, str(value), old, new)
+        case "join":
+            _check_join(budget, value, separator=_option(args, kwargs, 0, "d"))
+        case "format":
+            check_format(value)
+        case "tojson":
+            _check_tojson(budget, options)
+        case "indent" if isinstance(value, str):
+            _check_indent(budget, value, _option(args, kwargs, 0, "width") or _DEFAULT_INDENT)
+
+
+def _check_tojson(budget: Budget, options: list[Any]) -> None:
+    """Raise LimitError if the options of the filter `tojson` are too long.
+
+    The filter writes options such as `indent` and `separators` once for each line of the JSON text,
+    so a long option makes a very long text.
+    """
+    options_size = sum(_num_characters(option) for option in options)
+    budget.check_size(options_size * _TOJSON_LINES)
+
+
+def _check_indent(budget: Budget, text: str, width: Any) -> None:  # noqa: ANN401
+    """Raise LimitError if the filter `indent` would add too many characters to `text`.
+
+    Args:
+        budget: The limits.
+        text: The text whose lines are indented.
+        width: The text that the filter writes before each line, or the number of spaces.
+    """
+    indent_size = len(width) if isinstance(width, str) else int(width)
+    budget.check_size(text.count("\n") * indent_size)
+
+
+def _check_repetition(budget: Budget, sequence: object, times: object) -> None:
+    """Raise LimitError if the text or list `sequence * times` would be too large.
+
+    Example: `"ab" * 3` is a text of 6 characters. A product of two numbers is accepted.
+    """
+    if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
+        budget.check_size(len(sequence) * max(times, 0))
+
+
+def _check_power(budget: Budget, base: int, exponent: int) -> None:
+    """Raise LimitError if the number `base ** exponent` would have too many bits."""
+    max_bits = base.bit_length() * abs(exponent)
+    budget.check_size(max_bits * _CHARACTERS_PER_BIT_OF_POWER)
+
+
+def _check_replace(budget: Budget, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
+    """Raise LimitError if `text.replace(old, new)` could be too large.
+
+    The check assumes the worst case: `text` consists only of repetitions of `old`. Example: the
+    text "aaa" contains "a" at most 3 times. It contains the empty text 4 times: before each
+    character, and at the end.
+    """
+    old_size = max(len(str(old)), 1)
+    max_replacements = len(text) // old_size + 1
+    budget.check_size(len(text) + max_replacements * len(str(new)))
+
+
+def _check_join(budget: Budget, items: Any, separator: Any) -> None:  # noqa: ANN401
+    """Raise LimitError if `separator.join(items)` would be too large.
+
+    The total size of the separators is checked first, and then the total size of the items. If the
+    items have no length, the operation fails anyway.
+    """
+    if isinstance(items, Sized):
+        budget.check_size(len(items) * (len(str(separator)) + 1))
+        size_of(items, budget.limits.value_size)  # raises LimitError if the items are too large
+
+
+def check_numbers(values: Iterable[object]) -> None:
+    """Raise LimitError if one of the arguments of an operation is a very large number.
+
+    The largest allowed absolute value is MAX_NUMBER.
+    The operation may use the number as the length of a text. Example: `'%*d' % (99999, 1)` would
+    write 99999 characters.
+    """
+    for value in values:
+        if isinstance(value, int) and abs(value) > MAX_NUMBER:
+            raise LimitError(
+                f"the template passes the number {value} to an operation. Such a number may be at "
+                f"most {MAX_NUMBER}, because the operation may use it as the length of a text."
+            )
+
+
+def check_format(text: object) -> None:
+    """Raise LimitError if a format string could write a very long text.
+
+    There are two such cases. The format string contains a number with five or more digits, as in
+    `%099999d` and `{:>99999}`, or an argument determines the width, as in `{:>{}}`. A value that is
+    not a string, or contains neither `%` nor `{`, is no format string and is accepted.
+    """
+    if not isinstance(text, str):
+        return
+    has_format_field = "%" in text or "{" in text
+    if not has_format_field:
+        return
+    number = _LONG_NUMBER.search(text)
+    if number is not None:
+        shown_number = number.group()[:_MAX_SHOWN_DIGITS]
+        raise LimitError(
+            f"a format string of the template has the width {shown_number}, "
+            f"but the limit is {MAX_NUMBER}"
+        )
+    if _NESTED_FIELD.search(text):
+        raise LimitError(
+            "a format string of the template gets its width from an argument, which is not allowed"
+        )
+
+
+def _option(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, name: str) -> Any:  # noqa: ANN401
+    """Return an option of a filter, or "" if the template does not pass the option.
+
+    A template passes an option by position or by name, as in `text | replace("a", new="b")`:
+
+    >>> _option(("a",), {"new": "b"}, 0, "old"), _option(("a",), {"new": "b"}, 1, "new")
+    ('a', 'b')
+
+    Args:
+        args: The positional options of the filter.
+        kwargs: The keyword options of the filter.
+        index: The position of the option.
+        name: The name of the option.
+    """
+    return args[index] if index < len(args) else kwargs.get(name, "")
+
+
+def _num_characters(option: object) -> int:
+    """Return the number of characters of all strings in an option of the filter `tojson`.
+
+    >>> _num_characters((", ", ": ")), _num_characters(4)
+    (4, 0)
+    """
+    if isinstance(option, list | tuple):
+        return sum(_num_characters(part) for part in option)
+    return len(option) if isinstance(option, str) else 0

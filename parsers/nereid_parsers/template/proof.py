@@ -58,11 +58,11 @@ def parse_renderings(
 ) -> list[Proof]:
     """Check an inferred format with rendered messages, and return one `Proof` for each message.
 
-    The messages are of different kinds, such as a message with reasoning and a message with a tool
-    call. Each message is rendered with the template, and parsed with the format. Example: the
-    rendered message "<think>Numbat thinks about it.</think>Wombat gives the answer." must be parsed
-    as reasoning and content. The `Proof` lists the parts that the parser returned wrongly. Messages
-    that the template does not render are omitted.
+    Several messages, for example a message with a tool call, are rendered with the template. The
+    rendered texts are parsed with the format. The parsed message must be equal to the original
+    message. Example: "<think>Numbat thinks about it.</think>Wombat gives the answer." must be
+    parsed as reasoning and content. A `Proof` lists the parts that the parser returned wrongly.
+    Messages that the template does not render are omitted.
 
     Args:
         fmt: The inferred format.
@@ -91,10 +91,11 @@ class _RenderedAnswer(NamedTuple):
 def _render_answer(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation
 ) -> _RenderedAnswer | None:
-    """Render the prompt of a conversation, and the text that a model would generate as the answer.
+    """Render the prompt of a conversation, and the text that a model would generate after it.
 
-    The template renders the conversation twice: without the answer, which gives the prompt, and
-    with the answer. The result contains only the part of the answer after the prompt.
+    The prompt is the rendered conversation without the answer. Example: the prompt is
+    "..<|assistant|>", and the whole conversation is rendered as "..<|assistant|>Hello.<|end|>". The
+    model would generate "Hello.".
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
@@ -104,8 +105,7 @@ def _render_answer(
     Returns:
         The prompt and the answer, or None if the template does not render the conversation.
     """
-    # The generation prompt is the last part of a prompt, such as `<|assistant|>`. The model's
-    # answer follows the generation prompt.
+    # The template ends the prompt with the text that opens an answer, such as `<|assistant|>`.
     without_answer = replace(conversation, answer=None, generation_prompt=True)
     prompt = turn.prober.render(without_answer)
     if prompt is None:
@@ -141,10 +141,11 @@ def _parse_answer(
 def _conversations(
     reasoning: ReasoningFindings, tools: ToolFindings
 ) -> Iterator[tuple[str, Conversation]]:
-    """Yield a name and a conversation for each kind of message that the template can render.
+    """Yield the conversations with which the inferred format is checked, and their names.
 
-    The inferred format is checked with these conversations. Example: if the template renders tool
-    calls, the name "one call" and a conversation whose answer is a tool call are yielded.
+    There is one conversation for each kind of message that the template can render. Example: if the
+    template renders tool calls, the name "one call" and a conversation whose answer is a tool call
+    are yielded.
 
     Args:
         reasoning: The findings about reasoning. They contain a conversation with reasoning, if the
@@ -199,12 +200,12 @@ def _text_after_question(
 ) -> str | None:
     """Render the answer to a question, without the start that `prompt` already contains.
 
-    The header is the text that opens an answer, such as "<|assistant|>". Example: the prompt
-    "..<|assistant|><think>" and the rendering "..<|assistant|><think>Hm.</think>Hello." give
-    "Hm.</think>Hello.".
+    Example: the prompt is "..<|assistant|><think>", and the conversation is rendered as
+    "..<|assistant|><think>Hm.</think>Hello.". The result is "Hm.</think>Hello.".
 
     Args:
-        turn: The header, and the prober that renders the conversation.
+        turn: The header, which is the text that opens an answer, such as "<|assistant|>".
+            `turn.prober` renders the conversation.
         reasoning: The markers of reasoning, or None if they are not known.
         conversation: The conversation with the answer.
         prompt: The rendered conversation without the answer.
@@ -223,11 +224,11 @@ def _text_after_question(
 
 
 def _text_after_tool_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
-    """Render a conversation with a tool's result, and return the answer that follows the prompt.
+    """Render the answer to a tool's result, without the end markers of the answer.
 
-    Example: the prompt "..RESULT<|assistant|>" and the rendered conversation
-    "..RESULT<|assistant|>CONTENT<|end|>" give "CONTENT". Return None if the rendered conversation
-    does not start with the prompt, or if the prompt does not contain the result.
+    Example: the prompt is "..RESULT<|assistant|>", and the conversation is rendered as
+    "..RESULT<|assistant|>CONTENT<|end|>". The result is "CONTENT". Return None if the prompt does
+    not contain the tool's result, or if the rendered conversation does not start with the prompt.
     """
     rendering = turn.prober.render(conversation) or ""
     if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
@@ -242,24 +243,25 @@ def _drop_prompt_end(answer: str, prompt_end: str) -> str:
     r"""Remove the end of the prompt from the start of a rendered answer.
 
     A prompt may end with the start of the answer, such as `<think>`. The model continues after this
-    start, and does not write it again.
+    start, and does not write the start again.
 
     >>> _drop_prompt_end("<think>\nI see.</think>Hello.", prompt_end="<think>")
     '\nI see.</think>Hello.'
 
-    Return `answer` unchanged if it does not start with `prompt_end`, or if `prompt_end` is "".
+    If the answer does not start with `prompt_end`, or if `prompt_end` is "", the answer is returned
+    unchanged.
     """
-    without_space = answer.lstrip()
-    starts_with_prompt_end = bool(prompt_end) and without_space.startswith(prompt_end)
-    return without_space.removeprefix(prompt_end) if starts_with_prompt_end else answer
+    if prompt_end and answer.lstrip().startswith(prompt_end):
+        return answer.lstrip().removeprefix(prompt_end)
+    return answer
 
 
 def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
     """Remove the closing marker of reasoning from `answer` if the prompt ends with this marker.
 
-    A prompt may end with empty reasoning, such as `<think></think>`. Some templates write only the
-    closing marker `</think>` before the content of a rendered answer. The model would not write
-    this marker again.
+    A prompt may end with empty reasoning, such as `<think></think>`. Then the model does not write
+    the marker `</think>` again. But some templates write `</think>` before the content of each
+    rendered answer:
 
     >>> _drop_repeated_closing("</think>Hello.", prompt_end="<think></think>", closing="</think>")
     'Hello.'
@@ -275,7 +277,7 @@ def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
-    """Put the closing marker of reasoning before `text` if the prompt has opened reasoning.
+    """Put the closing marker of reasoning before a rendered answer if the prompt opens reasoning.
 
     If a prompt ends with `<think>`, and the rendered answer contains no reasoning, a model would
     first write the closing marker:
@@ -284,17 +286,16 @@ def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
     '</think>Hello.'
 
     Args:
-        text: The rendered answer after the prompt. It is returned unchanged if it already contains
-            the closing marker.
-        prompt: The rendered prompt. If it does not end with the opening marker of reasoning, `text`
-            is returned unchanged.
+        text: The rendered answer. If it already contains the closing marker, it is returned
+            unchanged.
+        prompt: The rendered prompt. If the prompt does not end with the opening marker of
+            reasoning, `text` is returned unchanged.
         reasoning: The markers of reasoning.
     """
     is_open = prompt.rstrip().endswith(reasoning.open.strip())
-    is_closed_by_text = reasoning.close.strip() in text
-    if not is_open or is_closed_by_text:
-        return text
-    return reasoning.close + text
+    if is_open and reasoning.close.strip() not in text:
+        return reasoning.close + text
+    return text
 
 
 def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]:
@@ -316,8 +317,8 @@ def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]
     if parsed_names != names:
         yield "tool names"
         return
-    pairs = zip(answer.calls, parsed.tool_calls, strict=True)
-    if not all(_has_arguments(call, parsed_call.arguments) for call, parsed_call in pairs):
+    pairs_of_calls = zip(answer.calls, parsed.tool_calls, strict=True)
+    if not all(_has_arguments(call, parsed_call.arguments) for call, parsed_call in pairs_of_calls):
         yield "tool arguments"
 
 

@@ -12,9 +12,9 @@ from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_re
 
 # The fields in which clients send the reasoning of a message. The first of the sent fields is used.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# If a model continues the last message, `_END_OF_MESSAGE` is appended to the message before the
-# rendering. In the rendered text, `_END_OF_MESSAGE` shows where the message ends. If a template
-# removes white space at the end of a message, the rendered text contains only `_END_WORD`.
+# If a model continues the last message, `_END_OF_MESSAGE` is appended to this message before the
+# rendering, so that the rendered text shows where the message ends. If a template removes white
+# space at the end of a message, the rendered text contains only `_END_WORD`.
 _END_WORD = "CONTINUE_FINAL_MESSAGE_TAG"
 _END_OF_MESSAGE = f"{_END_WORD} "
 
@@ -27,7 +27,7 @@ class ContinuationRefused(RenderRefused):
 
 
 class _MarkedMessages(NamedTuple):
-    """The messages of a request, in which `_END_OF_MESSAGE` marks the end of the last message.
+    """The messages of a request. The text `_END_OF_MESSAGE` ends the last message.
 
     Attributes:
         messages: The messages. The content of the last message ends with `_END_OF_MESSAGE`.
@@ -41,8 +41,9 @@ class _MarkedMessages(NamedTuple):
 class RequestTemplate:
     """A chat template that renders the requests of a server. Several threads may call `render`.
 
-    The function `apply_chat_template` of transformers renders the same text. In this class, the
-    time and the output of each rendering are limited, so that a template cannot block the server.
+    The result is the text that the function `apply_chat_template` of transformers returns. Unlike
+    this function, the class limits the time and the output of each rendering, so that a template
+    cannot block the server.
 
     >>> RequestTemplate("{{ messages[0].content }}!").render({"messages": [{"content": "Hi"}]})
     'Hi!'
@@ -75,16 +76,16 @@ class RequestTemplate:
                 the content of the last message.
             RenderRefused: The template failed, or rejected the messages. The text of the error is
                 the template's error message.
-            LimitError: The rendering takes more than 5 seconds of processor time, or makes much
-                more text than the request contains.
+            LimitError: The rendering takes more than 5 seconds of processor time, or exceeds the
+                limits on its steps and sizes, see `limits_for_request`.
         """
         limits = limits_for_request(variables)
         messages = [_prepare_message(message) for message in variables.get("messages", ())]
         if not continue_final_message:
             return self._render_in_thread({**variables, "messages": messages}, limits)
         marked = self._mark_final_message(messages)
-        text = self._render_in_thread({**variables, "messages": marked.messages}, limits)
-        return _cut_at_message_end(marked.final_text, text)
+        rendered = self._render_in_thread({**variables, "messages": marked.messages}, limits)
+        return _cut_at_message_end(rendered, marked.final_text)
 
     def _render_in_thread(self, variables: Mapping[str, Any], limits: Limits) -> str:
         """Render the template within the given limits, and return the text.
@@ -98,12 +99,11 @@ class RequestTemplate:
         return text
 
     def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> _MarkedMessages:
-        """Return a copy of the messages in which an artificial text ends the last message.
+        """Return a copy of the messages in which `_END_OF_MESSAGE` ends the last message.
 
-        In the rendered prompt, the artificial text `_END_OF_MESSAGE` shows where the content of the
-        last message ends. The artificial text is appended to the content of the last message. If
-        this content is a list of parts, the artificial text is appended to the last part that
-        contains text. Example: the content "Well," becomes "Well,CONTINUE_FINAL_MESSAGE_TAG ".
+        In the rendered prompt, `_END_OF_MESSAGE` shows where the content of the last message ends.
+        Example: the content "Well," becomes "Well,CONTINUE_FINAL_MESSAGE_TAG ". If the content is a
+        list of parts, `_END_OF_MESSAGE` is appended to the last part that contains text.
 
         Raises:
             ContinuationRefused: The last message contains no text, or the template does not write
@@ -120,7 +120,9 @@ class RequestTemplate:
 
 
 def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) -> _MarkedMessages:
-    """Append the artificial text `_END_OF_MESSAGE` to the last text of a copy of the messages.
+    """Return a copy of the messages in which `_END_OF_MESSAGE` ends the last text.
+
+    `_END_OF_MESSAGE` is a constant that shows the end of the last message in the rendered prompt.
 
     Args:
         messages: The messages of the request.
@@ -135,8 +137,8 @@ def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) ->
         raise ContinuationRefused("the content of the last message contains no text to continue")
     last_index = indices_of_texts[-1]
     last_text: str = parts[last_index]["text"]
-    marked_part = {**parts[last_index], "text": last_text + _END_OF_MESSAGE}
-    marked_parts = [*parts[:last_index], marked_part, *parts[last_index + 1 :]]
+    marked_parts = list(parts)
+    marked_parts[last_index] = {**parts[last_index], "text": last_text + _END_OF_MESSAGE}
     return _replace_content(messages, marked_parts, final_text=last_text)
 
 
@@ -165,9 +167,9 @@ def _has_text(part: object) -> bool:
 def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a message in the form that templates expect.
 
-    The copy has no null members. If the message contains reasoning, the copy contains the reasoning
-    in the fields `thinking` and `reasoning_content`, because some templates read the first field
-    and other templates read the second. Fields with a value are not changed.
+    Members with the value None are omitted. Clients send reasoning in one of several fields. The
+    copy also contains the reasoning in the fields `thinking` and `reasoning_content`, because each
+    template reads only one of these two fields. Other members are not changed.
 
     >>> _prepare_message({"content": None, "reasoning": "Hm"})
     {'reasoning': 'Hm', 'thinking': 'Hm', 'reasoning_content': 'Hm'}
@@ -181,33 +183,34 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def _cut_at_message_end(final_text: str, text: str) -> str:
-    """Return the rendered `text` up to the end of the last message, which the model continues.
+def _cut_at_message_end(rendered: str, final_text: str) -> str:
+    """Return the rendered text up to the end of the last message, which the model continues.
 
-    `_END_OF_MESSAGE`, which was appended to the last message before the rendering, shows the end.
-    `_END_OF_MESSAGE` itself ends with a space. If the template has kept this space, the white space
-    at the end of the last message is also kept:
+    Before the rendering, `_END_OF_MESSAGE` was appended to the last message. This text ends with a
+    space. If the template has kept the space, the white space at the end of the last message is
+    also kept:
 
-    >>> _cut_at_message_end("Well, ", "<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG </assistant>")
+    >>> _cut_at_message_end("<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG </assistant>", "Well, ")
     '<assistant>Well, '
 
-    If the template has removed this space, the template removes white space at the end of a
-    message. So the result does not end with white space either:
+    If the space is missing, the template removes white space at the end of a message. So the result
+    does not end with white space either:
 
-    >>> _cut_at_message_end("Well, ", "<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG</assistant>")
+    >>> _cut_at_message_end("<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG</assistant>", "Well, ")
     '<assistant>Well,'
 
     Args:
-        final_text: The last text of the last message, without `_END_OF_MESSAGE`.
-        text: The rendered text of the whole request.
+        rendered: The rendered text of the whole request.
+        final_text: The last text of the last message, without the appended text.
 
     Raises:
-        ContinuationRefused: The text does not contain the whole content of the last message.
+        ContinuationRefused: The rendered text does not contain the whole content of the last
+            message.
     """
-    up_to_message_end, end_word, _ = text.rpartition(_END_WORD)
-    if not end_word or final_text.strip() not in text:
+    up_to_message_end, end_word, after_end_word = rendered.rpartition(_END_WORD)
+    if not end_word or final_text.strip() not in rendered:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
-    keeps_whitespace = text.startswith(_END_OF_MESSAGE, len(up_to_message_end))
+    keeps_whitespace = after_end_word.startswith(" ")
     return up_to_message_end if keeps_whitespace else up_to_message_end.rstrip()

@@ -154,6 +154,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)
         if isinstance(owner, str | bytes | int | float):
+            # The method may be `join`, whose check needs the number of the items.
             args = tuple(__self._with_length(argument) for argument in args)
             check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
@@ -179,7 +180,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             self.budget.step()
             jinja_args, template_args = args[:num_jinja_args], args[num_jinja_args:]
             value, *options = template_args  # The value is the expression before the `|`.
-            if name == "join":
+            if name == "join":  # The check needs the number of the items.
                 value = self._with_length(value)
             check_filter(self.budget, name, value, tuple(options), kwargs)
             return self.budget.check(function(*jinja_args, value, *options, **kwargs))

@@ -44,7 +44,7 @@ _UNDEFINED_VARIABLE = re.compile(r"'(\w+)' is undefined")
 
 @dataclass(slots=True)
 class Prober:
-    """Renders probe conversations with one template, and stores the findings for the report.
+    """Renders invented conversations with one template, and stores the findings for the report.
 
     Attributes:
         template: The compiled template.
@@ -70,8 +70,7 @@ class Prober:
     refusals: dict[Conversation, str] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
-    # The names of variables. The template failed because these variables were undefined, so all
-    # later renderings set them to "".
+    # The names of the variables without which the template fails. Renderings set them to "".
     _blank_variables: set[str] = field(default_factory=set)
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
@@ -218,7 +217,7 @@ class Prober:
         return None
 
     def find_call_form(self) -> InputForm | None:
-        """Return the form in which the template expects content and tool calls, or None.
+        """Return the form in which the template expects messages with tool calls, or None.
 
         For example, the arguments of a tool call are an object or a JSON string. The attribute
         `form` already contains the form of the content. The method combines `form` with each form

@@ -91,7 +91,7 @@ class _RenderedAnswer(NamedTuple):
 def _render_answer(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation
 ) -> _RenderedAnswer | None:
-    """Render the prompt of a conversation, and the text that a model would generate after it.
+    """Render the prompt of a conversation, and the answer that a model would generate.
 
     The prompt is the rendered conversation without the answer. Example: the prompt is
     "..<|assistant|>", and the whole conversation is rendered as "..<|assistant|>Hello.<|end|>". The

@@ -61,14 +61,15 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     """Return the closing marker of the reasoning that `prompt` opens, or "".
 
-    The first marker after the header of the model's answer may open reasoning. Example: the prompt
-    "..<|assistant|><think>" has the header `<|assistant|>` and opens reasoning with `<think>`. The
-    result is `</think>`. The first marker is accepted as an opening marker in three cases:
+    Example: the prompt "..<|assistant|><think>" has the header `<|assistant|>`. After the header,
+    the prompt opens reasoning with `<think>`, so the result is `</think>`. The first marker after
+    the header opens reasoning in three cases:
 
-    - The name of the marker refers to thinking.
+    - The name of the first marker refers to thinking. If there is a second marker, it is the
+      closing marker. Otherwise, the closing marker is derived from the first marker.
     - The second marker is the closing marker of the first marker, as in `<notes></notes>`.
-    - A thinking switch has added the marker to the prompt, and the template contains a closing
-      marker of this marker.
+    - A thinking switch has changed the text after the header, and a closing marker of the first
+      marker occurs in the template or in a prompt.
 
     Args:
         turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
@@ -79,13 +80,13 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     """
     first, second = first_two(markers(prompt.after_header))  # A missing marker is "".
     possible_closings = closing_spellings(first)
-    if is_thinking_marker(first):
-        default_closing = possible_closings[0] if possible_closings else ""
-        return second or first_occurring(turn, possible_closings) or default_closing
-    if second in possible_closings:
+    if second and (is_thinking_marker(first) or second in possible_closings):
         return second
+    derived_closing = first_occurring(turn, possible_closings)
+    if is_thinking_marker(first):
+        return derived_closing or next(iter(possible_closings), "")
     is_changed_by_switch = prompt.after_header != turn.prompts[0].after_header
-    return first_occurring(turn, possible_closings) if is_changed_by_switch else ""
+    return derived_closing if is_changed_by_switch else ""
 
 
 def _add_line_breaks(closing: str, opening: str) -> str:

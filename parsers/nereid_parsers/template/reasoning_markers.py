@@ -37,7 +37,7 @@ class MarkerPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkup:
-    """The markers that one comparison of two rendered messages shows.
+    """The markers around the reasoning and around the content, which one search has found.
 
     Example: "<think>REASONING</think><|assistant|><answer>CONTENT</answer>" has the reasoning
     markers `<think>` and `</think>`, the wrapper `<answer>`, `</answer>`, and the inner header
@@ -45,7 +45,7 @@ class ReasoningMarkup:
 
     Attributes:
         part: The reasoning part of the format. It contains the markers around the reasoning.
-        wrapper: The markers around the content, or None if the comparison shows no such markers.
+        wrapper: The markers around the content, or None if the search has found no such markers.
         inner_headers: The headers between the reasoning and the content. A header is the text that
             opens an assistant message. The model writes an inner header itself.
     """
@@ -192,10 +192,10 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
 
 
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the shorter texts with which a model may also open reasoning, for the parser.
+    """Return the shorter opening markers of reasoning that the parser must also accept.
 
     If several markers open the reasoning, such as `<|message|><|thinking|>`, some models write only
-    the last marker. So the result contains the last marker (as `Reasoning.also_open`):
+    the last marker. So the result contains the last marker:
 
     >>> shorter_openings("<|message|><|thinking|>", other_markup="<|end|>")
     ('<|thinking|>',)

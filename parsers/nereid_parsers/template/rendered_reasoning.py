@@ -28,8 +28,9 @@ from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
 _MAX_SWITCHES_TRIED = 6
 
-# Three assistant messages with reasoning. The first also has content, the second has a tool call,
-# and the third has both. Some templates render reasoning only in messages with tool calls.
+# Three assistant messages with reasoning. The first message also has content, the second has a tool
+# call, and the third has content and a tool call. Some templates render reasoning only in messages
+# with tool calls.
 _ANSWERS = (
     AssistantMessage(CONTENT_TEXT, REASONING_TEXT),
     AssistantMessage("", REASONING_TEXT, ONE_CALL),
@@ -39,7 +40,7 @@ _ANSWERS = (
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFindings:
-    """The result of all comparisons that concern reasoning.
+    """The conclusions from all comparisons of rendered reasoning.
 
     Attributes:
         part: The reasoning part of the format, with the markers around the reasoning. None if no
@@ -65,11 +66,11 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation whose reasoning the template renders, and the effects of switches.
+    """Find a conversation whose reasoning the template renders, and what thinking switches change.
 
-    A thinking switch is a template variable such as `enable_thinking`. The effect of a switch is
-    the text that the switch adds to the generation prompt, for example "<think></think>". The
-    caller infers the markers of the reasoning later, so the attribute `part` of the result is None.
+    A thinking switch is a template variable such as `enable_thinking`. A switch adds text, such as
+    "<think></think>", to the generation prompt, which opens the model's answer. The caller infers
+    the markers of the reasoning later, so the attribute `part` of the result is None.
 
     Mutates: `turn.prober.form`. From then on, the prober writes the reasoning of a message to the
         place from which the template reads reasoning, for example to the field `reasoning_content`.

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -20,6 +19,7 @@ from nereid_parsers.template.conversation import TOOLS
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.format_lines import part_lines
 from nereid_parsers.template.proof import Proof
+from nereid_parsers.template.report_data import as_data
 
 CONTEXT_CHARS = 60  # the number of characters that are shown before and after a difference
 PROMPT_END_CHARS = 80  # the number of characters at the end of a prompt that are shown
@@ -137,7 +137,7 @@ class Report:
 
 
 def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | None) -> Report:
-    """Create a report on a format.
+    """Create a report on a format, with parsed messages and the constraint of a tool call.
 
     Args:
         title: The path of the template or checkpoint, or "" for a report without a title.
@@ -147,9 +147,15 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
             messages of the analysis as samples. None if the format has another source.
     """
     proofs = analysis.proofs if analysis is not None else ()
-    samples = tuple(_parse_sample(fmt, proof) for proof in proofs)
-    constraint = _constraint_text(fmt, prompt=proofs[0].prompt if proofs else None)
-    return Report(title, why, fmt, analysis=analysis, samples=samples, constraint=constraint)
+    first_prompt = proofs[0].prompt if proofs else None
+    return Report(
+        title,
+        why,
+        fmt,
+        analysis=analysis,
+        samples=tuple(_parse_sample(fmt, proof) for proof in proofs),
+        constraint=_constraint_text(fmt, first_prompt),
+    )
 
 
 def _parse_sample(fmt: Format, proof: Proof) -> Sample:
@@ -165,14 +171,12 @@ def _parse_sample(fmt: Format, proof: Proof) -> Sample:
             of the message are parsed wrongly.
     """
     spans: list[tuple[str, str]] = []
-    parser = StreamParser(
-        fmt,
-        tools=TOOLS,
-        prompt=proof.prompt,
-        # For each piece of the message, the parser calls this function.
-        trace=lambda kind, text: spans.append((kind, text)),
-    )
-    parser.feed(proof.text)
+
+    def add_span(kind: str, text: str) -> None:
+        spans.append((kind, text))
+
+    parser = StreamParser(fmt, tools=TOOLS, prompt=proof.prompt, trace=add_span)
+    parser.feed(proof.text)  # The parser calls `add_span` for each piece of the message.
     parser.finish()
     prompt_end = proof.prompt[-PROMPT_END_CHARS:]
     joined_spans = tuple(_join_spans(spans))
@@ -196,8 +200,8 @@ def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 def _constraint_text(fmt: Format, prompt: str | None) -> str:
     """Return the constraint that forces the model to call a tool, as text for the report.
 
-    The constraint is a structural tag, which is shown as JSON. If the format allows no constraint,
-    the result is a sentence with the reason.
+    The text is a structural tag in JSON: a description of the allowed outputs, which the engine
+    enforces. If the format allows no constraint, the text is a sentence with the reason.
 
     Args:
         fmt: The format of the tool calls.
@@ -215,16 +219,16 @@ def _constraint_text(fmt: Format, prompt: str | None) -> str:
 
 
 def report_text(report: Report, paint: Paint = no_colour) -> str:
-    """Return the report as text. The function `paint` adds colours for a terminal."""
+    """Return the report as text for a terminal. The function `paint` adds the colours."""
     return "\n".join(_report_lines(report, paint)) + "\n"
 
 
 def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
     """Yield the lines of the whole report.
 
-    The sections of the report are the title, the comparisons, the format, the parsed samples, the
-    sentences on what could not be decided, and the constraint of a tool call. An empty line follows
-    each section except the last.
+    The sections of the report are the title, the comparisons, the format, the parsed messages, the
+    questions that the analysis could not decide, and the constraint of a tool call. An empty line
+    follows each section except the last.
 
     Args:
         report: The contents of the report.
@@ -249,7 +253,7 @@ def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
 
 
 def _analysis_lines(analysis: TemplateAnalysis, paint: Paint) -> Iterator[str]:
-    """Yield the lines on the comparisons of an analysis, and on what the template supports."""
+    """Yield the lines on the comparisons of an analysis, and the table of supported features."""
     yield paint("title", "Comparisons")
     yield from _indented(_COMPARISONS_EXPLAINED)
     for comparison in analysis.comparisons:
@@ -273,14 +277,14 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _comparison_lines(comparison: Comparison, paint: Paint) -> Iterator[str]:
-    """Yield the lines on one comparison: its label, its finding and the two renderings."""
+    """Yield the lines on one comparison: its label, its finding and where the renderings differ."""
     yield f"{paint('name', comparison.name)}: {comparison.changed}"
     yield f"    {comparison.finding}"
     yield from _indented(difference_lines(comparison, paint))
 
 
 def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
-    """Yield the lines on a parsed message.
+    """Yield the lines of the report on one parsed message.
 
     The first line contains the name of the sample and whether it was parsed correctly. The second
     line contains the end of the prompt. Each further line contains one span of the message, such as
@@ -379,20 +383,3 @@ def report_json(report: Report) -> str:
         data["supports"] = as_data(analysis.supports)
         data["undecided"] = list(analysis.undecided)
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-
-
-def as_data(value: Any) -> Any:  # noqa: ANN401  # any value of a report
-    """Convert a value of a report into dicts, lists and plain values, for a JSON document.
-
-    A dataclass becomes a dict whose key `part` is the name of the class. Example:
-    `Wrapper("<a>", "</a>")` gives `{"part": "Wrapper", "open": "<a>", "close": "</a>"}`.
-    """
-    is_dataclass_object = is_dataclass(value) and not isinstance(value, type)
-    if is_dataclass_object:
-        members = {member.name: as_data(getattr(value, member.name)) for member in fields(value)}
-        return {"part": type(value).__name__, **members}
-    if isinstance(value, list | tuple):
-        return [as_data(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): as_data(item) for key, item in value.items()}
-    return value.value if isinstance(value, Enum) else value

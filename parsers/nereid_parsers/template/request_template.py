@@ -27,7 +27,7 @@ class ContinuationRefused(RenderRefused):
 
 
 class _MarkedMessages(NamedTuple):
-    """The messages of a request. The text `_END_OF_MESSAGE` ends the last message.
+    """The messages of a request, after `_END_OF_MESSAGE` was appended to the last message.
 
     Attributes:
         messages: The messages. The content of the last message ends with `_END_OF_MESSAGE`.

@@ -63,7 +63,7 @@ NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no
 
 @dataclass(frozen=True, slots=True)
 class ToolFindings:
-    """The result of the comparisons that concern tool calls.
+    """The conclusions from all comparisons of rendered tool calls.
 
     Attributes:
         part: The tool section, which declares how the model writes all tool calls of a message.
@@ -274,7 +274,7 @@ def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the markers that end a turn and open a turn between the content and a tool call.
+    """Return the markers between the content and a tool call that end a turn and open the next.
 
     A template may write the content and the tool call as two turns. Then an end marker closes the
     first turn, and the header opens the second turn. The result contains the header and the first
@@ -301,7 +301,7 @@ def _headers_between(between: str, header: str) -> tuple[str, ...]:
 
 
 class CallInference(NamedTuple):
-    """The result of `infer_call_format`.
+    """The format that was inferred from rendered tool calls, and the problems of the inference.
 
     Attributes:
         call_format: The format of the tool calls, or None if the format could not be inferred.

@@ -41,7 +41,7 @@ _MAX_ALTERNATIVES = 16
 
 @dataclass(frozen=True, slots=True)
 class OptionalWhitespace:
-    r"""Optional white space: `\s*`."""
+    r"""A piece of a regular expression that matches optional white space, such as `\s*`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ _UNNAMED_TEXT = VariableText("")  # for example `.` or `[^>]`
 Piece = str | OptionalWhitespace | VariableText
 Pieces = tuple[Piece, ...]
 
-# The pieces of the escapes whose character is not matched literally. A boundary, such as `\b`,
-# matches no character, so its piece is an empty literal.
+# The pieces of the escapes that do not match the escaped character itself. A boundary, such as
+# `\b`, matches no character, so its piece is an empty literal.
 _ESCAPES: dict[str, Piece] = {
     r"\s": OptionalWhitespace(),
     **dict.fromkeys((r"\w", r"\W", r"\d", r"\D", r"\S"), _UNNAMED_TEXT),
@@ -125,7 +125,9 @@ def text_of_literals(pieces: Pieces) -> str:
 
 
 def literal_text(piece: Piece) -> str:
-    """Return the literal text of one piece. The literal text of optional white space is "".
+    """Return the literal text of one piece of a regular expression.
+
+    The literal text of optional white space is "":
 
     >>> literal_text("<call>"), literal_text(OptionalWhitespace())
     ('<call>', '')
@@ -258,7 +260,7 @@ class _Reader:
         while self.next_token() not in ("|", ")", ""):  # "" is the end of the expression.
             element = self.read_element()
             if _QUANTIFIER.fullmatch(self.next_token()):
-                element = self.repeat(element, quantifier=self.take_token())
+                element = self.apply_quantifier(element, quantifier=self.take_token())
             combinations = [start + end for start, end in product(combinations, element)]
             if len(combinations) > _MAX_ALTERNATIVES:
                 raise self.error(
@@ -349,7 +351,7 @@ class _Reader:
             raise self.error(f"the escape {escape} is not supported")
         return character
 
-    def repeat(self, element: list[Pieces], quantifier: str) -> list[Pieces]:
+    def apply_quantifier(self, element: list[Pieces], quantifier: str) -> list[Pieces]:
         r"""Return the alternatives of an element that is followed by a quantifier.
 
         There are three cases:
@@ -360,9 +362,9 @@ class _Reader:
             `a+`, `a*`       The quantifier is rejected, because a format cannot write a marker of
                              unlimited length.
 
-        >>> _Reader("").repeat([("a",)], quantifier="?")
+        >>> _Reader("").apply_quantifier([("a",)], quantifier="?")
         [('a',), ()]
-        >>> _Reader("").repeat([(OptionalWhitespace(),)], quantifier="*")
+        >>> _Reader("").apply_quantifier([(OptionalWhitespace(),)], quantifier="*")
         [(OptionalWhitespace(),)]
 
         Args:

@@ -35,8 +35,8 @@ from nereid_parsers.template.response.regex_parts import (
 from nereid_parsers.template.response.response_transform import keys_of_transform
 from nereid_parsers.tool_declarations import Body
 
-# Maps the name of a group in a regular expression to the placeholder in a pattern of a format. Any
-# other group becomes the placeholder {word}.
+# The keys are names of groups in a regular expression. The values are the placeholders that replace
+# these groups in a pattern of a format. Any other group is replaced by the placeholder {word}.
 _PLACEHOLDERS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 

@@ -220,10 +220,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             yield item
 
     def _count_step(self, _: object = None) -> None:
-        """Count one step of a loop. In one step, the loop can write all literal text once.
+        """Count one step of a loop. A step may write all literal text of the template once.
 
         `AddCounting` also inserts this method as a filter into templates. Each filter takes a
-        value, so the method takes an argument, and ignores it.
+        value, so the method takes an argument, which it ignores.
         """
         self.budget.step(self.literal_size)
 

@@ -38,10 +38,11 @@ class LimitError(TemplateError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits for all renderings of a template that use one `Budget`.
+    """The limits on the steps, sizes and seconds that one `Budget` allows.
 
     Attributes:
-        steps: The largest number of loop items, function calls and filters in all renderings.
+        steps: The largest number of loop items, function calls and filters. All renderings that use
+            the budget are counted together.
         total_size: The largest total size of all values that the renderings make, see `size_of`.
         value_size: The largest number of characters of one string, or the largest size of one list.
         seconds: The longest processor time of the thread. This time includes the compilation of the

@@ -29,6 +29,7 @@ from nereid_parsers.template.conversation import (
     Conversation,
 )
 from nereid_parsers.template.difference import (
+    first_two,
     markers,
     opening_spellings,
     text_between,
@@ -120,15 +121,15 @@ def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
 def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> ReasoningMarkup | None:
     """Find the markers around the reasoning in a rendered message.
 
-    Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`. The
-    report shows this message next to the message without reasoning, with the label R1.
+    Example: the message "<think>REASONING</think>CONTENT" contains the markers `<think>` and
+    `</think>`.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
         conversation: A conversation whose answer has reasoning. The template renders the reasoning.
 
-    Mutates: `turn.prober`, which records the two messages for the report. If a marker is missing,
-        the prober records an undecided question instead.
+    Mutates: `turn.prober`, which records the message with and without reasoning for the report,
+        with the label R1. If a marker is missing, the prober records an undecided question instead.
 
     Returns:
         The markers around the reasoning and around the content. None if the opening marker or the
@@ -228,7 +229,7 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
     and `</think>`.
 
     Args:
-        turn: The generation prompts, which may contain the opening marker, and the template.
+        turn: The generation prompts and the template. The opening marker may occur only there.
         around: The texts around the reasoning of the rendered message.
     """
     opening = _opening_before_reasoning(turn, around.before)
@@ -303,9 +304,9 @@ def find_interruptions(
         part: The markers of reasoning.
         conversation: A conversation whose reasoning the template renders.
 
-    Mutates: `turn.prober`. If there is such a marker, the prober records the message next to the
-        message without reasoning, with the label R5. If no marker at all is between the reasoning
-        and the tool call, the prober records an undecided question.
+    Mutates: `turn.prober`. If there is such a marker, the prober records the message with and
+        without reasoning for the report, with the label R5. If no marker at all is between the
+        reasoning and the tool call, the prober records an undecided question.
 
     Returns:
         A tuple with the marker, as the value of `Reasoning.interrupted_by`. The tuple is empty if
@@ -317,14 +318,13 @@ def find_interruptions(
     before_call = text_between(rendered_message, REASONING_TEXT, FIRST_TOOL)
     if before_call is None or part.close.strip() in before_call:
         return ()  # The message is not rendered, or the template writes the closing marker.
-    markers_before_call = markers(before_call)
-    if not markers_before_call:
+    interruption, _ = first_two(markers(before_call))  # such as `<tool_call>`, or ""
+    if not interruption:
         turn.prober.record_undecided(
             "R5: The end of reasoning before a call cannot be recognised, because no marker is "
             "written between the reasoning and the call."
         )
         return ()
-    interruption = markers_before_call[0]  # such as `<tool_call>`
     turn.prober.record(
         "R5 reasoning before a call",
         "The message has reasoning.",

@@ -35,8 +35,8 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
     `enable_thinking=False`. Example: if the generation prompt ends with "<think>\n\n</think>\n\n",
     the markers are `<think>\n` and `\n</think>\n\n`.
 
-    Mutates: `turn.prober`, which records this prompt and the default prompt for the report, with
-        the label R2.
+    Mutates: `turn.prober`, which records the prompt with the markers and the default prompt for the
+        report, with the label R2.
 
     Returns:
         The markers in the first prompt that contains markers of reasoning, or None.
@@ -84,7 +84,8 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
         return second
     derived_closing = first_occurring(turn, possible_closings)
     if is_thinking_marker(first):
-        return derived_closing or next(iter(possible_closings), "")
+        first_spelling, _ = first_two(possible_closings)
+        return derived_closing or first_spelling
     is_changed_by_switch = prompt.after_header != turn.prompts[0].after_header
     return derived_closing if is_changed_by_switch else ""
 
@@ -109,8 +110,8 @@ def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
     instruction "Write <think></think> and <answer></answer>". The markers `<think>` and `</think>`
     enclose the reasoning, and the markers `<answer>` and `</answer>` enclose the content.
 
-    Mutates: `turn.prober`, which records this prompt and the default prompt for the report, with
-        the label R3.
+    Mutates: `turn.prober`, which records the prompt with the instruction and the default prompt for
+        the report, with the label R3.
 
     Returns:
         The markers, or None if no switch adds an instruction with markers of reasoning.
@@ -137,8 +138,9 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
 
     Example: the default prompt is "Hello.", and `prompt` is "Write <think></think> and
     <answer></answer>. Hello." The result contains the pairs `<think></think>` and
-    `<answer></answer>`. The caller assumes that the first pair encloses the reasoning, so the
-    result is [] if the name of the first pair does not refer to thinking.
+    `<answer></answer>`. In instructions about thinking, the first pair encloses the reasoning.
+    Instructions whose first pair has a name that does not refer to thinking have another purpose,
+    so the result is then [].
 
     Args:
         default: The prompt with the default values of the thinking switches.

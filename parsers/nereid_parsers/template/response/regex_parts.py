@@ -271,6 +271,9 @@ class _Reader:
     def read_element(self) -> list[Pieces]:
         """Read a group, a character class, an escape or a single character.
 
+        The method returns the alternatives of this element. An alternative is a tuple of pieces: a
+        literal (a string), optional white space or variable text.
+
         >>> [_Reader(regex).read_element() for regex in ("(?:a|b)", "[^>]", "a", "^")]
         [[('a',), ('b',)], [(VariableText(name=''),)], [('a',)], [()]]
         """

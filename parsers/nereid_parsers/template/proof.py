@@ -70,9 +70,10 @@ def parse_renderings(
         reasoning: The findings about reasoning. They contain a message with reasoning.
         tools: The findings about tool calls. They show which tool calls the template renders.
     """
+    renderer = _AnswerRenderer(turn, reasoning.part)
     proofs = []
     for name, conversation in _conversations(reasoning, tools):
-        rendered = _render_answer(turn, reasoning.part, conversation)
+        rendered = renderer.render(conversation)
         if rendered is not None:
             proofs.append(_parse_answer(fmt, name, conversation, rendered))
     return proofs
@@ -88,33 +89,89 @@ class _RenderedAnswer(NamedTuple):
     text: str
 
 
-def _render_answer(
-    turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation
-) -> _RenderedAnswer | None:
-    """Render the prompt of a conversation, and the answer that a model would generate.
+@dataclass(frozen=True, slots=True)
+class _AnswerRenderer:
+    """Renders the answers of conversations as the texts that a model would generate.
 
-    The prompt is the rendered conversation without the answer. Example: the prompt is
-    "..<|assistant|>", and the whole conversation is rendered as "..<|assistant|>Hello.<|end|>". The
-    model would generate "Hello.".
-
-    Args:
+    Attributes:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
         reasoning: The inferred markers of reasoning, or None if they are not known.
-        conversation: A conversation that ends with an answer.
-
-    Returns:
-        The prompt and the answer, or None if the template does not render the conversation.
     """
-    # The template ends the prompt with the text that opens an answer, such as `<|assistant|>`.
-    without_answer = replace(conversation, answer=None, generation_prompt=True)
-    prompt = turn.prober.render(without_answer)
-    if prompt is None:
-        return None
-    answer = _text_after_prompt(turn, reasoning, conversation, prompt)
-    if answer is None:
-        return None
-    # In a rendering, placeholders replace the ids of tool calls. The parser needs the real ids.
-    return _RenderedAnswer(unmask_call_ids(prompt), unmask_call_ids(answer))
+
+    turn: ModelTurn
+    reasoning: Reasoning | None
+
+    def render(self, conversation: Conversation) -> _RenderedAnswer | None:
+        """Render the prompt of a conversation, and the answer that a model would generate.
+
+        The prompt is the rendered conversation without the answer. Example: the prompt is
+        "..<|assistant|>", and the whole conversation is rendered as
+        "..<|assistant|>Hello.<|end|>". The model would generate "Hello.". Return None if the
+        template does not render the prompt or the answer.
+        """
+        # The template ends the prompt with the text that opens an answer, such as `<|assistant|>`.
+        without_answer = replace(conversation, answer=None, generation_prompt=True)
+        prompt = self.turn.prober.render(without_answer)
+        if prompt is None:
+            return None
+        answer = self._text_after_prompt(conversation, prompt)
+        if answer is None:
+            return None
+        # In a rendering, placeholders replace the ids of tool calls. The parser needs the real ids.
+        return _RenderedAnswer(unmask_call_ids(prompt), unmask_call_ids(answer))
+
+    def _text_after_prompt(self, conversation: Conversation, prompt: str) -> str | None:
+        """Render the answer of a conversation, without the start that `prompt` already contains.
+
+        Example: the prompt is "..<|assistant|><think>", and the rendered answer is
+        "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.".
+
+        Args:
+            conversation: The conversation with the answer.
+            prompt: The rendered conversation without the answer.
+
+        Returns:
+            The text, or None if the template does not render the answer after the prompt.
+        """
+        if conversation.after_tool_result:
+            answer = self._answer_to_result(conversation, prompt)
+        else:
+            answer = self._answer_to_question(conversation, prompt)
+        if answer is None or self.reasoning is None:
+            return answer
+        return _close_open_reasoning(answer, prompt, self.reasoning)
+
+    def _answer_to_question(self, conversation: Conversation, prompt: str) -> str | None:
+        """Render the answer to a question, without the start that `prompt` already contains.
+
+        Example: the prompt is "..<|assistant|><think>", and the conversation is rendered as
+        "..<|assistant|><think>Hm.</think>Hello.". The result is "Hm.</think>Hello.". Return None if
+        the template fails to render the conversation.
+        """
+        answer = self.turn.generated_text(conversation)
+        if answer is None:
+            return None
+        prompt_end = prompt_after_header(prompt, self.turn.header).strip()  # such as "<think>"
+        rest_of_answer = _drop_prompt_end(answer, prompt_end)
+        if self.reasoning is None:
+            return rest_of_answer
+        return _drop_repeated_closing(rest_of_answer, prompt_end, self.reasoning.close.strip())
+
+    def _answer_to_result(self, conversation: Conversation, prompt: str) -> str | None:
+        """Render the answer to a tool's result, without the markers that end the answer.
+
+        Example: the prompt is "..RESULT<|assistant|>", and the conversation is rendered as
+        "..RESULT<|assistant|>CONTENT<|end|>". The result is "CONTENT". Return None if the prompt
+        does not contain the tool's result, or if the rendered conversation does not start with the
+        prompt.
+        """
+        rendering = self.turn.prober.render(conversation) or ""
+        if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
+            return None
+        answer = rendering.removeprefix(prompt)
+        # The markup after a user's message (`turn.trailing_text`) may also follow an answer.
+        without_trailing_text = drop_common_suffix(answer, self.turn.trailing_text)
+        return self.turn.without_end_markers(without_trailing_text)
 
 
 def _parse_answer(
@@ -166,77 +223,6 @@ def _conversations(
         yield "content and a call", conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     if has_calls:
         yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
-
-
-def _text_after_prompt(
-    turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
-) -> str | None:
-    """Render the answer of a conversation as the text that a model would generate after `prompt`.
-
-    The prompt may already contain the start of the answer. This start is omitted from the result.
-    Example: the prompt is "..<|assistant|><think>", and the rendered answer is
-    "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.".
-
-    Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversation.
-        reasoning: The markers of reasoning, or None if they are not known.
-        conversation: The conversation with the answer.
-        prompt: The rendered conversation without the answer.
-
-    Returns:
-        The text, or None if the template does not render the answer after the prompt.
-    """
-    if conversation.after_tool_result:
-        answer = _text_after_tool_result(turn, conversation, prompt)
-    else:
-        answer = _text_after_question(turn, reasoning, conversation, prompt)
-    if answer is None or reasoning is None:
-        return answer
-    return _close_open_reasoning(answer, prompt, reasoning)
-
-
-def _text_after_question(
-    turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
-) -> str | None:
-    """Render the answer to a question, without the start that `prompt` already contains.
-
-    Example: the prompt is "..<|assistant|><think>", and the conversation is rendered as
-    "..<|assistant|><think>Hm.</think>Hello.". The result is "Hm.</think>Hello.".
-
-    Args:
-        turn: The header, which is the text that opens an answer, such as "<|assistant|>".
-            `turn.prober` renders the conversation.
-        reasoning: The markers of reasoning, or None if they are not known.
-        conversation: The conversation with the answer.
-        prompt: The rendered conversation without the answer.
-
-    Returns:
-        The text, or None if the template fails to render the conversation.
-    """
-    answer = turn.generated_text(conversation)
-    if answer is None:
-        return None
-    prompt_end = prompt_after_header(prompt, turn.header).strip()  # such as "<think>"
-    rest_of_answer = _drop_prompt_end(answer, prompt_end)
-    if reasoning is None:
-        return rest_of_answer
-    return _drop_repeated_closing(rest_of_answer, prompt_end, reasoning.close.strip())
-
-
-def _text_after_tool_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
-    """Render the answer to a tool's result, without the end markers of the answer.
-
-    Example: the prompt is "..RESULT<|assistant|>", and the conversation is rendered as
-    "..RESULT<|assistant|>CONTENT<|end|>". The result is "CONTENT". Return None if the prompt does
-    not contain the tool's result, or if the rendered conversation does not start with the prompt.
-    """
-    rendering = turn.prober.render(conversation) or ""
-    if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
-        return None
-    answer = rendering.removeprefix(prompt)
-    # The markup after a user's message (`turn.trailing_text`) may also follow an answer.
-    without_trailing_text = drop_common_suffix(answer, turn.trailing_text)
-    return turn.without_end_markers(without_trailing_text)
 
 
 def _drop_prompt_end(answer: str, prompt_end: str) -> str:

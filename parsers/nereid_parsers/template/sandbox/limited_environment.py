@@ -25,6 +25,7 @@ from nereid_parsers.template.sandbox.functions import (
 )
 from nereid_parsers.template.sandbox.limits import Budget, LimitError
 from nereid_parsers.template.sandbox.operations import (
+    FilterCall,
     check_filter,
     check_format,
     check_method,
@@ -182,7 +183,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             value, *options = template_args  # The value is the expression before the `|`.
             if name == "join":  # The check needs the number of the items.
                 value = self._with_length(value)
-            check_filter(self.budget, name, value, tuple(options), kwargs)
+            check_filter(self.budget, FilterCall(name, value, tuple(options), kwargs))
             return self.budget.check(function(*jinja_args, value, *options, **kwargs))
 
         return limited

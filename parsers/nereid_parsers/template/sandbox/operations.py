@@ -7,8 +7,8 @@ the result from the operands, and raises LimitError if this size exceeds the lim
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sized
-from typing import Any
+from collections.abc import Iterable, Sized
+from typing import Any, NamedTuple
 
 from nereid_parsers.template.sandbox.limits import Budget, LimitError, size_of
 
@@ -72,40 +72,61 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
             budget.check_size(len(owner) * max(int(args[0]), 1))
 
 
-def check_filter(
-    budget: Budget,
-    name: str,
-    value: Any,  # noqa: ANN401
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Raise LimitError if the result of a filter would be too large.
+class FilterCall(NamedTuple):
+    """A call of a filter in a template. A filter is a function that is applied to a value.
 
-    A filter is a function that a template applies to a value. Example: in `text | indent(9)`,
-    `name` is "indent", `value` is the value of `text`, and `args` is (9,).
+    Example: in `text | indent(9, first=True)`, `name` is "indent", `value` is the value of `text`,
+    `args` is (9,), and `kwargs` is {"first": True}.
 
-    Args:
-        budget: The limits.
-        name: The name of the filter. If the filter has no case below, its result is hardly longer
-            than `value`, unless an option is a large number.
+    Attributes:
+        name: The name of the filter.
         value: The value before the `|`.
         args: The positional options of the filter.
         kwargs: The keyword options of the filter.
     """
-    options = [*args, *kwargs.values()]
+
+    name: str
+    value: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def option(self, index: int, name: str) -> Any:  # noqa: ANN401
+        """Return an option, or "" if the template does not pass the option.
+
+        A template passes an option by position or by name, as in `text | replace("a", new="b")`:
+
+        >>> call = FilterCall("replace", "abc", ("a",), {"new": "b"})
+        >>> call.option(0, "old"), call.option(1, "new")
+        ('a', 'b')
+
+        Args:
+            index: The position of the option.
+            name: The name of the option.
+        """
+        return self.args[index] if index < len(self.args) else self.kwargs.get(name, "")
+
+
+def check_filter(budget: Budget, call: FilterCall) -> None:
+    """Raise LimitError if the result of a filter would be too large.
+
+    If a filter has no case below, its result is hardly longer than the value, unless an option is a
+    large number.
+    """
+    options = [*call.args, *call.kwargs.values()]
     check_numbers(options)  # An option may be a length, as in `text | center(10**9)`.
-    match name:
+    match call.name:
         case "replace":
-            old, new = _option(args, kwargs, 0, "old"), _option(args, kwargs, 1, "new")
-            _check_replace(budget, str(value), old, new)
+            old, new = call.option(0, "old"), call.option(1, "new")
+            _check_replace(budget, str(call.value), old, new)
         case "join":
-            _check_join(budget, value, separator=_option(args, kwargs, 0, "d"))
+            _check_join(budget, call.value, separator=call.option(0, "d"))
         case "format":
-            check_format(value)
+            check_format(call.value)
         case "tojson":
             _check_tojson(budget, options)
-        case "indent" if isinstance(value, str):
-            _check_indent(budget, value, _option(args, kwargs, 0, "width") or _DEFAULT_INDENT)
+        case "indent" if isinstance(call.value, str):
+            width = call.option(0, "width") or _DEFAULT_INDENT
+            _check_indent(budget, call.value, width)
 
 
 def _check_tojson(budget: Budget, options: list[Any]) -> None:
@@ -206,23 +227,6 @@ def check_format(text: object) -> None:
         raise LimitError(
             "a format string of the template gets its width from an argument, which is not allowed"
         )
-
-
-def _option(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, name: str) -> Any:  # noqa: ANN401
-    """Return an option of a filter, or "" if the template does not pass the option.
-
-    A template passes an option by position or by name, as in `text | replace("a", new="b")`:
-
-    >>> _option(("a",), {"new": "b"}, 0, "old"), _option(("a",), {"new": "b"}, 1, "new")
-    ('a', 'b')
-
-    Args:
-        args: The positional options of the filter.
-        kwargs: The keyword options of the filter.
-        index: The position of the option.
-        name: The name of the option.
-    """
-    return args[index] if index < len(args) else kwargs.get(name, "")
 
 
 def _num_characters(option: object) -> int:

@@ -18,6 +18,7 @@ from types import CodeType
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
 
 from nereid_parsers.errors import TemplateError
 from nereid_parsers.template.sandbox.counting_nodes import AddCounting
@@ -68,14 +69,13 @@ class CompiledTemplate:
         self.changes_lists = ".append(" in source or ".pop(" in source
         self._now = now
         env = self._new_environment(budget)
-        counting = AddCounting(budget)
-        self._code = _compile(env, source, counting)  # `counting` records variables and texts.
-        self.names = frozenset(counting.names)
-        self.literals = tuple(counting.literals)
+        self._code, recorded = _compile(env, source)
+        self.names = frozenset(recorded.names)
+        self.literals = tuple(recorded.literals)
         self.compared = {
-            name: tuple(dict.fromkeys(constants)) for name, constants in counting.compared.items()
+            name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
         }
-        self._literal_size = counting.literal_size
+        self._literal_size = recorded.literal_size
         self._load(env)
 
     def _new_environment(self, budget: Budget) -> LimitedEnvironment:
@@ -132,24 +132,26 @@ class CompiledTemplate:
             raise RenderRefused(message[:_MAX_MESSAGE]) from error
 
 
-def _compile(env: LimitedEnvironment, source: str, counting: AddCounting) -> CodeType:
-    """Compile a template to Python code that counts each operation, and return the code object.
-
-    Mutates: `counting`, which records the variables and texts of the template.
+def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, AddCounting]:
+    """Compile a template to Python code that counts each operation of a rendering.
 
     Args:
         env: The environment in which the template will run.
         source: The text of the template.
-        counting: The transformer that adds filters to the syntax tree of the template. The filters
-            count the operations.
+
+    Returns:
+        The compiled code, and the object that has added the counting filters to the template. This
+        object has also recorded the variables and texts of the template.
 
     Raises:
         TemplateError: The source has a syntax error.
         LimitError: The source is nested too deeply, or takes too long to compile.
     """
+    add_counting = AddCounting(env.budget)
     try:
-        python_code = _generate_python(env, source, counting)
-        return env._compile(python_code, "<template>")
+        tree = env.parse(source)
+        add_counting.visit(tree)
+        code = env._compile(_generate_python(env, tree), "<template>")
     except LimitError:  # A LimitError is a ValueError, which the last handler would catch.
         raise
     except (RecursionError, MemoryError, OverflowError) as error:
@@ -160,25 +162,15 @@ def _compile(env: LimitedEnvironment, source: str, counting: AddCounting) -> Cod
         ) from error
     except (SyntaxError, ValueError) as error:
         raise TemplateError(f"the template does not compile: {error}") from error
+    return code, add_counting
 
 
-def _generate_python(env: LimitedEnvironment, source: str, counting: AddCounting) -> str:
-    """Return the text of a Python program that renders a template and counts each operation.
-
-    Mutates: `counting`, which records the variables and texts of the template.
-
-    Args:
-        env: The environment in which the template will run.
-        source: The text of the template.
-        counting: The transformer that adds filters to the syntax tree of the template. The filters
-            count the operations.
+def _generate_python(env: LimitedEnvironment, tree: nodes.Template) -> str:
+    """Return the text of a Python program that renders the template with this syntax tree.
 
     Raises:
         LimitError: The program is too long, or takes too long to generate.
-        jinja2.TemplateSyntaxError: The template has a syntax error.
     """
-    tree = env.parse(source)
-    counting.visit(tree)
     # jinja2 has no public method that generates the Python program of a syntax tree.
     python_code = env._generate(tree, name=None, filename=None)
     if len(python_code) > MAX_CODE:

@@ -178,8 +178,8 @@ def size_of(value: object, max_size: int, depth: int = 0) -> int:
     """Return the approximate number of characters of a value, if a template writes it as text.
 
     The size of a string is its length plus 16. The size of a list is the sum of the sizes of its
-    members plus 16. A list that occurs twice in the value counts twice, because a template would
-    write this list twice.
+    members plus 16, and the keys and values of a dict are its members. A list that occurs twice in
+    the value counts twice, because a template would write this list twice.
 
     >>> size_of("abc", max_size=100), size_of(["abc", "abc"], max_size=100)
     (19, 54)

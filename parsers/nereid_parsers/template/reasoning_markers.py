@@ -116,7 +116,7 @@ def first_opening(after_header: str) -> str:
         after_header: The text of the prompt after the header. If this text is blank, the prompt
             opens no reasoning, and the result is "".
     """
-    opening = _words_or_marker_at_start(after_header)
+    opening = _marker_or_words_at_start(after_header)
     return opening if opening.strip() else ""
 
 
@@ -145,17 +145,17 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
         opening: The text that opens the reasoning, such as `<think>`.
     """
     markers_and_words = compound_closing(after_reasoning, opening.strip())
-    return markers_and_words or _words_or_marker_at_start(after_reasoning)
+    return markers_and_words or _marker_or_words_at_start(after_reasoning)
 
 
-def _words_or_marker_at_start(text: str) -> str:
-    r"""Return the words or the marker at the start of `text`, with the white space around them.
+def _marker_or_words_at_start(text: str) -> str:
+    r"""Return the marker or the words at the start of `text`, with the surrounding white space.
 
     Most templates write a marker, such as `</think>`, before or after the reasoning. Some templates
-    write words in the place of this marker. If `text` starts with a marker, return this marker. If
+    write words instead of this marker. If `text` starts with a marker, return this marker. If
     `text` starts with words, return the text before the first marker:
 
-    >>> _words_or_marker_at_start("\n<a>\n<b>"), _words_or_marker_at_start("I am done.\n<a><b>")
+    >>> _marker_or_words_at_start("\n<a>\n<b>"), _marker_or_words_at_start("I am done.\n<a><b>")
     ('\n<a>\n', 'I am done.\n')
 
     A text without markers is returned unchanged.
@@ -209,8 +209,8 @@ def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
 
     Args:
         opening: The text that opens the reasoning.
-        other_markup: The text that closes the reasoning, followed by the text that opens an
-            assistant message.
+        other_markup: The text that closes the reasoning, and the text that opens an assistant
+            message, as one string.
     """
     has_several_markers = len(markers(opening)) > 1
     last_marker = trailing_marker(opening)  # "" if `opening` ends with words

@@ -304,8 +304,8 @@ def difference_lines(comparison: Comparison, paint: Paint = no_colour) -> Iterat
     """Yield two lines that show where the two renderings of a comparison differ.
 
     The line with `-` shows the first rendering, and the line with `+` shows the second rendering.
-    Each line contains the differing text, and at most CONTEXT_CHARS characters before and after the
-    differing text. If the renderings are equal, there are no lines.
+    Each line contains the differing text, with at most CONTEXT_CHARS characters before and after
+    it. If the renderings are equal, nothing is yielded.
 
     >>> list(difference_lines(Comparison("T", "", "<a>yes</a>", "<a>no</a>", "")))
     ['- <a>yes</a>', '+ <a>no</a>']
@@ -345,6 +345,8 @@ def supports_rows(analysis: TemplateAnalysis) -> list[tuple[str, str]]:
 def _value_text(value: object) -> str:
     """Return the text that the report shows for the value of an attribute of `Supports`.
 
+    A value is a bool, a text, a tuple of texts, or a dict of texts:
+
     >>> _value_text(True), _value_text("JSON"), _value_text(())
     ('yes', 'JSON', 'none')
     >>> _value_text(("reasoning", "thinking")), _value_text({"enable_thinking=False": "</think>"})
@@ -366,9 +368,10 @@ def _value_text(value: object) -> str:
 
 
 def report_json(report: Report) -> str:
-    """Return the report as a JSON object, which other programs can read.
+    """Return the report as the text of a JSON object, which other programs can read.
 
-    The object contains the comparisons only if the format was inferred from a template.
+    The object contains the comparisons, the supported features and the undecided questions only if
+    the format was inferred from a template.
     """
     analysis = report.analysis
     data: dict[str, Any] = {

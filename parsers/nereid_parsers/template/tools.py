@@ -110,7 +110,7 @@ def find_tools(
     texts = _render_calls(renderer, one_call, two_calls)
     compare_changed_calls(turn.prober)  # T3 to T7b. Only the report needs these comparisons.
     content_before_call = find_content_before_call(turn)  # T8
-    findings = ToolFindings(
+    findings = ToolFindings(  # These findings contain no format yet.
         is_parallel=bool(two_calls),
         with_content=content_before_call.is_rendered,
         inner_headers=content_before_call.inner_headers,
@@ -174,12 +174,12 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
 
 
 def compare_call_presence(renderer: CallRenderer) -> str:
-    """Render a message with a tool call, and return the text of the tool call.
+    """Compare a message with content and a message with a tool call. Return the tool call's text.
 
-    Return "" if the template does not render tool calls.
+    The result is the text that a model would generate to make the tool call, such as
+    "<call>..</call>". It is "" if the template does not render tool calls.
 
-    Mutates: `renderer.turn.prober`, which records a comparison for the report, with the label T1: a
-        message with content, and the message with the tool call.
+    Mutates: `renderer.turn.prober`, which records the comparison for the report, with the label T1.
     """
     text = renderer.text_of_calls(*ONE_CALL)
     # The three words are invented, so only a rendered tool call contains all of them.
@@ -199,21 +199,24 @@ def compare_call_presence(renderer: CallRenderer) -> str:
 
 
 def compare_two_calls(renderer: CallRenderer) -> str:
-    """Render a message with two tool calls, and return the text of the tool calls.
+    """Compare messages with one and with two tool calls. Return the text of the two tool calls.
 
-    Return "" if the template renders at most one tool call of a message.
+    The result is the text that a model would generate to make the two tool calls, such as
+    "<call>..</call><call>..</call>". It is "" if the template renders only one tool call of a
+    message.
 
-    Mutates: `renderer.turn.prober`, which records a comparison for the report, with the label T2: a
-        message with one tool call, and the message with two tool calls.
+    Mutates: `renderer.turn.prober`, which records the comparison for the report, with the label T2.
     """
     prober = renderer.turn.prober
     two_calls = conversation_with_calls(*TWO_CALLS)
     text = renderer.text_of_calls(*TWO_CALLS)
+    # The three words are invented, so only two rendered tool calls contain all of them.
     is_parallel = all(word in text for word in (FIRST_TOOL, SECOND_TOOL, SECOND_VALUE))
     if is_parallel:
         finding = "A message can have several calls."
-    else:  # The reason is the template's error message, if the template raised an error.
-        reason = prober.refusals.get(two_calls, "the template does not render the second call")
+    else:
+        error_message = prober.refusals.get(two_calls)  # None if the template raised no error
+        reason = error_message or "the template does not render the second call"
         finding = f"A message can have only one call: {reason}"
     prober.record(
         "T2 two calls",
@@ -317,8 +320,8 @@ def infer_call_format(texts: CallTexts) -> CallInference:
 
     The functions in `READERS` are called in order, until one of them returns a format. Each
     function recognises one form of tool calls, for example JSON, and returns None for any other
-    form. A function raises FormatError if it recognises the form, but infers an invalid format. The
-    `problems` of the result then contain a sentence with the error, and the next function is
+    form. If a function recognises the form but infers an invalid format, it raises FormatError. A
+    sentence with the error is then added to the `problems` of the result, and the next function is
     called.
     """
     problems = []

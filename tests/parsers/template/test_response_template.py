@@ -110,6 +110,23 @@ REFUSED = {
         spec(tool_calls={"open_pattern": r"(?P<name>\w+)\(", "content": "json"}),
         "must begin with a literal",
     ),
+    "a field that is no object": (spec(tool_calls=3), "JSON objects"),
+    "options that are no object": (
+        spec(tool_calls={"open": "<c>", "content": "json", "content_args": 3}),
+        "JSON object",
+    ),
+    "delimiters that are no pair": (
+        spec(
+            tool_calls={
+                "open": "<c>",
+                "content": "json",
+                "content_args": {"unquoted_keys": True, "string_delims": [["<q>"]]},
+            }
+        ),
+        "list of pairs",
+    ),
+    "a pattern that is no text": (spec(tool_calls={"open_pattern": 3}), "must be a string"),
+    "deeply nested groups": (spec(content={"close_pattern": "(" * 3000}), "too deeply"),
     "a look-ahead": (spec(content={"close_pattern": r"(?=<e>)"}), "looks ahead"),
 }
 

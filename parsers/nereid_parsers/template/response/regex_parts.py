@@ -72,7 +72,7 @@ _ESCAPES: dict[str, Piece] = {
 }
 
 
-def alternatives(regex: str) -> list[Pieces]:
+def alternatives(regex: object) -> list[Pieces]:
     r"""Split a regular expression into its alternatives, and each alternative into pieces.
 
     A piece is a literal text, optional white space, or variable text such as a named group. The
@@ -85,8 +85,13 @@ def alternatives(regex: str) -> list[Pieces]:
         FormatError: The expression is malformed, or has elements other than literals, white space,
             groups, character classes, options (`?`) and alternatives (`|`).
     """
+    if not isinstance(regex, str):
+        raise FormatError(f"a regular expression must be a string, but it is {regex!r}")
     reader = _Reader(regex)
-    unjoined_alternatives = reader.read_alternatives()
+    try:
+        unjoined_alternatives = reader.read_alternatives()
+    except RecursionError as error:
+        raise reader.error("the groups are nested too deeply") from error
     unread_text = "".join(reader.unread)  # "" unless the reader has stopped at a `)`
     if unread_text:
         index = len(regex) - len(unread_text)
@@ -172,7 +177,7 @@ def marker_spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return () if regex is None else _spellings_of_regex(regex)
 
 
-def _spellings_of_regex(regex: str) -> tuple[str, ...]:
+def _spellings_of_regex(regex: object) -> tuple[str, ...]:
     r"""Return the literal text of each alternative of a regular expression, without duplicates.
 
     White space around the texts is removed, and empty texts are omitted.

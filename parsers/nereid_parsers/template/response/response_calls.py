@@ -8,7 +8,7 @@ The field declares how the model writes tool calls. Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nereid_parsers.errors import FormatError
@@ -209,6 +209,8 @@ def _declare_body(field: Mapping[str, Any], head: str) -> Body:
     """
     content = field.get("content", "text")
     options = field.get("content_args") or {}
+    if not isinstance(options, Mapping):
+        raise FormatError(f"`content_args` must be a JSON object, but it is {options!r}")
     if content == "xml-inline":
         return _tagged_arguments(options)
     if content != "json":
@@ -246,10 +248,10 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     return JsonArray(keys)
 
 
-def _unquoted_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArguments:
+def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
     """Return the declaration of arguments such as `{a:<q>x<q>}`, whose keys have no quotes.
 
-    The option `string_delims` contains pairs of texts: the text before a string value, and the text
+    The option `string_delims` is a list of pairs: the text before a string value, and the text
     after the string value. Only the first pair is used, because a template renders all strings with
     one pair.
 
@@ -257,15 +259,17 @@ def _unquoted_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyAr
     BareKeyArguments(quote='<q>')
 
     Raises:
-        FormatError: The two texts of the pair differ.
+        FormatError: The option contains no pair, or the two texts of the first pair differ.
     """
-    opening, closing = string_delims[0][:2]
-    if opening != closing:
-        raise FormatError(
-            "the opening and the closing text of `string_delims` must be equal, but they are "
-            f"{opening!r} and {closing!r}"
-        )
-    return BareKeyArguments(opening)
+    match string_delims:
+        case [[str(opening), str(closing), *_], *_]:
+            if opening == closing:
+                return BareKeyArguments(opening)
+            raise FormatError(
+                "the opening and the closing text of `string_delims` must be equal, but they are "
+                f"{opening!r} and {closing!r}"
+            )
+    raise FormatError(f"`string_delims` must be a list of pairs, but it is {string_delims!r}")
 
 
 def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:

@@ -40,7 +40,7 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
     # The field for reasoning has one of several names, such as "reasoning_content".
     reasoning_fields = [fields[name] for name in REASONING_FIELDS if name in fields]
     reasoning = _declare_reasoning(reasoning_fields[0]) if reasoning_fields else None
-    content = _content_markers(fields.get("content") or {})
+    content = _content_markers(fields.get("content", {}))
     tools = tool_section(fields["tool_calls"]) if "tool_calls" in fields else None
     return Format(
         "response_template",
@@ -52,11 +52,12 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
 
 
 def _validated_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the member `fields` of a response template, after validating the response template.
+    """Validate a response template, and return its member `fields`.
 
     The keys of `fields` are the parts of a message, such as "tool_calls". The values declare how
-    the model writes these parts. Example: {"version": 1, "fields": {"content": {"close": "<end>"}}}
-    gives {"content": {"close": "<end>"}}.
+    the model writes these parts. Members with the value None are omitted. Example:
+    {"version": 1, "fields": {"content": {"close": "<end>"}, "tool_calls": None}} gives
+    {"content": {"close": "<end>"}}.
 
     Raises:
         FormatError: The response template is malformed, has an unsupported version, or has an
@@ -76,13 +77,17 @@ def _validated_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
             "`fields` of the response_template must be a dict of fields with at least one field, "
             f"but it is {fields!r}"
         )
-    unknown = sorted(set(fields) - _KNOWN_FIELDS)
+    declared = {name: field for name, field in fields.items() if field is not None}
+    not_objects = [name for name, field in declared.items() if not isinstance(field, Mapping)]
+    if not_objects:
+        raise FormatError(f"the fields {not_objects} of the response_template must be JSON objects")
+    unknown = sorted(set(declared) - _KNOWN_FIELDS)
     if unknown:
         raise FormatError(
             f"the response_template has the unknown fields {unknown}. The known fields are "
             f"{sorted(_KNOWN_FIELDS)}."
         )
-    return fields
+    return declared
 
 
 def _declare_reasoning(field: Mapping[str, Any]) -> Reasoning:

@@ -124,7 +124,9 @@ class _AnswerRenderer:
         """Render the answer of a conversation, without the start that `prompt` already contains.
 
         Example: the prompt is "..<|assistant|><think>", and the rendered answer is
-        "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.".
+        "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the
+        rendered answer is "<|assistant|>Hello.<|end|>", which closes no reasoning, the result is
+        "</think>Hello.", because a model would first close the reasoning.
 
         Args:
             conversation: The conversation with the answer.
@@ -145,8 +147,10 @@ class _AnswerRenderer:
         """Render the answer to a question, without the start that `prompt` already contains.
 
         Example: the prompt is "..<|assistant|><think>", and the conversation is rendered as
-        "..<|assistant|><think>Hm.</think>Hello.". The result is "Hm.</think>Hello.". Return None if
-        the template fails to render the conversation.
+        "..<|assistant|><think>Hm.</think>Hello.". The result is "Hm.</think>Hello.". If the prompt
+        already ends with the closing marker `</think>`, the result does not repeat this marker.
+
+        Return None if the template fails to render the conversation.
         """
         answer = self.turn.generated_text(conversation)
         if answer is None:

@@ -28,6 +28,15 @@ LARGE_RESULTS = [
     "range(2000) | map(attribute='a', default=x) | join",
     "range(2000) | map(attribute='a', default=x) | tojson",
     "('a' * 2000) | replace(old='a', new=x)",
+    "('a' * 2000).translate({97: x})",
+    "('{0}' * 2000).format(x)",
+    "('{a}' * 2000).format(a=x)",
+    "('{a.b}' * 2000).format_map({'a': x})",
+    "('%(a)s' * 2000) | format(a=x)",
+    "('%(a)s' * 2000) % {'a': x}",
+    "('%9999d' * 2000) % ((1,) * 2000)",
+    "('{:>9999}' * 2000).format(*((1,) * 2000))",
+    "range(2000) | map(attribute='a', default=[1] * 15000) | sum(start=[])",
 ]
 
 
@@ -59,9 +68,27 @@ def test_a_large_result_is_rejected_before_it_is_made(expression):
     assert peak_bytes < 10_000_000
 
 
-def test_joining_an_iterator_is_allowed():
-    template = CompiledTemplate("{{ [1, 2] | map('string') | join(d=', ') }}", Budget())
-    assert template.render({}) == "1, 2"
+def test_a_long_format_string_is_checked_in_time():
+    template = CompiledTemplate("{{ text.format(1) }}", Budget())
+    started = time.thread_time()
+    with pytest.raises((LimitError, RenderRefused)):
+        template.render({"text": "{" + ":" * 100_000})
+    assert time.thread_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("[1, 2] | map('string') | join(d=', ')", "1, 2"),
+        ("[1, 2] | map('abs') | sum", "3"),
+        ("'{}{}{a}%'.format(x, 1, a=x) | length", "200002"),
+        ("(('%s' * 2000) % ((1,) * 2000)) | length", "2000"),
+        ("'abc'.translate({97: 'x'})", "xbc"),
+    ],
+)
+def test_an_operation_with_a_small_result_is_allowed(expression, text):
+    template = CompiledTemplate("{{ " + expression + " }}", Budget())
+    assert template.render({"x": "x" * 100_000}) == text
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ from nereid_parsers.template.sandbox.operations import (
 
 # Filters that are slow or random, or that no chat template needs.
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
+# The filters that make one value from all items of a list or an iterator.
+_SUMMING_FILTERS = ("join", "sum")
 # The types whose values a template may write. The text of another value may be a memory address.
 _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
 
@@ -181,7 +183,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             self.budget.step()
             jinja_args, template_args = args[:num_jinja_args], args[num_jinja_args:]
             value, *options = template_args  # The value is the expression before the `|`.
-            if name == "join":  # The check needs the number of the items.
+            if name in _SUMMING_FILTERS:  # The check needs the number and the size of the items.
                 value = self._with_length(value)
             check_filter(self.budget, FilterCall(name, value, tuple(options), kwargs))
             return self.budget.check(function(*jinja_args, value, *options, **kwargs))
@@ -199,7 +201,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _strftime_now(self, text: str) -> str:
         """Return the current time as text. `text` is a time format such as "%Y-%m-%d"."""
-        check_format("%" + text)  # `check_format` ignores a text without a `%`, so one is added.
+        # `check_format` ignores a text without a `%`, so a `%` is added.
+        check_format(self.budget, "%" + text, values=())
         return self._now().strftime(text)
 
     # ---- the filters that `AddCounting` adds to a template --------------------------------------

@@ -7,6 +7,7 @@ the result from the operands, and raises LimitError if this size exceeds the lim
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sized
 from typing import Any, NamedTuple
 
@@ -19,7 +20,12 @@ _TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `
 _CHARACTERS_PER_BIT_OF_POWER = 200
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
 # Matches a field of a format string whose width is given by an argument, as in `{:{}}`.
-_NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")
+_NESTED_FIELD = re.compile(r"\{[^{}:]*:[^{}]*\{")
+# Matches the start of a field with a name or an index, such as `{name` or `%(name`.
+_NAMED_FIELD = re.compile(r"(?:\{|%\()[^{}().\[:!]+")
+# Matches the start of a field, up to its width and precision: `%5.2` in `%5.2f`, `{:>5` in `{:>5}`.
+_FIELD_WITH_WIDTH = re.compile(r"%(?:\([^()]*\))?[-+ #.\d]*|\{[^{}:]*:[^{}]*")
+_NUMBER = re.compile(r"\d+")
 _LONG_NUMBER = re.compile(r"\d{5,}")
 _MAX_SHOWN_DIGITS = 12  # the largest number of digits in an error message
 
@@ -42,7 +48,7 @@ def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
         _check_power(budget, left, right)
     elif operator == "%":  # The left side may be a format string, as in `'%5d' % 1`.
-        check_format(left)
+        check_format(budget, left, values=[right])
         if isinstance(right, tuple):  # A number of the tuple may be a width, as in `%*d`.
             check_numbers(right)
 
@@ -63,13 +69,15 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
     check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
     match name:
         case "format" | "format_map":
-            check_format(owner)
+            check_format(budget, owner, values=args)
         case "replace" if len(args) > 1:
             _check_replace(budget, owner, args[0], args[1])
         case "join" if args:
             _check_join(budget, args[0], owner)
         case "expandtabs" if args:
             budget.check_size(len(owner) * max(int(args[0]), 1))
+        case "translate" if args:  # The table may replace each character with a long text.
+            budget.check_size(len(owner) * size_of(args[0], budget.limits.value_size))
 
 
 class FilterCall(NamedTuple):
@@ -121,7 +129,7 @@ def check_filter(budget: Budget, call: FilterCall) -> None:
         case "join":
             _check_join(budget, call.value, separator=call.option(0, "d"))
         case "format":
-            check_format(call.value)
+            check_format(budget, call.value, values=options)
         case "tojson":
             _check_tojson(budget, options)
         case "indent" if isinstance(call.value, str):
@@ -192,9 +200,8 @@ def _check_join(budget: Budget, items: Any, separator: Any) -> None:  # noqa: AN
 def check_numbers(values: Iterable[object]) -> None:
     """Raise LimitError if one of the arguments of an operation is a very large number.
 
-    The largest allowed absolute value is MAX_NUMBER.
     The operation may use the number as the length of a text. Example: `'%*d' % (99999, 1)` would
-    write 99999 characters.
+    write 99999 characters. The largest allowed absolute value is MAX_NUMBER.
     """
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
@@ -204,17 +211,21 @@ def check_numbers(values: Iterable[object]) -> None:
             )
 
 
-def check_format(text: object) -> None:
-    """Raise LimitError if a format string could write a very long text.
+def check_format(budget: Budget, text: object, values: Iterable[object]) -> None:
+    """Raise LimitError if the formatted text could be very long.
 
-    There are two such cases. The format string contains a number with five or more digits, as in
-    `%099999d` and `{:>99999}`, or an argument determines the width, as in `{:>{}}`. A value that is
-    not a string, or contains neither `%` nor `{`, is no format string and is accepted.
+    Example: `"{:>9}{name}".format(1, name="Ann")` has the format string "{:>9}{name}" and the
+    values 1 and "Ann". The length of the formatted text is at most the sum of three sizes: the
+    format string, the widths of its fields, and the values. A value may be written several times,
+    as in "{name}{name}". A field whose width is given by an argument, as in `{:>{}}`, is rejected.
+
+    Args:
+        budget: The limits.
+        text: The format string. A value that is not a string, or contains neither `%` nor `{`, is
+            no format string and is accepted.
+        values: The values that are written into the fields of the format string.
     """
-    if not isinstance(text, str):
-        return
-    has_format_field = "%" in text or "{" in text
-    if not has_format_field:
+    if not isinstance(text, str) or not ("%" in text or "{" in text):
         return
     number = _LONG_NUMBER.search(text)
     if number is not None:
@@ -227,6 +238,19 @@ def check_format(text: object) -> None:
         raise LimitError(
             "a format string of the template gets its width from an argument, which is not allowed"
         )
+    max_repetitions = max(Counter(_NAMED_FIELD.findall(text)).values(), default=1)
+    size_of_values = sum(size_of(value, budget.limits.value_size) for value in values)
+    budget.check_size(len(text) + _total_width(text) + max_repetitions * size_of_values)
+
+
+def _total_width(text: str) -> int:
+    """Return the sum of the widths and precisions of all fields in a format string.
+
+    >>> _total_width("%5d and {:>20}")
+    25
+    """
+    fields = _FIELD_WITH_WIDTH.findall(text)
+    return sum(int(number) for field in fields for number in _NUMBER.findall(field))
 
 
 def _num_characters(option: object) -> int:

@@ -119,9 +119,9 @@ class Prober:
     def _variables(self, conversation: Conversation, form: InputForm) -> dict[str, Any]:
         """Return the template variables for a conversation, such as `messages` and `tools`.
 
-        Three sources may set one variable. The highest priority has a thinking switch of the
-        conversation, such as enable_thinking=False. The second source is `kwargs`. The last source
-        is `_blank_variables`: the template fails without these variables, so they are set to "".
+        If several sources set one variable, the first of these sources is used: the thinking
+        switches of the conversation, such as enable_thinking=False, then `kwargs`, and then
+        `_blank_variables`. The template fails without the blank variables, so they are set to "".
 
         Args:
             conversation: The conversation.
@@ -146,9 +146,9 @@ class Prober:
         """Return the undefined variable that an error message of the template names, or None.
 
         Example: the message "UndefinedError: 'today' is undefined" gives "today". The caller sets
-        the variable to "" and renders the conversation again. Therefore, the result is None if this
-        cannot help, because the name is not a variable of the template, or because the variable is
-        already set to "". The result is also None for any other error message.
+        this variable to "" and renders the conversation again. The result is None for any other
+        error message. It is also None if the name is not a variable of the template, or if the
+        variable is already set to "", because rendering again would then not help.
         """
         match = _UNDEFINED_VARIABLE.search(error_message)
         if match is None:
@@ -220,9 +220,8 @@ class Prober:
         """Return the form in which the template expects messages with tool calls, or None.
 
         For example, the arguments of a tool call are an object or a JSON string. The attribute
-        `form` already contains the form of the content. The method combines `form` with each form
-        of tool calls. The result is the first combination for which the rendered text contains a
-        whole tool call.
+        `form`, which contains the form of the content, is combined with each form of tool calls.
+        The result is the first combination for which the template renders a whole tool call.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)

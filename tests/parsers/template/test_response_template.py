@@ -126,6 +126,7 @@ REFUSED = {
         "list of pairs",
     ),
     "a pattern that is no text": (spec(tool_calls={"open_pattern": 3}), "must be a string"),
+    "a long pattern": (spec(tool_calls={"open_pattern": "[" * 5000}), "more than 4000"),
     "deeply nested groups": (spec(content={"close_pattern": "(" * 3000}), "too deeply"),
     "a look-ahead": (spec(content={"close_pattern": r"(?=<e>)"}), "looks ahead"),
 }

@@ -37,6 +37,7 @@ _NAMED_GROUP = re.compile(r"\(\?P<(\w+)>")
 # Matches a character class if all its members are white space, such as `[\s\n]`.
 _WHITE_SPACE_CLASS = re.compile(r"\[(?:\\[sntr]| )+\]")
 _MAX_ALTERNATIVES = 16
+_MAX_CHARACTERS = 4000  # Splitting a longer expression into tokens may take long.
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,8 @@ def alternatives(regex: object) -> list[Pieces]:
     """
     if not isinstance(regex, str):
         raise FormatError(f"a regular expression must be a string, but it is {regex!r}")
+    if len(regex) > _MAX_CHARACTERS:
+        raise FormatError(f"a regular expression has more than {_MAX_CHARACTERS} characters")
     reader = _Reader(regex)
     try:
         unjoined_alternatives = reader.read_alternatives()

@@ -87,23 +87,26 @@ def _match_first_marker(
     return None
 
 
-class SectionMarkers:
-    """Matches the closing markers of a tool section, and the separator between two tool calls.
+class CallSection:
+    """The tool section of a message, which is the part of the message that contains all tool calls.
 
-    A tool section is the part of a message that contains all tool calls. Example: in
-    `<calls>{..}, {..}</calls>`, the closing marker is `</calls>`, and the separator is `, `.
+    The methods match the closing markers of the section, and the separator between two tool calls.
+    Example: in `<calls>{..}, {..}</calls>`, the closing marker is `</calls>`, and the separator is
+    `, `.
 
     Attributes:
         closes: The markers that close the tool section. Empty if the format has no such markers.
+        is_open: Whether the opening marker of the section has been read, and no closing marker.
     """
 
-    __slots__ = ("_separator", "closes")
+    __slots__ = ("_separator", "closes", "is_open")
 
     def __init__(self, tools: ToolSection | None) -> None:
         """Store the closing markers and the separator that the format declares in `tools`.
 
         If `tools` is None, the format declares no tool calls, so no text matches.
         """
+        self.is_open = False
         self.closes = tools.closes if tools is not None else ()
         self._separator = tools.separator.strip() if tools is not None else ""
 

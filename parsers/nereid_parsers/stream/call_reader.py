@@ -1,38 +1,31 @@
-"""Reads tool calls: their markers, their headers, their bodies and the text between tool calls."""
+"""Reads tool calls: opening markers, headers, bodies and closing markers."""
 
 from __future__ import annotations
 
 from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.call_markers import (
-    ClosingMarker,
+    CallSection,
     IncompleteMarker,
-    SectionMarkers,
     match_closing_marker,
 )
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_call import CompiledCall
 from nereid_parsers.stream.expected_call import CallStarts, ExpectedCall, MatchedCall
 from nereid_parsers.stream.open_call import OpenCall, Outcome
-from nereid_parsers.stream.pattern_matching import (
-    NEED_MORE,
-    NO_MATCH,
-    is_special_token,
-    looks_like_markup,
-    skip_whitespace,
-)
+from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup, skip_whitespace
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
-from nereid_parsers.tool_declarations import JsonObject
 
 # Descriptions of deviations from the format. Events contain these descriptions.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _MISSING_MARKER = "the opening marker of the tool call is missing"
-_EMPTY_SECTION = "the tool section contains no call"
 
 
 class CallReader:
-    """Reads tool calls, and the text between two tool calls.
+    """Reads one tool call after another, each from its opening marker to its closing markers.
+
+    A `BetweenCallsReader` reads the text between two tool calls.
 
     Each method `read_...` handles one state of the parser. The method reads text from the buffer
     and returns the next state, or None if the method needs more text.
@@ -48,19 +41,20 @@ class CallReader:
         read_start  `<tool_call>`                          CALL_BODY
         read_body   `{"name": "f", "arguments": {}}`       CALL_END
         read_end    `</tool_call>`                         BETWEEN_CALLS
+
+    Attributes:
+        section: The tool section, which is the part of a message that contains all tool calls.
     """
 
     __slots__ = (
-        "_buffer", "_call_writer", "_calls_first", "_closing_markers", "_expected", "_format",
-        "_is_in_section", "_last_variant", "_open_call", "_section_markers", "_starts",
-        "_text_writer",
+        "_buffer", "_call", "_call_writer", "_calls_first", "_closing_markers", "_expected",
+        "_format", "_starts", "_text_writer", "section",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
         """Create a reader for the text in `context`. The reader passes tool calls to `writer`."""
-        # The markers that the format declares, and the policy.
+        # The format and the policy.
         self._format = context.format
-        self._section_markers = SectionMarkers(context.format.tools)
         self._starts = CallStarts(context.format.calls, writer)
         self._calls_first = context.calls_first  # Whether no tool call may follow content.
         # The objects that store and write text.
@@ -68,13 +62,10 @@ class CallReader:
         self._text_writer = context.text
         self._call_writer = writer
         # The position in the message.
-        self._is_in_section = False  # Whether the text is between the markers of a tool section.
+        self.section = CallSection(context.format.tools)
         self._expected = self._starts.in_section()  # The tool call that may start next.
-        # The tool call whose body is being read in the states CALL_BODY and BROKEN_CALL.
-        self._open_call: OpenCall | None = None
-        # The variant of the last tool call (one of the declared ways to write a tool call), and the
-        # closing markers that may still follow this tool call.
-        self._last_variant: CompiledCall | None = None
+        self._call: OpenCall | None = None  # The tool call whose header was read last.
+        # The closing markers that may still follow the body of `_call`.
         self._closing_markers: tuple[str, ...] = ()
 
     # ---- transitions from content and headers ----------------------------------------------------
@@ -85,16 +76,16 @@ class CallReader:
         A tool section is the part of a message that contains all tool calls. The marker becomes
         pending text: it is removed when a tool call starts, and is content if no tool call follows.
         """
-        self._is_in_section = True
+        self.section.is_open = True
         self._text_writer.store_pending(self._buffer.take(len(marker)))
         return State.BETWEEN_CALLS
 
-    # Each of the next three methods returns the state CALL_START, or None if no tool call can
-    # start. If the result is None, the caller treats the marker as content.
+    def open_call(self, marker: str) -> State:
+        """Expect a tool call that starts with the opening marker `marker`, as in `<tool_call>`.
 
-    def open_call(self, marker: str) -> State | None:
-        """Expect a tool call that starts with the opening marker `marker`, as in `<tool_call>`."""
-        return self._expect(self._starts.at_marker(marker))
+        The marker stays unread, because `read_start` reads the marker. Return the state CALL_START.
+        """
+        return self.expect(self._starts.at_marker(marker))
 
     def open_call_at_head(self, marker: str) -> State | None:
         """Expect a tool call whose opening marker the model has omitted.
@@ -103,22 +94,29 @@ class CallReader:
 
         Args:
             marker: The first fixed text of the tool call's header, for example `<function=`.
+
+        Returns:
+            The state CALL_START. None if no tool call can start here, so that the caller writes
+            `marker` as content.
         """
-        return self._expect(self._starts.at_head(marker))
+        expected = self._starts.at_head(marker)
+        return None if expected is None else self.expect(expected)
 
     def open_unmarked_call(self, opening: str) -> State | None:
-        """Expect a tool call without an opening marker. It starts with `opening`, such as `{`."""
-        has_content = self._text_writer.has_content
-        return self._expect(self._starts.at_unmarked_opening(opening, has_content))
+        """Expect a tool call without an opening marker. It starts with `opening`, such as `{`.
 
-    def _expect(self, expected: ExpectedCall | None) -> State | None:
-        """Store `expected` as the tool call to read next, and return the state CALL_START.
-
-        `read_start` compares the text with the stored tool call. If `expected` is None, no tool
-        call can start here, so nothing is stored and None is returned.
+        Return the state CALL_START. Return None if no tool call can start here, so that the caller
+        writes `opening` as content.
         """
-        if expected is None:
-            return None
+        has_content = self._text_writer.has_content
+        expected = self._starts.at_unmarked_opening(opening, has_content)
+        return None if expected is None else self.expect(expected)
+
+    def expect(self, expected: ExpectedCall) -> State:
+        """Store `expected` as the tool call that may start next, and return the state CALL_START.
+
+        In this state, `read_start` compares the unread text with the stored tool call.
+        """
         self._expected = expected
         return State.CALL_START
 
@@ -134,9 +132,9 @@ class CallReader:
 
     def close_section(self, marker: str) -> bool:
         """Leave the tool section if `marker` closes it. Return whether the section was left."""
-        closes_section = self._is_in_section and marker in self._section_markers.closes
+        closes_section = self.section.is_open and marker in self.section.closes
         if closes_section:
-            self._is_in_section = False
+            self.section.is_open = False
         return closes_section
 
     def is_after_call(self) -> bool:
@@ -167,39 +165,30 @@ class CallReader:
         Returns:
             The state in which the text after this content is read.
         """
-        self._discard_open_call()
+        self._call_writer.clear_deviations()
+        if not self.has_calls():  # The opening marker of the tool section is content, too.
+            self.section.is_open = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
         # With the policy CALLS_FIRST, no tool call may follow content.
         if self._calls_first and self._text_writer.has_content:
             return State.CONTENT_ONLY
         return State.CONTENT
 
-    def _discard_open_call(self) -> None:
-        """Forget the open tool call, and the descriptions of its deviations from the format.
+    def does_rest_contain_tag(self) -> bool:
+        """Return whether the rest of the message contains a tag, such as `<tool_call>`.
 
-        If no tool call of the message has started, also leave the tool section, because the opening
-        marker of the section is a part of the text that is now content.
-        """
-        self._open_call = None
-        self._call_writer.clear_deviations()
-        if not self.has_calls():
-            self._is_in_section = False
-
-    def _is_rest_unusable(self) -> bool:
-        """Return whether no client can use the rest of the message, because it contains a tag.
-
-        The message has ended inside a tool call. The rest consists of the pending text and the
-        unread text. Example: the result is True for `<tool_call>{"na` and False for `{"na`.
+        The message has ended inside a tool call or an empty tool section. The rest consists of the
+        pending text and the unread text. No client can use a part of a tool call with a tag, so the
+        caller removes such a rest. Example: the result is True for `<tool_call>{"na`. The result is
+        False for `{"na`, which may be content.
         """
         return looks_like_markup(self._text_writer.pending_text + self._buffer.unread())
 
-    def _remove_rest(self) -> State:
+    def remove_rest(self) -> State:
         """Remove the pending text and all unread text from the output. Return the state CONTENT.
 
         The message has ended, and this text is an incomplete tool call or an empty tool section.
         """
-        self._is_in_section = False
-        self._open_call = None
         self._text_writer.drop_pending()
         self._text_writer.write_markup(self._buffer.take_unread())
         return State.CONTENT
@@ -223,8 +212,8 @@ class CallReader:
             return self._read_head(match)
         if match == NEED_MORE:
             return None
-        if self._is_start_cut_off() and self._is_rest_unusable():
-            return self._remove_rest()
+        if self._is_start_cut_off() and self.does_rest_contain_tag():
+            return self.remove_rest()
         # No tool call starts here, so the text that was taken for the opening marker is content.
         opening = self._expected.opening
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=len(opening))
@@ -236,7 +225,7 @@ class CallReader:
         section, a tool call may lack its opening marker, so `{` alone is incomplete, too.
         """
         return self._buffer.is_final and self._expected.is_incomplete(
-            self._buffer, includes_unmarked=self._is_in_section
+            self._buffer, includes_unmarked=self.section.is_open
         )
 
     def _read_head(self, match: MatchedCall) -> State:
@@ -259,14 +248,14 @@ class CallReader:
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
-        """Set `_open_call` to the tool call of `match`, and create the reader of its body.
+        """Set `_call` to the tool call of `match`, and create the reader of its body.
 
         The opening marker and the header of this tool call have been read.
         """
         body = match.variant.create_reader(
             self._call_writer, match.head, is_confirmed=match.is_confirmed
         )
-        self._open_call = OpenCall(match, body, self._buffer, self._text_writer)
+        self._call = OpenCall(match, body, self._buffer, self._text_writer)
         body.begin()
 
     def read_body(self) -> State | None:
@@ -279,7 +268,7 @@ class CallReader:
             None if the body continues. CALL_END after the body, BROKEN_CALL if the arguments are
             not valid JSON, or the state after content.
         """
-        call = self._open_call
+        call = self._call
         assert call is not None
         outcome = call.read()
         if outcome is None:
@@ -295,17 +284,15 @@ class CallReader:
 
         Return the next state, or None if the marker has not arrived. See `OpenCall.read_broken`.
         """
-        call = self._open_call
+        call = self._call
         assert call is not None
         return self._end_call(call.variant) if call.read_broken() else None
 
     def _end_call(self, variant: CompiledCall) -> State:
         """Leave the body of a tool call that has ended, and expect its closing markers.
 
-        `_open_call` becomes None, and `_last_variant` and `_closing_markers` are set.
-
-        Args:
-            variant: The compiled declaration of the tool call, which contains the closing markers.
+        `variant` is the compiled declaration of the tool call. It contains the closing markers,
+        which become `_closing_markers`.
 
         Returns:
             CALL_END, in which the closing markers are read. If the tool call is a whole message,
@@ -313,12 +300,10 @@ class CallReader:
         """
         self._text_writer.end_call()
         self._text_writer.start_after_call()
-        self._open_call = None
-        self._last_variant = variant
         self._closing_markers = variant.closing_markers
         return State.CONTENT if variant is self._format.message_call else State.CALL_END
 
-    # ---- CALL_END and BETWEEN_CALLS --------------------------------------------------------------
+    # ---- CALL_END --------------------------------------------------------------------------------
 
     def read_end(self) -> State | None:
         """Read the next closing marker of a tool call whose body has been read.
@@ -328,21 +313,24 @@ class CallReader:
         bracket is removed together with the marker.
 
         Returns:
-            None if more text is required. CALL_END if other closing markers may follow, or
-            BETWEEN_CALLS if all closing markers have been read or omitted. If a second tool call
-            starts before the closing marker, the state in which this tool call is read.
+            The next state:
+
+            - None if more text is required.
+            - CALL_END if other closing markers may follow.
+            - BETWEEN_CALLS if all closing markers have been read or omitted.
+            - The state that reads a second tool call, if it precedes the closing marker.
         """
         buffer = self._buffer
         match = match_closing_marker(self._closing_markers, buffer.text, buffer.pos)
-        if isinstance(match, ClosingMarker):
-            self._text_writer.write_markup(buffer.take_until(match.end))
-            self._closing_markers = match.later_markers
-            return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
+        if match is None:
+            return self._start_second_object() or State.BETWEEN_CALLS
         if isinstance(match, IncompleteMarker):
             if not buffer.is_final:
                 return None  # The rest of the marker may still arrive.
             return self._remove_incomplete_marker() if match.prefix else State.BETWEEN_CALLS
-        return self._start_second_object() or State.BETWEEN_CALLS
+        self._text_writer.write_markup(buffer.take_until(match.end))
+        self._closing_markers = match.later_markers
+        return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
 
     def _remove_incomplete_marker(self) -> State:
         """Remove all unread text from the output, and return the state BETWEEN_CALLS.
@@ -359,11 +347,13 @@ class CallReader:
         text is `{..}</tool_call>`. The second object is another tool call.
 
         Returns:
-            The state in which the second object is read. None if no object follows, or if the
-            format does not write tool calls as JSON objects between two markers.
+            The state in which the second object is read. None if no object follows, if all closing
+            markers have been read, or if the format does not write a tool call as a JSON object
+            between two markers.
         """
-        variant = self._last_variant
-        if variant is None or not self._may_repeat_object(variant):
+        call = self._call
+        assert call is not None
+        if not self._closing_markers or not call.variant.may_repeat_object:
             return None
         object_start = skip_whitespace(self._buffer.text, self._buffer.pos)
         if not self._buffer.text.startswith("{", object_start):
@@ -371,108 +361,7 @@ class CallReader:
         self._text_writer.store_whitespace(self._buffer.take_until(object_start))
         # No marker precedes the second object, so it is a tool call only if the request offers the
         # function that the object names.
-        return self._read_head(MatchedCall(variant, Head(object_start), is_confirmed=False))
-
-    def _may_repeat_object(self, variant: CompiledCall) -> bool:
-        """Return whether the markers of a tool call may enclose several JSON objects.
-
-        Example: `<tool_call>{..}{..}</tool_call>`. At least one closing marker of the last tool
-        call must not have been read yet. `variant` is the compiled declaration of this tool call.
-        """
-        is_json_object = isinstance(variant.call.body, JsonObject)
-        has_opening_marker = bool(variant.call.open.strip())
-        expects_closing_marker = bool(self._closing_markers)
-        return is_json_object and has_opening_marker and expects_closing_marker
-
-    def read_between(self) -> State | None:
-        """Read the text after a tool call, or after the opening marker of a tool section.
-
-        White space, and then one of these texts is read:
-
-            unread text      example          next state
-            closing marker   `</tool_calls>`  CONTENT
-            separator        `, `             BETWEEN_CALLS
-            other text       `{"name"`        CALL_START or CONTENT; the text stays unread
-
-        Returns:
-            The next state, or None if more text is required.
-        """
-        buffer = self._buffer
-        whitespace_end = skip_whitespace(buffer.text, buffer.pos)
-        self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
-        if not buffer.has_unread():
-            return None
-        close_end = self._match_section_close()
-        separator_end = self._match_separator()
-        if close_end >= 0:
-            return self._end_section(buffer.text[buffer.pos : close_end])
-        if NEED_MORE in (close_end, separator_end):
-            # The rest of the marker or separator may still arrive, unless the message has ended.
-            return self._remove_incomplete_marker() if buffer.is_final else None
-        if separator_end >= 0:
-            self._text_writer.write_markup(buffer.take_until(separator_end))
-            return State.BETWEEN_CALLS
-        return self._state_of_other_text()
-
-    def _state_of_other_text(self) -> State:
-        """Return the state that reads unread text that is no closing marker and no separator.
-
-        Inside a tool section, only a tool call can follow, so the state is CALL_START. Otherwise
-        the text is a tool call if it starts like a tool call without a marker. If it does not, the
-        text is content, so the state is CONTENT.
-        """
-        if self._is_in_section:
-            expected: ExpectedCall | None = self._starts.in_section()
-        else:
-            expected = self._starts.after_call(self._buffer)
-        return self._expect(expected) or State.CONTENT
-
-    def _match_section_close(self) -> int:
-        """Match the closing marker of the tool section at the start of the unread text.
-
-        Return the position after the marker, NEED_MORE or NO_MATCH.
-        """
-        if not self._is_in_section:
-            return NO_MATCH
-        return self._section_markers.match_close(self._buffer, is_empty=self._is_section_empty())
-
-    def _is_section_empty(self) -> bool:
-        """Return whether no tool call has started in the tool section.
-
-        The opening marker of a section is pending text until the first tool call of the section
-        starts. Between two tool calls, no other text is pending.
-        """
-        return bool(self._text_writer.pending)
-
-    def _match_separator(self) -> int:
-        """Match the separator between two tool calls at the start of the unread text.
-
-        Return the position after the separator, NEED_MORE or NO_MATCH. No separator can precede the
-        first tool call.
-        """
-        if not self.has_calls():
-            return NO_MATCH
-        return self._section_markers.match_separator(self._buffer)
-
-    def _end_section(self, close: str) -> State:
-        """Leave the tool section, and read its closing marker `close`. Return the next state.
-
-        Usually, the marker is removed from the output. If the section contains no tool call, its
-        opening marker is still pending text, and both markers are treated alike:
-
-            section                          both markers are
-            `<tool_calls></tool_calls>`      content
-            `<|calls_begin|><|calls_end|>`   removed, because ordinary text never contains such
-                                             special tokens; content with the policy CALLS_FIRST
-        """
-        self._is_in_section = False
-        if self._is_section_empty():
-            may_be_content = self._calls_first or not is_special_token(close)
-            if may_be_content:
-                return self.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
-            self._text_writer.drop_pending()  # Removes the opening marker of the section.
-        self._text_writer.write_markup(self._buffer.take(len(close)))
-        return State.CONTENT
+        return self._read_head(MatchedCall(call.variant, Head(object_start), is_confirmed=False))
 
     # ---- the end of the text ---------------------------------------------------------------------
 
@@ -491,32 +380,19 @@ class CallReader:
         Returns:
             The next state.
         """
-        call = self._open_call
+        call = self._call
         assert call is not None
         if call.end_at_stored_marker():
             return self._end_call(call.variant)
         if call.finish():
-            self._open_call = None
             return State.CONTENT
-        is_start_cut_off = call.is_start_cut_off(self._section_markers.closes)
-        if is_start_cut_off and self._is_rest_unusable():
-            return self._remove_rest()
+        is_start_cut_off = call.is_start_cut_off(self.section.closes)
+        if is_start_cut_off and self.does_rest_contain_tag():
+            return self.remove_rest()
         return self.treat_as_content(_NO_CALL)
 
     def finish_broken(self) -> None:
         """At the end of the message, end the open tool call, whose arguments are not valid JSON."""
-        if self._open_call is not None:
-            self._open_call.finish_broken()
-
-    def finish_empty_section(self) -> None:
-        """Remove or write the text of a section without tool calls, because the message has ended.
-
-        The text of such a tool section is pending text. Examples: `<tool_calls>` is removed,
-        because the text contains a tag. `TOOLS:` contains no tag, so it is written as content.
-        """
-        if not self._text_writer.pending:
-            return
-        if self._is_rest_unusable():
-            self._remove_rest()
-        else:
-            self.treat_as_content(_EMPTY_SECTION)
+        call = self._call
+        assert call is not None
+        call.finish_broken()

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 from nereid_parsers.declarations import FormatData, Messages, Reasoning, Sections
 from nereid_parsers.pattern_syntax import first_literal
-from nereid_parsers.stream.compiled_call import CompiledCall, CompiledHeader
+from nereid_parsers.stream.compiled_call import CompiledCall
+from nereid_parsers.stream.compiled_header import CompiledHeader
 from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.stream.pattern_matching import marker_spellings
 from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection

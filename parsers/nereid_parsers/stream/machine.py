@@ -1,4 +1,4 @@
-"""The state machine of the stream parser. Eight objects store, read and write the text.
+"""The state machine of the stream parser. Nine objects store, read and write the text.
 
 TextBuffer          stores the text that has not been read.
 UnclassifiedReader  reads the first text if it may be reasoning or content.
@@ -6,6 +6,7 @@ ReasoningReader     reads reasoning, and passes its text to a TextWriter.
 ContentReader       reads content, and passes its text to the TextWriter.
 HeaderReader        reads message headers.
 CallReader          reads tool calls, and passes their names and arguments to a CallWriter.
+BetweenCallsReader  reads the separators and markers between tool calls.
 TextWriter          appends the events of reasoning and content to a list.
 CallWriter          appends the events of tool calls to the same list.
 
@@ -21,6 +22,7 @@ from nereid_parsers.declarations import Stage
 from nereid_parsers.events import Event
 from nereid_parsers.policy import Policy
 from nereid_parsers.start_stage import StartPoint
+from nereid_parsers.stream.between_calls_reader import BetweenCallsReader
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_format import CompiledFormat
@@ -79,6 +81,9 @@ class Machine:
         self._call_writer = CallWriter(self._events, tools, policy, new_id)
         context = ReaderContext(format, policy, self._buffer, self._text_writer)
         self._call_reader = CallReader(context, self._call_writer)
+        self._between_calls_reader = BetweenCallsReader(
+            context, self._call_reader, self._call_writer
+        )
         self._header_reader = HeaderReader(context, self._call_reader)
         self._reasoning_reader = ReasoningReader(context, self._call_reader, self._header_reader)
         self._unclassified_reader = UnclassifiedReader(context, self._reasoning_reader)
@@ -107,7 +112,7 @@ class Machine:
             State.CALL_BODY: self._call_reader.read_body,
             State.BROKEN_CALL: self._call_reader.read_broken,
             State.CALL_END: self._call_reader.read_end,
-            State.BETWEEN_CALLS: self._call_reader.read_between,
+            State.BETWEEN_CALLS: self._between_calls_reader.read,
         }
 
     def _enter(self, state: State) -> None:
@@ -265,7 +270,7 @@ class Machine:
         elif self._state is State.HEADER:
             self._header_reader.finish()
         elif self._state in (State.CALL_START, State.BETWEEN_CALLS):
-            self._call_reader.finish_empty_section()
+            self._between_calls_reader.finish()
 
     @property
     def stage(self) -> Stage:

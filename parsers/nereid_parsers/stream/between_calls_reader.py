@@ -1,0 +1,157 @@
+"""Reads the text between tool calls: white space, separators, and the end of a tool section."""
+
+from __future__ import annotations
+
+from nereid_parsers.stream.call_reader import CallReader
+from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.expected_call import CallStarts
+from nereid_parsers.stream.pattern_matching import (
+    NEED_MORE,
+    NO_MATCH,
+    is_special_token,
+    skip_whitespace,
+)
+from nereid_parsers.stream.reader_context import ReaderContext
+from nereid_parsers.stream.state import State
+
+# The description of a deviation from the format. An event contains this description.
+_EMPTY_SECTION = "the tool section contains no call"
+
+
+class BetweenCallsReader:
+    """Reads the text after a tool call, or after the opening marker of a tool section.
+
+    A tool section is the part of a message that contains all tool calls. Example: in
+    `<calls>{"name": "f"}, {"name": "g"}</calls>`, this reader reads `, ` and `</calls>`. The
+    `CallReader` reads the two objects.
+    """
+
+    __slots__ = (
+        "_buffer", "_call_reader", "_calls_first", "_section", "_starts", "_text_writer",
+    )  # fmt: skip
+
+    def __init__(self, context: ReaderContext, calls: CallReader, writer: CallWriter) -> None:
+        """Create a reader for the text between the tool calls that `calls` reads.
+
+        Args:
+            context: The format, the text and the writers, which all readers share.
+            calls: The reader of tool calls.
+            writer: The writer of tool calls.
+        """
+        self._buffer = context.buffer
+        self._text_writer = context.text
+        self._call_reader = calls
+        self._calls_first = context.calls_first  # Whether no tool call may follow content.
+        self._section = calls.section
+        self._starts = CallStarts(context.format.calls, writer)
+
+    def read(self) -> State | None:
+        """Read white space, and then a closing marker or a separator.
+
+            unread text                         example          next state
+            closing marker of the tool section  `</tool_calls>`  CONTENT
+            separator between two tool calls    `, `             BETWEEN_CALLS
+            other text, which stays unread      `{"name"`        CALL_START or CONTENT
+
+        Returns:
+            The next state, or None if more text is required.
+        """
+        buffer = self._buffer
+        whitespace_end = skip_whitespace(buffer.text, buffer.pos)
+        self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
+        if not buffer.has_unread():
+            return None
+        close_end = self._match_section_close()
+        if close_end >= 0:
+            return self._end_section(buffer.text[buffer.pos : close_end])
+        separator_end = self._match_separator()
+        if NEED_MORE in (close_end, separator_end):
+            return self._remove_incomplete_marker() if buffer.is_final else None
+        if separator_end >= 0:
+            self._text_writer.write_markup(buffer.take_until(separator_end))
+            return State.BETWEEN_CALLS
+        return self._state_of_other_text()
+
+    def _match_section_close(self) -> int:
+        """Match the closing marker of the tool section at the start of the unread text.
+
+        Return the position after the marker, NEED_MORE or NO_MATCH.
+        """
+        if not self._section.is_open:
+            return NO_MATCH
+        return self._section.match_close(self._buffer, is_empty=self._is_section_empty())
+
+    def _is_section_empty(self) -> bool:
+        """Return whether no tool call has started in the tool section.
+
+        The opening marker of a section is pending text until the first tool call of the section
+        starts. Between two tool calls, no other text is pending.
+        """
+        return bool(self._text_writer.pending)
+
+    def _match_separator(self) -> int:
+        """Match the separator between two tool calls at the start of the unread text.
+
+        Return the position after the separator, NEED_MORE or NO_MATCH. No separator can precede the
+        first tool call.
+        """
+        if not self._call_reader.has_calls():
+            return NO_MATCH
+        return self._section.match_separator(self._buffer)
+
+    def _remove_incomplete_marker(self) -> State:
+        """Remove all unread text from the output, and return the state BETWEEN_CALLS.
+
+        The message has ended, and the unread text is the beginning of a closing marker or of a
+        separator, such as `</tool_c`.
+        """
+        self._text_writer.write_markup(self._buffer.take_unread())
+        return State.BETWEEN_CALLS
+
+    def _state_of_other_text(self) -> State:
+        """Return the state that reads unread text that is no closing marker and no separator.
+
+        Inside a tool section, only a tool call can follow, so the state is CALL_START. Outside a
+        section, the state is CALL_START if the text starts like a tool call without a marker, such
+        as `{"name"`. Any other text is content, so the state is CONTENT.
+        """
+        if self._section.is_open:
+            return self._call_reader.expect(self._starts.in_section())
+        expected = self._starts.after_call(self._buffer)
+        return State.CONTENT if expected is None else self._call_reader.expect(expected)
+
+    def _end_section(self, close: str) -> State:
+        """Leave the tool section, and read its closing marker `close`. Return the next state.
+
+        If the section contains a tool call, `close` is removed from the output. If the section is
+        empty, its opening marker is pending text, and the two markers are treated alike:
+
+            empty section                    policy           the two markers are
+            `<tool_calls></tool_calls>`      any              content
+            `<|calls_begin|><|calls_end|>`   CALLS_FIRST      content
+            `<|calls_begin|><|calls_end|>`   any other        removed, because ordinary text never
+                                                              contains such special tokens
+        """
+        self._section.is_open = False
+        if self._is_section_empty():
+            is_content = self._calls_first or not is_special_token(close)
+            if is_content:
+                return self._call_reader.treat_as_content(
+                    _EMPTY_SECTION, num_unread_chars=len(close)
+                )
+            self._text_writer.drop_pending()  # Removes the opening marker of the section.
+        self._text_writer.write_markup(self._buffer.take(len(close)))
+        return State.CONTENT
+
+    def finish(self) -> None:
+        """Remove or write the text of a section without tool calls, because the message has ended.
+
+        The text of such a tool section is pending text. Examples: `<tool_calls>` is removed,
+        because the text contains a tag. `TOOLS:` contains no tag, so it is written as content.
+        """
+        if not self._text_writer.pending:
+            return
+        if self._call_reader.does_rest_contain_tag():
+            self._call_reader.remove_rest()
+        else:
+            self._call_reader.treat_as_content(_EMPTY_SECTION)

@@ -1,0 +1,101 @@
+"""Compiles the declarations of message headers, and matches a header in a text."""
+
+from __future__ import annotations
+
+from nereid_parsers.declarations import Messages, Route, Stage
+from nereid_parsers.pattern_syntax import first_literal
+from nereid_parsers.stream.bodies.body_reader import Head
+from nereid_parsers.stream.compiled_call import CompiledCall
+from nereid_parsers.stream.pattern_matching import (
+    NEED_MORE,
+    NO_MATCH,
+    Mismatch,
+    PatternMatch,
+    compile_pattern,
+    skip_whitespace,
+)
+
+
+class CompiledHeader:
+    """The compiled declaration of a message header, which is the text before the message's body.
+
+    Attributes:
+        stage: The part of the message that the body is: reasoning, content or a tool call.
+        has_calls: Whether the body may contain tool calls.
+    """
+
+    def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
+        r"""Compile `route`, which declares one message header of `layout`.
+
+        A header ends with the text `layout.header_end`. There are two cases:
+
+        - The text is a marker, such as `<|message|>`. The pattern of the header ends with this
+          marker.
+        - The text is white space, such as the line break in `>>>all\nHello`. A pattern would accept
+          any other white space, too. So this white space is stored, and `match` compares it with
+          the text after the pattern.
+
+        If the message is a tool call, `message_call` matches the start of the arguments.
+        """
+        self.stage = route.stage
+        self.has_calls = route.has_calls
+        self._message_call = message_call
+        self._first_literal = first_literal(route.header)
+        ends_with_marker = bool(layout.header_end.strip())
+        if ends_with_marker:
+            self._header_pattern = compile_pattern(route.header + layout.header_end)
+            self._final_whitespace = ""
+        else:
+            self._header_pattern = compile_pattern(route.header)
+            self._final_whitespace = layout.header_end
+
+    def has_started(self, text: str, pos: int) -> bool:
+        """Return whether the first literal of the header is at `pos`.
+
+        If the message ends inside a header, the caller uses the result to distinguish the header
+        from content. Example: the header `<|channel|>{word}<|message|>` starts with the literal
+        `<|channel|>`, so the result is True for `<|channel|>fin`.
+        """
+        pos = skip_whitespace(text, pos)
+        return bool(self._first_literal) and text.startswith(self._first_literal, pos)
+
+    def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
+        """Match the header of a message at `pos`.
+
+        The header of a tool call matches only if the arguments start after the header. Examples:
+
+            text                                     result
+            `<|channel|>final<|message|>Hi`          `Head(end=27)`
+            `<|channel|>final`                       NEED_MORE, because `<|message|>` may follow
+            `to=sum<|message|>{`, for a tool call    `Head(end=17, name="sum")`
+            `to=sum<|message|>Hi`, for a tool call   NO_MATCH, because arguments start with `{`
+
+        Returns:
+            The matched header, NEED_MORE or NO_MATCH.
+        """
+        # White space may precede a header, unless white space must follow the header.
+        if not self._final_whitespace:
+            pos = skip_whitespace(text, pos)
+        match = self._header_pattern.match(text, pos, is_final)
+        if not isinstance(match, PatternMatch):
+            return match
+        mismatch = self._final_whitespace_mismatch(text, match.end, is_final)
+        header_end = match.end + len(self._final_whitespace)
+        if mismatch is None and self.stage is Stage.CALLS:
+            mismatch = self._message_call.body_start_mismatch(text, header_end, is_final)
+        if mismatch is not None:
+            return mismatch
+        fields = match.fields
+        return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
+
+    def _final_whitespace_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
+        r"""Return None if the white space with which the header must end is at `pos`.
+
+        Otherwise return NEED_MORE if more text may complete this white space, or NO_MATCH. Example:
+        if the header `>>>all\n` must end with a line break, a space after `>>>all` gives NO_MATCH.
+        If no white space is required, the result is None.
+        """
+        if text.startswith(self._final_whitespace, pos):
+            return None
+        may_follow = not is_final and self._final_whitespace.startswith(text[pos:])
+        return NEED_MORE if may_follow else NO_MATCH

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from nereid_parsers.events import ArgumentsDelta, Event, ToolCallEnd, ToolCallStart
 from nereid_parsers.policy import BrokenArguments, Policy, UnknownTool
-from nereid_parsers.stream.status import DONE
-from nereid_parsers.stream.values.argument_types import Tools, loads
-from nereid_parsers.stream.values.python_literals import LiteralReader
-from nereid_parsers.stream.values.python_strings import PYTHON
+from nereid_parsers.stream.values.argument_types import Tools
+from nereid_parsers.stream.values.repair_json import is_json_object, repair_json_object
 from nereid_parsers.stream.values.wrapped_arguments import WrapperFilter, may_be_wrapped, unwrap
 
 log = logging.getLogger(__name__)
@@ -32,6 +29,27 @@ _MAX_CUTS = 16
 def generate_call_id() -> str:
     """Return a new id for a tool call to which the model gave no id."""
     return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(slots=True)
+class _StartedCall:
+    """The tool call that has started last.
+
+    Attributes:
+        name: The name of the function.
+        model_id: The id that the model wrote, or "".
+        is_discarded: Whether the policy discards calls of this function. Then no event is appended.
+        wrapper_filter: Removes the outer object of arguments such as `{"arguments": {"a": 1}}`.
+        stored_arguments: The pieces of the arguments, if the writer stores arguments.
+        has_arguments_event: Whether an event with arguments has been appended.
+    """
+
+    name: str
+    model_id: str
+    is_discarded: bool
+    wrapper_filter: WrapperFilter
+    stored_arguments: list[str] = field(default_factory=list)
+    has_arguments_event: bool = False
 
 
 class CallWriter:
@@ -57,9 +75,8 @@ class CallWriter:
     """
 
     __slots__ = (
-        "_arguments", "_broken_arguments", "_call_id", "_deviations", "_events", "_filter",
-        "_has_written", "_is_discarded", "_name", "_new_id", "_num_cuts", "_unknown_tool",
-        "is_open", "last_index", "num_started", "stores_arguments", "tools",
+        "_call", "_deviations", "_events", "_new_id", "_num_cuts", "_policy", "is_open",
+        "last_index", "num_started", "stores_arguments", "tools",
     )  # fmt: skip
 
     def __init__(
@@ -77,25 +94,20 @@ class CallWriter:
         self.tools = tools
         # All policies except RAW may repair or discard arguments, but only complete arguments.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
+        self._policy = policy
         self._events = events
         self._new_id = new_id
-        self._broken_arguments = policy.broken_arguments
-        self._unknown_tool = policy.unknown_tool
         # The state of the message.
         self.is_open = False  # Whether a tool call has started and not ended.
         self.last_index = -1  # The index of the last tool call with events, or -1.
         self.num_started = 0  # The number of tool calls, including discarded tool calls.
         self._num_cuts = 0  # The number of calls of `cut_arguments_at` that removed text.
-        # These attributes describe the open tool call. `_open` sets them when a tool call starts.
-        self._name = ""
-        self._call_id = ""  # The id that the model wrote, or "".
-        self._is_discarded = False  # Whether the policy discards calls of this function.
-        self._arguments: list[str] = []  # The stored arguments, if `stores_arguments` is true.
-        self._has_written = False  # Whether an event with arguments has been appended.
-        # Removes the outer object of arguments such as `{"arguments": {"a": 1}}`.
-        self._filter = WrapperFilter(is_passing=True)
-        # Descriptions of deviations from the format, for the end event of the tool call.
+        # Descriptions of deviations from the format, for the end event of the open tool call or of
+        # the next tool call.
         self._deviations: list[str] = []
+        # The tool call that has started last. Before the first tool call, this object is not used.
+        passing_filter = WrapperFilter(is_passing=True)
+        self._call = _StartedCall("", "", is_discarded=False, wrapper_filter=passing_filter)
 
     def add_deviation(self, deviation: str) -> None:
         """Store the description of an accepted deviation from the format.
@@ -114,9 +126,7 @@ class CallWriter:
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a tool call, unless its text is content. Return whether the tool call has started.
 
-        A function is unknown if the request does not offer the function. For calls of unknown
-        functions, the policy has three settings: the text is content, the tool call is accepted, or
-        the tool call is discarded. A discarded tool call starts, but no events are appended.
+        If the policy discards the tool call, the tool call also starts, but no events are appended.
 
         Args:
             name: The name of the function.
@@ -127,15 +137,15 @@ class CallWriter:
         Returns:
             False if the text is content. The caller must then write the text as content.
         """
-        if not name:
+        treatment = self._treatment_of(name, is_confirmed=is_confirmed)
+        if treatment is UnknownTool.CONTENT:
             return False
-        is_unknown = self.tools.is_known and name not in self.tools
-        unknown_is_content = not is_confirmed or self._unknown_tool is UnknownTool.CONTENT
-        if is_unknown and unknown_is_content:
-            return False
-        self._open(name, call_id)
-        self._is_discarded = is_unknown and self._unknown_tool is UnknownTool.DROP
-        if self._is_discarded:
+        self.is_open = True
+        self.num_started += 1
+        is_discarded = treatment is UnknownTool.DROP
+        wrapper_filter = WrapperFilter(is_passing=not may_be_wrapped(name, self.tools))
+        self._call = _StartedCall(name, call_id, is_discarded, wrapper_filter)
+        if is_discarded:
             log.warning(
                 "discarded a call of the function %r, which the request does not offer", name
             )
@@ -143,15 +153,25 @@ class CallWriter:
             self._append_start()
         return True
 
-    def _open(self, name: str, call_id: str) -> None:
-        """Increase `num_started`, and set the attributes that describe the open tool call."""
-        self.is_open = True
-        self.num_started += 1
-        self._name = name
-        self._call_id = call_id
-        self._arguments = []
-        self._has_written = False
-        self._filter = WrapperFilter(is_passing=not may_be_wrapped(name, self.tools))
+    def _treatment_of(self, name: str, *, is_confirmed: bool) -> UnknownTool:
+        """Decide whether a call of `name` is accepted (FORWARD), discarded (DROP) or CONTENT.
+
+        A function is unknown if the request offers tools, but not this function. The first row that
+        applies decides:
+
+            case                                  result
+            `name` is ""                          CONTENT
+            the function is not unknown           FORWARD
+            unknown, `is_confirmed` is true       the rule of the policy for unknown functions
+            unknown, `is_confirmed` is false      CONTENT, because nothing shows that the text is a
+                                                  tool call
+        """
+        if not name:
+            return UnknownTool.CONTENT
+        is_unknown = self.tools.is_known and name not in self.tools
+        if not is_unknown:
+            return UnknownTool.FORWARD
+        return self._policy.unknown_tool if is_confirmed else UnknownTool.CONTENT
 
     def _append_start(self) -> None:
         """Append the event for the start of the tool call, with the next index.
@@ -159,28 +179,29 @@ class CallWriter:
         If the model gave no id to the tool call, a new id is generated.
         """
         self.last_index += 1
-        call_id = self._call_id or self._new_id()
-        self._events.append(ToolCallStart(self.last_index, id=call_id, name=self._name))
+        call_id = self._call.model_id or self._new_id()
+        self._events.append(ToolCallStart(self.last_index, id=call_id, name=self._call.name))
 
     def write(self, text: str) -> None:
         """Add a piece of JSON text to the arguments of the open tool call.
 
-        The piece is stored if `stores_arguments` is true. Otherwise an event is appended, unless
-        the tool call is discarded. The filter may delay the piece, because the arguments may be
-        enclosed in an additional object, as in `{"arguments": {"a": 1}}`.
+        If `stores_arguments` is true, the piece is stored, and `end` appends its event. Otherwise
+        an event with the piece is appended, unless the policy discards the tool call. If the
+        arguments may be enclosed in an additional object, as in `{"arguments": {"a": 1}}`, the
+        event contains only the text that the filter no longer delays.
         """
+        call = self._call
         if self.stores_arguments:
-            self._arguments.append(text)
-            return
-        if self._is_discarded:
-            return
-        passed_on = text if self._filter.is_passing else self._filter.add(text)
-        self._append_arguments(passed_on)
+            call.stored_arguments.append(text)
+        elif not call.is_discarded:
+            wrapper_filter = call.wrapper_filter
+            passed_on = text if wrapper_filter.is_passing else wrapper_filter.add(text)
+            self._append_arguments(passed_on)
 
     def _append_arguments(self, text: str) -> None:
         """Append an event for a piece of the arguments. Do nothing if `text` is empty."""
         if text:
-            self._has_written = True
+            self._call.has_arguments_event = True
             self._events.append(ArgumentsDelta(self.last_index, text))
 
     def end(self, fault: str | None = None) -> None:
@@ -201,10 +222,10 @@ class CallWriter:
         self.is_open = False
         if fault:
             self.add_deviation(fault)
-        if self._is_discarded:
+        if self._call.is_discarded:
             self._deviations = []
         elif self.stores_arguments:
-            self._append_all_events()
+            self._append_stored_call()
         else:
             self._append_last_events()
 
@@ -215,11 +236,11 @@ class CallWriter:
         the filter has delayed text until now. The result of the filter is `{"a": 1}`. If the model
         has written no arguments, the arguments are `{}`.
         """
-        delayed = self._filter.finish()
+        delayed = self._call.wrapper_filter.finish()
         if delayed.is_unwrapped:
             self.add_deviation(_WRAPPED_ARGUMENTS)
         self._append_arguments(delayed.text)
-        if not self._has_written:
+        if not self._call.has_arguments_event:
             self._append_arguments(_EMPTY_ARGUMENTS)
         self._append_end()
 
@@ -229,19 +250,19 @@ class CallWriter:
         self._events.append(ToolCallEnd(self.last_index, description))
         self._deviations = []
 
-    def _append_all_events(self) -> None:
+    def _append_stored_call(self) -> None:
         """Append the start event, the arguments and the end event of a tool call.
 
         The arguments have been stored, and are repaired if necessary: `{"a": [1` gives
         `{"a": [1]}`. If the arguments cannot be repaired, the policy either discards the tool call,
         or returns the arguments exactly as the model wrote them.
         """
-        model_text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
+        model_text = "".join(self._call.stored_arguments).strip() or _EMPTY_ARGUMENTS
         valid_text = self._repair_and_unwrap(model_text)
-        drops_broken_arguments = self._broken_arguments is BrokenArguments.REPAIR_OR_DROP
+        drops_broken_arguments = self._policy.broken_arguments is BrokenArguments.REPAIR_OR_DROP
         if valid_text is None and drops_broken_arguments:
             log.warning(
-                "discarded a call of %r with broken arguments: %.200r", self._name, model_text
+                "discarded a call of %r with broken arguments: %.200r", self._call.name, model_text
             )
             self._deviations = []
             return
@@ -250,18 +271,17 @@ class CallWriter:
         self._append_end()
 
     def _repair_and_unwrap(self, text: str) -> str | None:
-        """Repair the arguments `text`, and remove an additional object around them.
+        """Return the arguments `text` as a valid JSON object, without a superfluous outer object.
 
-        Return the arguments as a valid JSON object. If the arguments are repaired, or the object is
-        removed, `add_deviation` stores a description of this change. Examples:
+        If the arguments are repaired, or an outer object is removed, `add_deviation` stores a
+        description of this change for the end event. Examples:
 
-            `{"a": [1`                 gives `{"a": [1]}`, because the text is incomplete.
+            `{"a": [1`                 gives `{"a": [1]}`, because the end of the text is missing.
             `{"arguments": {"a": 1}}`  gives `{"a": 1}`, if no argument is called "arguments".
-
-        The result is None if `text` is not a JSON object and cannot be repaired.
+            `[1]`                      gives None, because no repair gives a JSON object.
         """
         valid_text = self._repair_if_broken(text)
-        if valid_text is None or not may_be_wrapped(self._name, self.tools):
+        if valid_text is None or not may_be_wrapped(self._call.name, self.tools):
             return valid_text
         inner_object = unwrap(valid_text)
         if inner_object is None:
@@ -270,14 +290,14 @@ class CallWriter:
         return inner_object
 
     def _repair_if_broken(self, text: str) -> str | None:
-        """Return `text` if `text` is a valid JSON object. Otherwise return the repaired text.
+        """Return the arguments `text` as a valid JSON object, or None if a repair is impossible.
 
-        If `text` is not valid, `add_deviation` also stores a description for the end event. The
-        result is None if `text` cannot be repaired. Example: `{"a": 1` gives `{"a": 1}`.
+        Valid text is returned unchanged, and `{"a": 1` gives `{"a": 1}`. If `text` is not valid,
+        `add_deviation` stores a description for the end event, even if a repair is impossible.
         """
-        if _is_json_object(text):
+        if is_json_object(text):
             return text
-        repaired = _repair(text)
+        repaired = repair_json_object(text)
         self.add_deviation(_BROKEN_ARGUMENTS if repaired is None else _REPAIRED_ARGUMENTS)
         return repaired
 
@@ -295,11 +315,11 @@ class CallWriter:
         has_stored_arguments = self.is_open and self.stores_arguments
         if not has_stored_arguments or self._num_cuts == _MAX_CUTS:
             return None
-        before, found_marker, after = "".join(self._arguments).partition(marker)
+        before, found_marker, after = "".join(self._call.stored_arguments).partition(marker)
         if not found_marker:
             return None
         self._num_cuts += 1
-        self._arguments = [before]
+        self._call.stored_arguments = [before]
         return found_marker + after
 
     def restart_numbering(self, events: list[Event]) -> list[Event]:
@@ -335,7 +355,7 @@ class CallWriter:
         The start event of an open tool call is missing in two cases: the policy discards the tool
         call, or the writer stores the arguments, so that all events are appended in `end`.
         """
-        return self.is_open and not self.stores_arguments and not self._is_discarded
+        return self.is_open and not self.stores_arguments and not self._call.is_discarded
 
 
 def _events_of_call(index: int, events: list[Event]) -> list[ToolCallStart | ArgumentsDelta]:
@@ -345,64 +365,3 @@ def _events_of_call(index: int, events: list[Event]) -> list[ToolCallStart | Arg
         for event in events
         if isinstance(event, ToolCallStart | ArgumentsDelta) and event.index == index
     ]
-
-
-def _is_json_object(text: str) -> bool:
-    """Return whether `text` is a JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _read_as_literal(text: str) -> str | None:
-    """Convert a Python literal to JSON text. Return None if `text` is not a Python literal.
-
-    Example: `{'a': True,}` gives `{"a": true}`.
-    """
-    reader = LiteralReader(PYTHON)
-    end = reader.read(text, 0, is_final=True)
-    is_complete = reader.status is DONE and not text[end:].strip()
-    return reader.take_json() if is_complete else None
-
-
-def _escape_control_characters(text: str) -> str | None:
-    r"""Escape the control characters in JSON strings. Return None if `text` has other errors.
-
-    Example: `{"a": "<line break>"}` gives `{"a": "\n"}`.
-    """
-    try:
-        return json.dumps(loads(text), ensure_ascii=False)
-    except ValueError:
-        return None
-
-
-def _complete_json(text: str) -> str | None:
-    """Complete an incomplete JSON object. Return None if `text` is not the start of an object.
-
-    Example: `{"a": [1` gives `{"a": [1]}`.
-    """
-    # Most messages need no repair, so the library is imported only here.
-    from partial_json_parser import loads as loads_partial
-
-    try:
-        value = loads_partial(text)
-    except Exception as error:  # noqa: BLE001  # the library has no base class for its exceptions
-        log.debug("partial-json-parser: %s", error)
-        return None
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
-
-
-def _repair(text: str) -> str | None:
-    r"""Repair a JSON object that is not valid. Return None if the text cannot be repaired.
-
-    Three repairs are tried in turn. Examples: `{"a": "<line break>"}` gives `{"a": "\n"}`,
-    `{'a': True}` gives `{"a": true}`, and `{"a": [1` gives `{"a": [1]}`.
-    """
-    if not text.lstrip().startswith("{"):
-        return None
-    for repair in (_escape_control_characters, _read_as_literal, _complete_json):
-        repaired = repair(text)
-        if repaired is not None:
-            return repaired
-    return None

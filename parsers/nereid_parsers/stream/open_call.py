@@ -167,8 +167,10 @@ class OpenCall:
             return Outcome.ENDED
         if not self._call_writer.is_open:
             return Outcome.NO_CALL
-        has_ended = self._body_reader.abandon() or self.end_at_stored_marker()
-        return Outcome.ENDED if has_ended else Outcome.BROKEN
+        if self._body_reader.is_verbatim:
+            return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN
+        self._body_reader.end_invalid_call()
+        return Outcome.ENDED
 
     def end_at_stored_marker(self) -> bool:
         """End the tool call at the closing marker, if the stored arguments contain this marker.

@@ -38,9 +38,12 @@ class Head:
 class BodyReader:
     """Reads the body of one or more tool calls and passes the arguments to a CallWriter.
 
-    The parser calls `begin` once, and then `read` for each piece of text while `status` is MORE. If
-    the status is BROKEN and a tool call is open, the parser calls `abandon`. If the message ends
-    while the status is MORE, the parser calls `finish`.
+    The parser calls `begin` once, and then `read` for each piece of text while `status` is MORE.
+    There are two ways to end a tool call before its body is complete:
+
+    - The message ends while the status is MORE. The parser calls `finish`.
+    - The status becomes BROKEN while a tool call is open. The parser calls `end_invalid_call`, or
+      writes the rest of the invalid arguments unchanged if `is_verbatim` is true.
 
     Attributes:
         writer: The writer that converts the tool calls into events.
@@ -94,17 +97,13 @@ class BodyReader:
         self.status = BROKEN
         return pos
 
-    def abandon(self) -> bool:
-        """End a tool call whose text is not valid. Before the end, complete its JSON arguments.
+    def end_invalid_call(self) -> None:
+        """Complete the JSON text of the arguments, and end the tool call, because it is not valid.
 
-        Example: after the arguments `{"a": 1`, the reader writes `}`.
-
-        Returns:
-            Whether the tool call was ended. A reader that writes the model's own text
-            (`is_verbatim`) does nothing and returns False. The parser then writes the rest of the
-            invalid arguments unchanged.
+        Example: after the arguments `{"a": 1`, the reader writes `}`. The parser calls this method
+        only if `is_verbatim` is false.
         """
-        return False
+        raise NotImplementedError
 
     def finish(self) -> None:
         """End the open tool call, because the message has ended.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from json.encoder import encode_basestring as quote_json
 
 # An element without a declared type is an array if the name of its first child is `item`.
 _ARRAY_ITEM = "item"
@@ -35,52 +36,75 @@ class ElementKind(Enum):
 class Element:
     """An element whose closing tag has not been read, as in `<city>Paris`.
 
+    Several children of one name become one array. Therefore the value of a child is not written
+    when the child closes, but when a child with another name opens.
+
     Attributes:
         name: The name in the element's tags. "" for the object that contains all arguments.
         schema: The JSON schema of the element's value.
+        types: The JSON types that the schema allows, or None if it declares none.
         is_key_written: Whether the JSON key of the element has been written. False if the previous
             sibling has the name of this element, because the two elements may become the items of
             one array under one key.
         kind: The kind of the element's value.
         num_children: The number of children whose key has been written.
         last_child: The name of the child element that was opened last.
-        delayed_values: The JSON texts of the closed children with the name `last_child`. Several
-            children of one name become one array. Therefore these texts are not written until a
-            child with another name opens.
+        delayed_values: The JSON texts of the closed children with the name `last_child` that have
+            not been written.
     """
 
     name: str
     schema: Mapping[str, object]
+    types: frozenset[str] | None
     is_key_written: bool = True
     kind: ElementKind = ElementKind.UNKNOWN
     num_children: int = 0
     last_child: str = ""
     delayed_values: list[str] = field(default_factory=list)
 
+    def child_schema(self, name: str) -> Mapping[str, object]:
+        """Return the schema of the child element `name`, or {} if the element declares none."""
+        if self.kind is ElementKind.ARRAY:
+            schema = self.schema.get("items")
+        else:
+            properties = self.schema.get("properties")
+            schema = properties.get(name) if isinstance(properties, Mapping) else None
+        return schema if isinstance(schema, Mapping) else {}
 
-def child_schema(parent: Element, name: str) -> Mapping[str, object]:
-    """Return the schema of the child element `name`, or {} if the parent's schema declares none."""
-    if parent.kind is ElementKind.ARRAY:
-        schema = parent.schema.get("items")
-    else:
-        properties = parent.schema.get("properties")
-        schema = properties.get(name) if isinstance(properties, Mapping) else None
-    return schema if isinstance(schema, Mapping) else {}
+    def container_kind(self, first_child: str) -> ElementKind:
+        """Return the kind ARRAY or OBJECT for this element, whose first child is `first_child`.
 
+        Examples: the types `{"array", "null"}` give ARRAY, and `{"array", "object"}` give OBJECT.
+        If the schema declares no type, the first child `item` gives ARRAY, and a first child with
+        any other name gives OBJECT.
+        """
+        if self.types is None:
+            is_array = first_child == _ARRAY_ITEM
+        else:
+            is_array = "array" in self.types and "object" not in self.types
+        return ElementKind.ARRAY if is_array else ElementKind.OBJECT
 
-def container_kind(types: frozenset[str] | None, first_child: str) -> ElementKind:
-    """Return the kind ARRAY or OBJECT for an element that has child elements.
+    def delays_value_of(self, child: str) -> bool:
+        """Return whether the value of a closed child with the name `child` has not been written."""
+        return child == self.last_child and bool(self.delayed_values)
 
-    Examples: the types `{"array", "null"}` give ARRAY, and `{"array", "object"}` give OBJECT. If
-    the schema declares no type, the first child `item` gives ARRAY, and any other first child gives
-    OBJECT.
+    def add_key(self, child: str) -> str:
+        """Return the JSON text that precedes the value of a new child. Increase `num_children`.
 
-    Args:
-        types: The JSON types that the schema allows for the element, or None if it declares none.
-        first_child: The name of the element's first child.
-    """
-    if types is None:
-        is_array = first_child == _ARRAY_ITEM
-    else:
-        is_array = "array" in types and "object" not in types
-    return ElementKind.ARRAY if is_array else ElementKind.OBJECT
+        Examples for the new child `days`: `"days": ` for the first child of an object, `, "days": `
+        for the second child of an object, and `, ` for the second child of an array.
+        """
+        comma = ", " if self.num_children else ""
+        key = f"{quote_json(child)}: " if self.kind is ElementKind.OBJECT else ""
+        self.num_children += 1
+        return comma + key
+
+    def take_delayed_values(self) -> str:
+        """Return the JSON text of `delayed_values`, or "". Afterwards `delayed_values` is empty.
+
+        Example: after `~<tag>a~</tag>~<tag>b~</tag>`, the result is the array `["a", "b"]`. After
+        `~<tag>a~</tag>` alone, the result is `"a"`.
+        """
+        values = self.delayed_values
+        self.delayed_values = []
+        return f"[{', '.join(values)}]" if len(values) > 1 else "".join(values)

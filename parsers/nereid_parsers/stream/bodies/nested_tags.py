@@ -11,16 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from json.encoder import encode_basestring as quote_json
 from typing import NamedTuple
 
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
-from nereid_parsers.stream.bodies.nested_elements import (
-    Element,
-    ElementKind,
-    child_schema,
-    container_kind,
-)
+from nereid_parsers.stream.bodies.nested_elements import Element, ElementKind
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import NEED_MORE, match_marker, skip_whitespace
@@ -76,7 +70,7 @@ class NestedReader(StepReader):
         self._root_schema: Mapping[str, object] = writer.tools.parameters.get(head.name, {})
         # The open elements, from the outermost to the innermost. The outermost element contains all
         # arguments, and has no tags of its own.
-        self._elements = [Element("", self._root_schema, kind=ElementKind.OBJECT)]
+        self._elements = [Element("", self._root_schema, types=None, kind=ElementKind.OBJECT)]
         self._value_pieces: list[str] = []  # The stored text of an element of kind VALUE.
         # Finds the tag prefix, or the beginning of the tag prefix at the end of the text.
         self._find_prefix = re.compile(
@@ -162,43 +156,34 @@ class NestedReader(StepReader):
         The new element is a child of the innermost open element. Example: for the second child
         `days`, `, "days": ` is written.
 
-        Several children of one name become one array. Therefore the value of a child is delayed
-        until a child with another name opens. Example: after `~<tag>a~</tag>`, only `"tag": ` has
-        been written. A second `~<tag>` belongs to this key, so nothing is written at its tag.
+        Several children of one name become one array under one key. Example: at the second tag of
+        `~<tag>a~</tag>~<tag>`, nothing is written, because the key has been written at the first
+        tag, and the value `"a"` is delayed. See `Element.delayed_values`.
         """
         parent = self._elements[-1]
-        previous_value_is_delayed = bool(parent.delayed_values)
-        may_become_array_item = name == parent.last_child and previous_value_is_delayed
-        if not may_become_array_item:
-            self._write_delayed_values(parent)
+        is_key_written = not parent.delays_value_of(name)
+        if is_key_written:
             self._write_key(parent, name)
         parent.last_child = name
-        schema = child_schema(parent, name)
-        self._elements.append(Element(name, schema, is_key_written=not may_become_array_item))
+        schema = parent.child_schema(name)
+        types = json_types_of(schema, self._root_schema)
+        self._elements.append(Element(name, schema, types, is_key_written))
         self._value_pieces = []  # No text of the new element has been read.
 
     def _write_key(self, parent: Element, name: str) -> None:
-        """Write the JSON text between the previous child of `parent` and the value of a new child.
+        """Write the delayed values of the previous children, and then the key of the child `name`.
 
-        Examples for the new child `days`: `"days": ` for the first child of an object, `, "days": `
-        for the second child of an object, and `, ` for the second child of an array.
+        Example: after `~<tag>a~</tag>`, the text `"a"` and then `, "days": ` is written for the
+        child `days`.
         """
-        comma = ", " if parent.num_children else ""
-        key = f"{quote_json(name)}: " if parent.kind is ElementKind.OBJECT else ""
-        self.writer.write(comma + key)
-        parent.num_children += 1
+        self._write_delayed_values(parent)
+        self.writer.write(parent.add_key(name))
 
-    def _write_delayed_values(self, parent: Element) -> None:
-        """Write the values in `parent.delayed_values`, which belong to closed child elements.
-
-        All these values belong to the last key, and several values become one array. Example:
-        after `~<tag>a~</tag>~<tag>b~</tag>`, the text `["a", "b"]` is written for the key `tag`.
-        Afterwards `parent.delayed_values` is empty.
-        """
-        values = parent.delayed_values
-        if values:
-            self.writer.write(values[0] if len(values) == 1 else f"[{', '.join(values)}]")
-            parent.delayed_values = []
+    def _write_delayed_values(self, element: Element) -> None:
+        """Write the values of closed children that `element` has delayed, if there are any."""
+        json_text = element.take_delayed_values()
+        if json_text:
+            self.writer.write(json_text)
 
     def _decide_kind(self, element: Element, text: str, pos: int) -> int:
         """Decide whether an element contains text or child elements, and set `element.kind`.
@@ -260,7 +245,7 @@ class NestedReader(StepReader):
         If the schema allows only a string, the kind is STRING, and the opening quote is written.
         Otherwise the kind is VALUE, and nothing is written until the element closes.
         """
-        if json_types_of(element.schema, self._root_schema) == _STRING_ONLY:
+        if element.types == _STRING_ONLY:
             element.kind = ElementKind.STRING
             self.writer.write('"')
         else:
@@ -278,8 +263,7 @@ class NestedReader(StepReader):
         """
         if not element.is_key_written:
             self._write_omitted_key(element)
-        types = json_types_of(element.schema, self._root_schema)
-        element.kind = container_kind(types, first_child)
+        element.kind = element.container_kind(first_child)
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
 
     def _write_omitted_key(self, element: Element) -> None:
@@ -291,7 +275,6 @@ class NestedReader(StepReader):
         Afterwards `element.is_key_written` is true.
         """
         parent = self._elements[-2]  # `element` is the innermost element.
-        self._write_delayed_values(parent)
         self._write_key(parent, element.name)
         element.is_key_written = True
 
@@ -357,8 +340,7 @@ class NestedReader(StepReader):
         """
         parent = self._elements[-1]  # The closed element is no longer in the list.
         value = self._take_value_as_json(element)
-        types = json_types_of(element.schema, self._root_schema)
-        allows_array = types is None or "array" in types
+        allows_array = element.types is None or "array" in element.types
         if parent.kind is ElementKind.OBJECT and allows_array:
             parent.delayed_values.append(value)
         else:
@@ -372,7 +354,7 @@ class NestedReader(StepReader):
         """
         text = "".join(self._value_pieces)
         self._value_pieces = []
-        types = json_types_of(element.schema, self._root_schema)
+        types = element.types
         is_empty = not text.strip()
         if is_empty and types is not None and types <= _CONTAINER_TYPES:
             return "[]" if "array" in types else "{}"
@@ -380,28 +362,25 @@ class NestedReader(StepReader):
 
     def _end_call(self) -> None:
         """Write the closing brace of the arguments, end the tool call and set the status DONE."""
-        self._write_delayed_values(self._elements[0])
-        self.writer.write("}")
+        self._close_arguments()
         self.writer.end()
         self.status = DONE
 
-    def abandon(self) -> bool:
+    def _close_arguments(self) -> None:
+        """Write the delayed values of the outermost object, and its closing brace."""
+        self._write_delayed_values(self._elements[0])
+        self.writer.write("}")
+
+    def end_invalid_call(self) -> None:
         """Close all open elements, and end the tool call, because its text is not valid.
 
         The written arguments are then valid JSON. Example: inside `~<city>~<name>`, the text
-        `""}}` is written. The result is True, because the tool call was ended. See
-        `BodyReader.abandon`.
+        `""}}` is written, where `""` is the value of the empty element `name`.
         """
-        outermost = self._elements[0]
-        while self._elements[-1] is not outermost:
-            innermost = self._elements[-1]
-            if innermost.kind is ElementKind.UNKNOWN:
-                innermost.kind = ElementKind.VALUE  # The value of an element without text is empty.
+        while len(self._elements) > 1:  # The outermost element contains all arguments.
             self._close_element()
-        self._write_delayed_values(outermost)
-        self.writer.write("}")
+        self._close_arguments()
         self.writer.end("the elements of the arguments are not valid")
-        return True
 
     def finish(self) -> None:
         """End the open tool call, because the message has ended. First write all delayed values.

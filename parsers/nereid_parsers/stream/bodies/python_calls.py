@@ -222,17 +222,15 @@ class PythonCallsReader(StepReader):
             return pos + len(separator)
         return self._reject(pos)
 
-    def abandon(self) -> bool:
+    def end_invalid_call(self) -> None:
         """Complete the JSON text of the arguments, and end the tool call, which is not valid.
 
-        Example: inside the value of `f(city="Par`, the text `"}` is written. The result is True,
-        because the tool call was ended. See `BodyReader.abandon`.
+        Example: inside the value of `f(city="Par`, the text `"}` is written.
         """
         value_end = self._literal.closing_text() if self._step == self._read_value else ""
         object_end = "}" if self._num_arguments else "{}"
         self.writer.write(value_end + object_end)
         self.writer.end(BROKEN_ARGUMENTS)
-        return True
 
     def finish(self) -> None:
         """End the open tool call, because the message has ended.
@@ -287,15 +285,13 @@ class UnquotedKeyReader(BodyReader):
             self.writer.end()
         return end
 
-    def abandon(self) -> bool:
+    def end_invalid_call(self) -> None:
         """Complete the JSON text of the object, and end the tool call, which is not valid.
 
-        Example: inside `{city:<q>Par`, the text `"}` is written. The result is True, because the
-        tool call was ended. See `BodyReader.abandon`.
+        Example: inside `{city:<q>Par`, the text `"}` is written.
         """
         self.writer.write(self._literal.closing_text())
         self.writer.end(BROKEN_ARGUMENTS)
-        return True
 
 
 def _match_opening_bracket(text: str, pos: int) -> int:

@@ -366,15 +366,14 @@ class TaggedReader(StepReader):
         """Write the closing brace of the arguments, or `{}` if there are no arguments."""
         self.writer.write("}" if self._keys else "{}")
 
-    def abandon(self) -> bool:
-        """Write the closing brace of the arguments, and end the tool call, because it is invalid.
+    def end_invalid_call(self) -> None:
+        """Write the closing brace of the arguments, and end the tool call, which is not valid.
 
-        Text that belongs to no argument precedes the next tag. The result is True, because the tool
-        call was ended. See `BodyReader.abandon`.
+        Text that belongs to no argument precedes the next tag, as in
+        `<parameter=city>Paris</parameter>text<parameter=days>`.
         """
         self._close_arguments()
         self.writer.end("there is text between the arguments")
-        return True
 
     def finish(self) -> None:
         """End the open tool call, because the message has ended inside the tool call.

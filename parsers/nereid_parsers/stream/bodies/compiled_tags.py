@@ -32,11 +32,13 @@ _NEVER = "(?!)"  # A regex that never matches.
 class MarkerRole(Enum):
     """The role of a marker that was found while the value of an argument was being read.
 
+    CLOSES_VALUE   The marker is the closing marker of the value.
     PART_OF_VALUE  The value contains the marker.
     AFTER_VALUE    The value ends before the marker. The closing marker of the value is missing.
     UNDECIDED      More text is required to decide.
     """
 
+    CLOSES_VALUE = "closes_value"
     PART_OF_VALUE = "part_of_value"
     AFTER_VALUE = "after_value"
     UNDECIDED = "undecided"

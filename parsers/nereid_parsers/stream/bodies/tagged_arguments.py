@@ -12,24 +12,13 @@ from typing import NamedTuple
 
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTags, MarkerRole, TagOpening
+from nereid_parsers.stream.bodies.tagged_value import TaggedValue, types_of_value
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE
-from nereid_parsers.stream.values.argument_types import to_json
 from nereid_parsers.stream.values.python_strings import escape_json
 
-# A JSON value, or one of the words True, False, None, NaN and Infinity, starts with one of these
-# characters. A value that starts with any other character can only be a string.
-_FIRST_CHARS_OF_JSON = frozenset('{["-+.0123456789tfnTFNI \t\r\n')
-_STRING_ONLY = frozenset({"string"})
-_STRING_OR_NULL = frozenset({"string", "null"})
-_NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
-_NULL_WORDS = ("null", "None")
 _MISSING_CLOSE = "the closing marker of an argument is missing"
-# The opening tag of an argument may declare that the argument is a string. The field {string} of
-# the tag then has the value _IS_STRING, or the field {type} has a value in _STRING_TYPE_NAMES.
-_IS_STRING = "true"
-_STRING_TYPE_NAMES = ("string", "str")
 
 
 class _ValueEnd(NamedTuple):
@@ -39,30 +28,12 @@ class _ValueEnd(NamedTuple):
 
     Attributes:
         text_end: The position up to which the text belongs to the value.
-        next_pos: The position after the closing marker, at which the next argument may start. None
-            if the value may continue in the next piece of text.
+        next_pos: The position at which the next argument may start, after the closing marker of the
+            value. None if the value may continue in the next piece of text.
     """
 
     text_end: int
     next_pos: int | None
-
-
-def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:
-    """Return the JSON types that the opening tag of a value declares, or None if it declares none.
-
-    Examples: `<p name="days" string="true">` declares a string, `<p name="days" type="integer">`
-    declares any type except a string, and `<p name="days">` declares nothing.
-
-    Args:
-        fields: The fields of the tag, for example `{"key": "days", "type": "integer"}`.
-    """
-    if "string" in fields:
-        is_string = fields["string"] == _IS_STRING
-    elif "type" in fields:
-        is_string = fields["type"] in _STRING_TYPE_NAMES
-    else:
-        return None
-    return _STRING_ONLY if is_string else _NOT_STRING
 
 
 class TaggedReader(StepReader):
@@ -81,12 +52,8 @@ class TaggedReader(StepReader):
         self._head = head
         self._tags = tags
         self._keys: set[str] = set()  # The names of the arguments that have been read.
-        # The next three attributes describe the value that is being read.
-        self._variant = tags.variants[0]  # The compiled declaration of the tags around the value.
-        self._types: frozenset[str] | None = None  # The JSON types that the value may have.
-        # The text of a value that may be a number or another value that is not a string. This text
-        # is written as JSON at the closing marker. The text of a string is never stored.
-        self._value_pieces: list[str] = []
+        # The value that is being read. Before the first opening tag, this object is not used.
+        self._value = TaggedValue(tags.variants[0], types=None)
 
     def begin(self) -> None:
         """Start the tool call. The matched header already shows that the text is a tool call.
@@ -119,8 +86,7 @@ class TaggedReader(StepReader):
             return pos
         opening = self._tags.match(text, pos, self.is_final)
         if isinstance(opening, TagOpening):
-            self._variant = opening.variant
-            self._start_value(opening.fields)
+            self._start_value(opening)
             return opening.end
         if opening == NEED_MORE:
             return NEED_MORE
@@ -137,50 +103,18 @@ class TaggedReader(StepReader):
             return True
         return self._tags.match(text, pos, is_final=False) == NEED_MORE
 
-    def _start_value(self, fields: dict[str, str]) -> None:
-        """Write the key of an argument, and prepare to read its value.
+    def _start_value(self, opening: TagOpening) -> None:
+        """Write the key of an argument, and prepare to read its value, which becomes `_value`.
 
-        Example: for the second argument `<parameter=days>`, `, "days": ` is written. `_types`
-        becomes the JSON types that the value may have, because the value is converted to one of
-        these types.
-
-        Args:
-            fields: The fields of the opening tag. `fields["key"]` is the name of the argument.
+        Example: for the second argument `<parameter=days>`, `, "days": ` is written.
         """
-        key = fields["key"].strip()
-        self._types = self._types_of(key, fields)
+        types = types_of_value(opening.fields, self._head.name, self.writer.tools)
+        self._value = TaggedValue(opening.variant, types)
+        key = opening.fields["key"].strip()
         separator = ", " if self._keys else "{"
         self._keys.add(key)
         self.writer.write(f"{separator}{quote_json(key)}: ")
-        self._value_pieces = []
         self._step = self._skip_padding
-
-    def _types_of(self, key: str, fields: dict[str, str]) -> frozenset[str] | None:
-        """Return the JSON types that a value may have, or None if the types are not known.
-
-        Both the opening tag and the tool's schema may declare the types of the argument `key`. The
-        types of the tag are returned, unless the schema contradicts the tag. Examples:
-
-            opening tag                       types of the schema   result
-            `<p name="days" string="true">`   string or null        string
-            `<p name="days" string="true">`   integer               integer: a contradiction
-            `<p name="days">`                 integer               integer
-
-        Args:
-            key: The name of the argument.
-            fields: The fields of the opening tag.
-        """
-        schema_types = self.writer.tools.argument_types(self._head.name, key)
-        tag_types = _types_of_tag(fields)
-        if tag_types is None:
-            return schema_types
-        if not self.writer.tools.is_known:  # There is no schema, so only the tag declares types.
-            return tag_types
-        if tag_types == _STRING_ONLY:
-            is_contradiction = schema_types is not None and "string" not in schema_types
-        else:
-            is_contradiction = schema_types == _STRING_ONLY
-        return schema_types if is_contradiction else tag_types
 
     def _skip_padding(self, text: str, pos: int) -> int:
         r"""Skip the declared white space before a value, and select the step that reads the value.
@@ -192,7 +126,7 @@ class TaggedReader(StepReader):
             The position where the value starts. NEED_MORE if only a part of the white space has
             arrived.
         """
-        padding = self._variant.padding
+        padding = self._value.tag.padding
         has_padding = text.startswith(padding, pos)
         may_become_padding = not self.is_final and padding.startswith(text[pos:])
         if may_become_padding and not has_padding:
@@ -202,7 +136,7 @@ class TaggedReader(StepReader):
 
     def _select_value_step(self) -> None:
         """Select the step that reads the value. If it must be a string, write the opening quote."""
-        if self._types == _STRING_ONLY:
+        if self._value.is_declared_as_string():
             self.writer.write('"')
             self._step = self._pass_on_string
         else:
@@ -211,62 +145,53 @@ class TaggedReader(StepReader):
     def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
         """Find the end of the current value in the unread text `text[pos:]`.
 
-        The result is the position up to which the text belongs to the value, and the position after
-        the closing marker. The second position is None if the value may continue. Examples for the
-        closing marker `</p>` and `pos=0`:
+        A value usually ends at its closing marker. It may also end early, at another marker, if the
+        model has omitted the closing marker. The description of this deviation from the format is
+        then added to the writer. Examples for the closing marker `</p>` and `pos=0`:
 
             text         result
             `a</p>`      `_ValueEnd(1, 5)`
             `a</`        `_ValueEnd(1, None)`: `</` may become the closing marker.
             `ab`         `_ValueEnd(2, None)`
-            `a</call>`   `_ValueEnd(1, 1)`: the closing marker is missing. The description of this
-                         deviation from the format is added to the writer.
+            `a</call>`   `_ValueEnd(1, 1)`: the value ends early, and `</call>` stays unread.
         """
-        variant = self._variant
-        find_marker = variant.find_end if self.is_final else variant.find_possible_end
-        match = find_marker(text, pos)
-        while match is not None:
-            value_end = self._value_end_at(match, text)
-            if value_end is not None:
-                return value_end
-            # The found marker is a part of the value. Another marker may overlap with the found
-            # marker, so the search continues at the second character of the found marker.
-            match = find_marker(text, match.start("early") + 1)
+        tag = self._value.tag
+        find_marker = tag.find_end if self.is_final else tag.find_possible_end
+        found = find_marker(text, pos)
+        while found is not None:
+            text_end = found.start()  # The match starts with the white space before the marker.
+            match self._role_of_marker(found, text):
+                case MarkerRole.CLOSES_VALUE:
+                    return _ValueEnd(text_end, found.end())
+                case MarkerRole.AFTER_VALUE:
+                    self.writer.add_deviation(_MISSING_CLOSE)
+                    return _ValueEnd(text_end, found.start("early"))
+                case MarkerRole.UNDECIDED:
+                    return _ValueEnd(text_end, None)
+                case MarkerRole.PART_OF_VALUE:
+                    # Another marker may overlap with the found marker, so the search continues at
+                    # the second character of the found marker.
+                    found = find_marker(text, found.start("early") + 1)
         return _ValueEnd(len(text), None)
 
-    def _value_end_at(self, match: re.Match[str], text: str) -> _ValueEnd | None:
-        """Return the end of the current value, or None if the found marker is a part of the value.
+    def _role_of_marker(self, found: re.Match[str], text: str) -> MarkerRole:
+        """Decide whether the value that is being read ends at the found marker.
 
         Args:
-            match: The marker. It is in one of two groups: "close" is the closing marker of the
-                value, and "early" is another marker, such as `</call>`. If both groups are empty,
-                only the beginning of a marker has arrived.
+            found: The match of the marker in `text`. The group "close" contains the closing marker
+                of the value. The group "early" contains another marker, such as `</call>`, before
+                which the value may end early. If both groups are None, only the beginning of a
+                marker has arrived.
             text: The text in which the marker was found.
-
-        Returns:
-            The end of the value, as in `_find_value_end`, or None. If the value ends before another
-            marker, its closing marker is missing, so the description of this deviation from the
-            format is added to the writer.
         """
-        text_end = match.start()  # The match starts with the white space before the marker.
-        may_continue = _ValueEnd(text_end, None)
-        is_closing_marker = match.group("close") is not None
-        if is_closing_marker:
-            return _ValueEnd(text_end, match.end())
-        is_cut_off = match.group("early") is None
-        if is_cut_off:
-            return may_continue
-        marker_start = match.start("early")
-        match self._role_of_marker(text, marker_start):
-            case MarkerRole.PART_OF_VALUE:
-                return None
-            case MarkerRole.UNDECIDED:
-                return may_continue
-            case MarkerRole.AFTER_VALUE:
-                self.writer.add_deviation(_MISSING_CLOSE)
-                return _ValueEnd(text_end, marker_start)
+        if found.group("close") is not None:
+            return MarkerRole.CLOSES_VALUE
+        is_incomplete = found.group("early") is None
+        if is_incomplete:
+            return MarkerRole.UNDECIDED
+        return self._role_of_early_marker(text, found.start("early"))
 
-    def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
+    def _role_of_early_marker(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of the current value or follows this value.
 
         The closing marker of the value has not been found before `pos`. The marker at `pos` is one
@@ -310,7 +235,7 @@ class TaggedReader(StepReader):
         return text_end if has_new_text else NEED_MORE
 
     def _store_value(self, text: str, pos: int) -> int:
-        """Store the text of a value in `_value_pieces`, or write the complete value as JSON.
+        """Store the text of a value in `_value.pieces`, or write the complete value as JSON.
 
         The text is stored because `12` is a number, but `12 Main Street` is a string. Example: for
         the pieces `1` and `2</parameter>`, nothing is written, and then `12`. As soon as the stored
@@ -323,38 +248,17 @@ class TaggedReader(StepReader):
         text_end, next_pos = self._find_value_end(text, pos)
         has_new_text = text_end > pos
         if has_new_text:
-            self._value_pieces.append(text[pos:text_end])
+            self._value.pieces.append(text[pos:text_end])
         if next_pos is not None:  # The value is complete.
-            self.writer.write(to_json("".join(self._value_pieces), self._types))
+            self.writer.write(self._value.to_json())
             self._step = self._read_tag_or_end
             return next_pos
         if not has_new_text:
             return NEED_MORE
-        if self._can_only_be_string():
-            self.writer.write('"' + escape_json("".join(self._value_pieces)))
+        if self._value.can_only_be_string():
+            self.writer.write('"' + escape_json(self._value.text))
             self._step = self._pass_on_string
         return text_end
-
-    def _can_only_be_string(self) -> bool:
-        """Return whether the value is a string, no matter how the stored text continues.
-
-        The result depends on the allowed types:
-
-            allowed types    stored text   result
-            all              `Par`         True
-            all              `12`          False: the value may be a number.
-            string or null   `12`          True
-            string or null   `nu`          False: the value may become `null`.
-        """
-        types = self._types
-        allows_string = types is None or "string" in types
-        if not allows_string:
-            return False
-        value_start = "".join(self._value_pieces)
-        if types == _STRING_OR_NULL:
-            may_become_null = any(word.startswith(value_start) for word in _NULL_WORDS)
-            return not may_become_null
-        return value_start != "" and value_start[0] not in _FIRST_CHARS_OF_JSON
 
     def _end_call(self) -> None:
         """Write the closing brace of the arguments, end the tool call and set the status DONE."""
@@ -388,6 +292,6 @@ class TaggedReader(StepReader):
         if self.writer.is_open:
             if self._step == self._read_tag_or_end:
                 self._close_arguments()
-            elif self._step == self._store_value and self._value_pieces:
-                self.writer.write(to_json("".join(self._value_pieces), self._types))
+            elif self._step == self._store_value and self._value.pieces:
+                self.writer.write(self._value.to_json())
         super().finish()

@@ -1,0 +1,121 @@
+"""Stores the value of a tagged argument, and determines the JSON types that the value may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nereid_parsers.stream.bodies.compiled_tags import CompiledTag
+from nereid_parsers.stream.values.argument_types import Tools, to_json
+
+# A JSON value, or one of the words True, False, None, NaN and Infinity, starts with one of these
+# characters. A value that starts with any other character can only be a string.
+_FIRST_CHARS_OF_JSON = frozenset('{["-+.0123456789tfnTFNI \t\r\n')
+_STRING_ONLY = frozenset({"string"})
+_STRING_OR_NULL = frozenset({"string", "null"})
+_NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
+_NULL_WORDS = ("null", "None")
+# The opening tag of an argument may declare that the argument is a string. The field {string} of
+# the tag then has the value _IS_STRING, or the field {type} has a value in _STRING_TYPE_NAMES.
+_IS_STRING = "true"
+_STRING_TYPE_NAMES = ("string", "str")
+
+
+@dataclass(slots=True)
+class TaggedValue:
+    """The value of a tagged argument, for example `Paris` in `<parameter=city>Paris</parameter>`.
+
+    Attributes:
+        tag: The compiled declaration of the tags around the value.
+        types: The JSON types that the value may have, or None if the types are not known.
+        pieces: The stored text of the value. The text of a string is not stored.
+    """
+
+    tag: CompiledTag
+    types: frozenset[str] | None
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The stored text of the value."""
+        return "".join(self.pieces)
+
+    def to_json(self) -> str:
+        """Return the stored text as JSON text of one of the allowed types, if possible.
+
+        Example: for the text `12`, the result is `12` if a number is allowed, and `"12"` if only a
+        string is allowed.
+        """
+        return to_json(self.text, self.types)
+
+    def is_declared_as_string(self) -> bool:
+        """Return whether only the type "string" is allowed."""
+        return self.types == _STRING_ONLY
+
+    def can_only_be_string(self) -> bool:
+        """Return whether the value is a string, no matter how the stored text continues.
+
+        The result depends on the allowed types:
+
+            allowed types    stored text   result
+            all              `Par`         True
+            all              `12`          False: the value may be a number.
+            string or null   `12`          True
+            string or null   `nu`          False: the value may become `null`.
+        """
+        allows_string = self.types is None or "string" in self.types
+        if not allows_string:
+            return False
+        if self.types == _STRING_OR_NULL:
+            text = self.text
+            may_become_null = any(word.startswith(text) for word in _NULL_WORDS)
+            return not may_become_null
+        # The other pieces are not joined here, because this method is called for each new piece.
+        first_char = self.pieces[0][0]
+        return first_char not in _FIRST_CHARS_OF_JSON
+
+
+def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> frozenset[str] | None:
+    """Return the JSON types that a value may have, or None if the types are not known.
+
+    Both the opening tag of the value and the schema of the function may declare the types. The
+    types of the tag are returned, unless the schema contradicts the tag. Examples:
+
+        opening tag                       types of the schema   result
+        `<p name="days" string="true">`   string or null        string
+        `<p name="days" string="true">`   integer               integer: a contradiction
+        `<p name="days">`                 integer               integer
+
+    Args:
+        fields: The fields of the opening tag. `fields["key"]` is the name of the argument.
+        function: The name of the function.
+        tools: The tools that the request offers, with their schemas.
+    """
+    schema_types = tools.argument_types(function, fields["key"].strip())
+    tag_types = _types_of_tag(fields)
+    if tag_types is None:
+        return schema_types
+    if not tools.is_known:  # There is no schema, so only the tag declares types.
+        return tag_types
+    if tag_types == _STRING_ONLY:
+        is_contradiction = schema_types is not None and "string" not in schema_types
+    else:
+        is_contradiction = schema_types == _STRING_ONLY
+    return schema_types if is_contradiction else tag_types
+
+
+def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:
+    """Return the JSON types that the opening tag of a value declares, or None if it declares none.
+
+    Examples: `<p name="days" string="true">` declares a string, `<p name="days" type="integer">`
+    declares any type except a string, and `<p name="days">` declares nothing.
+
+    Args:
+        fields: The fields of the tag, for example `{"key": "days", "type": "integer"}`.
+    """
+    if "string" in fields:
+        is_string = fields["string"] == _IS_STRING
+    elif "type" in fields:
+        is_string = fields["type"] in _STRING_TYPE_NAMES
+    else:
+        return None
+    return _STRING_ONLY if is_string else _NOT_STRING

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
-from nereid_parsers.tool_declarations import Keys
+from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 # Keys that models sometimes write instead of the declared key of the arguments.
 _ARGUMENTS_KEYS = frozenset({"arguments", "parameters", "input", "args"})
@@ -39,6 +41,24 @@ class KeyRole(Enum):
     INVALID = "invalid"
 
 
+@dataclass(slots=True)
+class CallParts:
+    """The parts of a tool call that have been read from its JSON object.
+
+    Attributes:
+        name: The function's name, or None if the name has not been read.
+        call_id: The id of the tool call, or "" if no id has been read.
+        has_arguments: Whether the arguments have started.
+        early_arguments: The pieces of arguments that precede the name. The pieces are stored until
+            the name starts the tool call.
+    """
+
+    name: str | None = None
+    call_id: str = ""
+    has_arguments: bool = False
+    early_arguments: list[str] = field(default_factory=list)
+
+
 @lru_cache(maxsize=256)
 def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     """Return a dict that maps the path of each declared key to the role of this key.
@@ -65,7 +85,7 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     return roles
 
 
-class Deviation(NamedTuple):
+class _Deviation(NamedTuple):
     """The role of a key that the format does not declare.
 
     Attributes:
@@ -77,7 +97,93 @@ class Deviation(NamedTuple):
     description: str
 
 
-def deviation_of(path: str, keys: Keys, *, has_name: bool) -> Deviation | None:
+class KeyRoles:
+    """Decides the role of each key in one JSON object that may be a tool call.
+
+    The role depends on the format's declaration of the keys, and on the parts of the tool call that
+    precede the key.
+    """
+
+    __slots__ = ("_is_confirmed", "_keys", "_parts", "_writer")
+
+    def __init__(
+        self, keys: Keys | NameIsKey, parts: CallParts, writer: CallWriter, *, is_confirmed: bool
+    ) -> None:
+        """Create an object that decides the roles of the keys of one JSON object.
+
+        Args:
+            keys: The declaration of the object's keys.
+            parts: The parts of the tool call that have been read. The reader of the object changes
+                these parts.
+            writer: The writer that receives the tool call and the deviations from the format.
+            is_confirmed: Whether a marker or an earlier tool call shows that the object is a tool
+                call.
+        """
+        self._keys = keys
+        self._parts = parts
+        self._writer = writer
+        self._is_confirmed = is_confirmed
+
+    def role_of(self, path: str, *, is_object: bool) -> KeyRole:
+        """Return the role of a key, which decides how the value of the key is read.
+
+        The format declares the keys in one of two ways:
+
+        - With the declared keys `name` and `arguments`, `{"name": "f", "arguments": {}}` is a tool
+          call. A second name and second arguments have the role IGNORED.
+        - With the declaration `NameIsKey`, `{"f": {"a": 1}}` is a call of `f`. The value of the
+          only key contains the arguments, so the role of this key is ARGUMENTS. A second key is
+          INVALID.
+
+        Args:
+            path: The keys from the outermost object to the current key, joined by dots.
+            is_object: Whether the value of the key is an object. This is important only for a key
+                that the format does not declare.
+        """
+        parts = self._parts
+        if isinstance(self._keys, NameIsKey):
+            return KeyRole.INVALID if parts.has_arguments else KeyRole.ARGUMENTS
+        role = declared_roles(self._keys).get(path)
+        if role is None:
+            return self._role_of_undeclared(path, self._keys, is_object=is_object)
+        is_second_name = role is KeyRole.NAME and parts.name is not None
+        is_second_arguments = role is KeyRole.ARGUMENTS and parts.has_arguments
+        return KeyRole.IGNORED if is_second_name or is_second_arguments else role
+
+    def _role_of_undeclared(self, path: str, keys: Keys, *, is_object: bool) -> KeyRole:
+        """Return the role of a key that the format does not declare.
+
+        Models often write the arguments under another key, or enclose the whole tool call in an
+        object. Such a key is accepted, and the description of the deviation from the format is
+        added to the writer. Examples:
+
+            object                                           key        role
+            `{"name": "f", "input": {}}`                     input      ARGUMENTS
+            `{"function": {"name": "f", "arguments": {}}}`   function   WRAPPER
+            `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED, or INVALID if the
+                                                                        object may be content
+        """
+        if is_object and self._may_deviate():
+            deviation = _deviation_of(path, keys, has_name=self._parts.name is not None)
+            if deviation is not None:
+                self._writer.add_deviation(deviation.description)
+                return deviation.role
+        is_known_call = self._is_confirmed or self._writer.is_open
+        may_be_ignored = is_known_call or _last_key(path) in keys.extra
+        return KeyRole.IGNORED if may_be_ignored else KeyRole.INVALID
+
+    def _may_deviate(self) -> bool:
+        """Return whether an undeclared key may be the key of the arguments or of the whole call.
+
+        The result is False if the arguments have already been read. It is also False if nothing
+        distinguishes a tool call from an ordinary JSON object. A marker before the object, or the
+        names of the offered tools, distinguish the two.
+        """
+        can_recognize_call = self._is_confirmed or self._writer.tools.is_known
+        return can_recognize_call and not self._parts.has_arguments
+
+
+def _deviation_of(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None:
     """Return the role of a key that the format does not declare, or None to reject the key.
 
     Models sometimes write another key than the declared key of the arguments, or enclose the whole
@@ -93,16 +199,16 @@ def deviation_of(path: str, keys: Keys, *, has_name: bool) -> Deviation | None:
         keys: The declaration of the keys.
         has_name: Whether the name of the function precedes the key.
     """
-    key = last_key(path)
+    key = _last_key(path)
     is_beside_arguments = _parent(path) == _parent(keys.arguments)
     if key in _ARGUMENTS_KEYS and is_beside_arguments:
-        return Deviation(KeyRole.ARGUMENTS, f"the arguments are under the key {key!r}")
+        return _Deviation(KeyRole.ARGUMENTS, f"the arguments are under the key {key!r}")
     if path in _WRAPPER_KEYS and not has_name:
-        return Deviation(KeyRole.WRAPPER, f"the tool call is under the key {key!r}")
+        return _Deviation(KeyRole.WRAPPER, f"the tool call is under the key {key!r}")
     return None
 
 
-def last_key(path: str) -> str:
+def _last_key(path: str) -> str:
     """Return the last key of a path: `a.b.c` gives `c`."""
     return path.rpartition(".")[2]
 

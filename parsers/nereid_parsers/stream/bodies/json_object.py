@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nereid_parsers.stream.bodies.body_reader import StepReader
-from nereid_parsers.stream.bodies.json_keys import (
-    KeyRole,
-    declared_roles,
-    deviation_of,
-    last_key,
-)
+from nereid_parsers.stream.bodies.json_keys import CallParts, KeyRole, KeyRoles
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
@@ -33,8 +28,8 @@ class ObjectReader(StepReader):
     """
 
     __slots__ = (
-        "_call_id", "_early_arguments", "_has_arguments", "_is_confirmed", "_key", "_keys", "_name",
-        "_on_string", "_outer_keys", "_scanner", "_string", "_word_pieces",
+        "_is_confirmed", "_key", "_name_is_key", "_on_string", "_outer_keys", "_parts", "_roles",
+        "_scanner", "_string", "_word_pieces",
     )  # fmt: skip
 
     is_verbatim = True
@@ -50,18 +45,15 @@ class ObjectReader(StepReader):
                 call starts when the arguments start.
         """
         super().__init__(writer, self._read_opening_brace)
-        self._keys = keys
         self._is_confirmed = is_confirmed
-        # The keys of the objects that enclose the current position, for example ["function"]. The
-        # key of an object with the role WRAPPER is stored as "", because declared paths do not
-        # contain this key.
+        self._name_is_key = isinstance(keys, NameIsKey)
+        self._parts = CallParts()  # The parts of the tool call that have been read.
+        self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
+        # The position in the object. `_outer_keys` are the keys of the objects that enclose the
+        # current position, for example ["function"]. The key of an object with the role WRAPPER is
+        # stored as "", because declared paths do not contain this key.
         self._outer_keys: list[str] = []
         self._key = ""  # The key of the member that is being read.
-        # The parts of the tool call that have been read.
-        self._name: str | None = None
-        self._call_id = ""
-        self._has_arguments = False  # Whether the arguments have started.
-        self._early_arguments: list[str] = []  # Arguments that precede the name.
         # The objects that read the current value.
         self._scanner = JsonScanner()  # Finds the end of the value that is being read.
         self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
@@ -74,7 +66,7 @@ class ObjectReader(StepReader):
         If the object is confirmed to be a tool call, and its name has been read, the tool call is
         valid without arguments. Example: `<tool_call>{"name": "f"` gives a call of `f`.
         """
-        if self._name is not None and not self.writer.is_open and self._is_confirmed:
+        if self._parts.name is not None and not self.writer.is_open and self._is_confirmed:
             self._start_call()
         super().finish()
 
@@ -129,7 +121,7 @@ class ObjectReader(StepReader):
             return pos + 1
         if not self.writer.is_open and not self._start_call_without_arguments():
             return self._reject(pos)
-        if not self._has_arguments:
+        if not self._parts.has_arguments:
             self.writer.write("{}")
         self.writer.end()
         self.status = DONE
@@ -181,7 +173,7 @@ class ObjectReader(StepReader):
         if first_char.isspace():
             return skip_whitespace(text, pos)
         starts_string = first_char in _QUOTES
-        match self._role_of_key(is_object=first_char == "{"):
+        match self._roles.role_of(self._path_of_key(), is_object=first_char == "{"):
             case KeyRole.ARGUMENTS:
                 return self._start_arguments(text, pos)
             case KeyRole.PARENT if first_char == "{":
@@ -208,33 +200,6 @@ class ObjectReader(StepReader):
         self._step = self._read_key_or_closing_brace
         return pos + 1
 
-    def _role_of_key(self, *, is_object: bool) -> KeyRole:
-        """Return the role of the current key, which decides how the value of the key is read.
-
-        The format declares the keys in one of two ways:
-
-        - With the declared keys `name` and `arguments`, `{"name": "f", "arguments": {}}` is a tool
-          call. A second name and second arguments have the role IGNORED.
-        - With the declaration `NameIsKey`, `{"f": {"a": 1}}` is a call of `f`. The value of the
-          only key contains the arguments, so the role of this key is ARGUMENTS. A second key is
-          INVALID.
-
-        Args:
-            is_object: Whether the value of the key is an object. This is important only for a key
-                that the format does not declare.
-        """
-        keys = self._keys
-        if isinstance(keys, NameIsKey):
-            is_first_member = not self._has_arguments
-            return KeyRole.ARGUMENTS if is_first_member else KeyRole.INVALID
-        path = self._path_of_key()
-        role = declared_roles(keys).get(path)
-        if role is None:
-            return self._role_of_undeclared_key(path, keys, is_object=is_object)
-        is_second_name = role is KeyRole.NAME and self._name is not None
-        is_second_arguments = role is KeyRole.ARGUMENTS and self._has_arguments
-        return KeyRole.IGNORED if is_second_name or is_second_arguments else role
-
     def _path_of_key(self) -> str:
         """Return the path of the current key: the keys of the enclosing objects, and the key.
 
@@ -243,43 +208,6 @@ class ObjectReader(StepReader):
         """
         all_keys = (*self._outer_keys, self._key)
         return ".".join(key for key in all_keys if key)
-
-    def _role_of_undeclared_key(self, path: str, keys: Keys, *, is_object: bool) -> KeyRole:
-        """Return the role of a key that the format does not declare.
-
-        Models often write the arguments under another key, or enclose the whole tool call in an
-        object. Such a key is accepted, and the description of the deviation from the format is
-        added to the writer. Examples:
-
-            object                                           key        role
-            `{"name": "f", "input": {}}`                     input      ARGUMENTS
-            `{"function": {"name": "f", "arguments": {}}}`   function   WRAPPER
-            `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED, or INVALID if the
-                                                                        object may be content
-
-        Args:
-            path: The keys from the outermost object to the current key, joined by dots.
-            keys: The declaration of the object's keys.
-            is_object: Whether the value of the key is an object.
-        """
-        if is_object and self._may_deviate():
-            deviation = deviation_of(path, keys, has_name=self._name is not None)
-            if deviation is not None:
-                self.writer.add_deviation(deviation.description)
-                return deviation.role
-        is_known_call = self._is_confirmed or self.writer.is_open
-        may_be_ignored = is_known_call or last_key(path) in keys.extra
-        return KeyRole.IGNORED if may_be_ignored else KeyRole.INVALID
-
-    def _may_deviate(self) -> bool:
-        """Return whether an undeclared key may be the key of the arguments or of the whole call.
-
-        The result is False if the arguments have already been read. It is also False if nothing
-        distinguishes a tool call from an ordinary JSON object. A marker before the object, or the
-        names of the offered tools, distinguish the two.
-        """
-        can_recognize_call = self._is_confirmed or self.writer.tools.is_known
-        return can_recognize_call and not self._has_arguments
 
     # ---- strings, and values that are ignored ----------------------------------------------------
 
@@ -329,35 +257,37 @@ class ObjectReader(StepReader):
         the object is a tool call. Otherwise the tool call starts later, with the arguments. If the
         tool call cannot start, the object is not a tool call, so the status becomes BROKEN.
         """
-        self._name = name.strip()
+        self._parts.name = name.strip()
         self._step = self._read_key_or_closing_brace
-        starts_at_name = self._has_arguments or self._is_confirmed
+        starts_at_name = self._parts.has_arguments or self._is_confirmed
         if starts_at_name and not self._start_call():
             self.status = BROKEN
 
     def _set_call_id(self, call_id: str) -> None:
         """Store the id of the tool call, and select the step that reads the next key."""
-        self._call_id = call_id
+        self._parts.call_id = call_id
         self._step = self._read_key_or_closing_brace
 
     def _start_call(self) -> bool:
         """Start the tool call, and write the arguments that preceded the name.
 
         Example: in `{"arguments": {"a": 1}, "name": "f"}`, the arguments `{"a": 1}` are stored in
-        `_early_arguments` until the name starts the tool call.
+        `early_arguments` until the name starts the tool call.
 
         Returns:
             Whether the tool call has started. If not, the object has no name, or names a function
             that the request does not offer, so the text of the object is content.
         """
-        if self._name is None:
+        if self._parts.name is None:
             return False
-        has_started = self.writer.start(self._name, self._call_id, is_confirmed=self._is_confirmed)
+        has_started = self.writer.start(
+            self._parts.name, self._parts.call_id, is_confirmed=self._is_confirmed
+        )
         if not has_started:
             return False
-        for piece in self._early_arguments:
+        for piece in self._parts.early_arguments:
             self.writer.write(piece)
-        self._early_arguments = []
+        self._parts.early_arguments = []
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int:
@@ -377,12 +307,12 @@ class ObjectReader(StepReader):
                 return NEED_MORE
             if object_start == NO_MATCH:
                 return self._reject(pos)
-        if isinstance(self._keys, NameIsKey):  # The object is `{"f": {..arguments..}}`.
-            self._name = self._key
-        may_start = self._name is not None and not self.writer.is_open
+        if self._name_is_key:  # The object is `{"f": {..arguments..}}`.
+            self._parts.name = self._key
+        may_start = self._parts.name is not None and not self.writer.is_open
         if may_start and not self._start_call():
             return self._reject(pos)
-        self._has_arguments = True
+        self._parts.has_arguments = True
         self._select_arguments_step(text[pos])
         return pos
 
@@ -434,8 +364,8 @@ class ObjectReader(StepReader):
         self._step = self._read_key_or_closing_brace
 
     def _write(self, text: str) -> None:
-        """Write a piece of the arguments. Before the name, add it to `_early_arguments` instead."""
+        """Write a piece of the arguments. Before the name, add it to `early_arguments` instead."""
         if self.writer.is_open:
             self.writer.write(text)
         else:
-            self._early_arguments.append(text)
+            self._parts.early_arguments.append(text)

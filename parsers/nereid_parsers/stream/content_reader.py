@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nereid_parsers.stream.call_reader import CallReader
-from nereid_parsers.stream.compiled_format import MarkerKind
 from nereid_parsers.stream.header_reader import HeaderReader
+from nereid_parsers.stream.marker_kinds import MarkerKind
 from nereid_parsers.stream.pattern_matching import is_compound_start
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.reasoning_reader import ReasoningReader

@@ -35,14 +35,34 @@ class CompiledCalls:
             as in `<function=sum>`. The keys are the first literals of the headers, here
             `<function=`.
         unmarked: The variants for which the format declares no marker, as in `{"name": "sum"}`.
-        kinds: The markers of tool calls, with the meaning of each marker.
+        section_opens: The opening markers of the tool section, which contains all tool calls.
+        section_closes: The closing markers of the tool section.
     """
 
     all: tuple[CompiledCall, ...] = ()
     by_trigger: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
     by_head: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
     unmarked: tuple[CompiledCall, ...] = ()
-    kinds: dict[str, MarkerKind] = field(default_factory=dict)
+    section_opens: tuple[str, ...] = ()
+    section_closes: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> dict[str, MarkerKind]:
+        """The markers of tool calls, for which the parser searches in the content.
+
+        Each key is a marker, and each value is its meaning. Example:
+        `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
+        """
+        first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
+        # If a marker is in several dicts, the last of these dicts decides its meaning.
+        return {
+            **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
+            **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),
+            **dict.fromkeys(first_texts, MarkerKind.UNMARKED_CALL),
+            **dict.fromkeys(self.section_closes, MarkerKind.CLOSE_CALLS),
+            **dict.fromkeys(self.by_trigger, MarkerKind.OPEN_CALL),
+            **marker_kinds(self.section_opens, MarkerKind.OPEN_SECTION),
+        }
 
 
 def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
@@ -67,14 +87,16 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
     by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
     by_head = _group_by_trigger(_variants_without_marker(tools))
-    for text in by_trigger:  # If a text is in both groups, only `by_trigger` is used.
-        by_head.pop(text, None)
     may_be_unmarked = allows_unmarked and not tools.opens
-    unmarked = [variant for variant in variants if may_be_unmarked and variant.is_unmarked]
-    calls = CompiledCalls(
-        all=tuple(variants), by_trigger=by_trigger, by_head=by_head, unmarked=tuple(unmarked)
+    return CompiledCalls(
+        all=tuple(variants),
+        by_trigger=by_trigger,
+        # If a text is in both groups, only `by_trigger` is used.
+        by_head={text: group for text, group in by_head.items() if text not in by_trigger},
+        unmarked=tuple(v for v in variants if v.is_unmarked) if may_be_unmarked else (),
+        section_opens=tools.opens,
+        section_closes=tools.closes,
     )
-    return replace(calls, kinds=_call_kinds(tools, calls))
 
 
 def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
@@ -147,29 +169,6 @@ def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[Compi
         for trigger in spellings:
             by_trigger[trigger] = (*by_trigger.get(trigger, ()), variant)
     return by_trigger
-
-
-def _call_kinds(tools: ToolSection, calls: CompiledCalls) -> dict[str, MarkerKind]:
-    """Return the markers of tool calls. Each key is a marker, and each value is its meaning.
-
-    The parser searches the content for these markers. Example:
-    `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
-
-    Args:
-        tools: The declaration of the tool calls.
-        calls: The variants of a tool call, grouped by the texts with which the variants start. The
-            attribute `kinds` is not used.
-    """
-    first_texts = [text for variant in calls.unmarked for text in variant.body_openings()]
-    # If a marker is in several dicts, the last of these dicts decides the meaning of the marker.
-    return {
-        **dict.fromkeys(calls.by_head, MarkerKind.CALL_HEAD),
-        **dict.fromkeys(_long_closing_markers(calls.all), MarkerKind.CLOSE_CALLS),
-        **dict.fromkeys(first_texts, MarkerKind.UNMARKED_CALL),
-        **dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS),
-        **dict.fromkeys(calls.by_trigger, MarkerKind.OPEN_CALL),
-        **marker_kinds(tools.opens, MarkerKind.OPEN_SECTION),
-    }
 
 
 def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:

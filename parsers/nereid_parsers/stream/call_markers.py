@@ -118,9 +118,9 @@ class CallSection:
 
         Args:
             buffer: The buffer that contains the text.
-            is_empty: Whether the section contains no tool call yet. If the message ends after the
-                text `</ca` of such a section, the result is NO_MATCH instead of NEED_MORE. The
-                caller then handles the whole text of the section, including its opening marker.
+            is_empty: Whether the section contains no tool call yet. At the end of the message, an
+                incomplete marker such as `</ca` is then not matched (NO_MATCH), because the caller
+                handles the whole text of an empty section, from its opening marker on.
 
         Returns:
             The position after the marker, NEED_MORE or NO_MATCH.
@@ -136,9 +136,15 @@ class CallSection:
     def match_separator(self, buffer: TextBuffer) -> int:
         """Match the separator between two tool calls at the start of the unread text.
 
-        White space before and after the separator is not compared. Examples: for the separator
-        `, `, the unread text `,{"name"` gives the position of `{`. For the separator `<sep>`, the
-        text `<se` gives NEED_MORE, also at the end of the message, and `Hi` gives NO_MATCH.
+        White space before and after the separator is not compared. Examples:
+
+            separator   unread text   result
+            `, `        `,{"name"`    the position of `{`
+            `, `        `Hi`          NO_MATCH
+            `<sep>`     `<se`         NEED_MORE. At the end of the message also NEED_MORE, because
+                                      the incomplete tag cannot be content.
+            `and`       `an`          NEED_MORE. At the end of the message NO_MATCH, because the
+                                      text may be content.
 
         Returns:
             The position after the separator, NEED_MORE or NO_MATCH.
@@ -150,7 +156,6 @@ class CallSection:
             return buffer.pos + len(separator)
         if not buffer.is_prefix_of(separator):
             return NO_MATCH
-        # The unread text is the beginning of the separator. At the end of the message, the
-        # beginning of a tag, such as `<se`, is an incomplete separator. Other text is content.
+        # The unread text is the beginning of the separator.
         is_incomplete = not buffer.is_final or looks_like_markup(buffer.unread())
         return NEED_MORE if is_incomplete else NO_MATCH

@@ -224,9 +224,9 @@ class CallReader:
         Example: `<tool_call>{` is incomplete, because `{"` would start a JSON object. Inside a tool
         section, a tool call may lack its opening marker, so `{` alone is incomplete, too.
         """
-        return self._buffer.is_final and self._expected.is_incomplete(
-            self._buffer, includes_unmarked=self.section.is_open
-        )
+        if not self._buffer.is_final:
+            return False
+        return self._expected.is_incomplete(self._buffer, includes_unmarked=self.section.is_open)
 
     def _read_head(self, match: MatchedCall) -> State:
         """Read the opening marker and the header of a tool call, and prepare to read its body.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nereid_parsers.pattern_syntax import split_pattern
 from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
@@ -22,7 +21,6 @@ from nereid_parsers.stream.pattern_matching import (
     Mismatch,
     Pattern,
     PatternMatch,
-    as_mismatch,
     compile_pattern,
     marker_parts,
     skip_whitespace,
@@ -38,6 +36,8 @@ from nereid_parsers.tool_declarations import (
     TaggedArguments,
     ToolSection,
 )
+
+_NEVER = "(?!)"  # A regex that never matches.
 
 
 class CompiledCall:
@@ -111,8 +111,7 @@ class CompiledCall:
             return NEED_MORE
         if self._tags is None:
             return self._body_start.mismatch(text, pos, is_final)
-        tags_start = self._tags.match_start(text, pos, is_final)
-        return as_mismatch(tags_start) if tags_start < 0 else None
+        return self._tags.start_mismatch(text, pos, is_final)
 
     def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
         """Create the reader that parses the arguments of a tool call.
@@ -168,12 +167,13 @@ class CompiledCall:
 def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
     """Return the markers that can follow the body of a tool call.
 
-    Arguments that are not valid JSON end at the first of these markers. The result contains the
-    closing marker of the tool call, the closing markers of its tool section, and the opening marker
-    with which the next tool call starts. Of a closing marker with several tags, such as
-    `</function></tool_call>`, the result contains only the last tag, because arguments may contain
-    the other tags. Example: for a tool call between `<tool_call>` and `</function></tool_call>`, in
-    a format without tool sections, the result is `("</tool_call>", "<tool_call>")`.
+    Arguments that are not valid JSON end at the first of these markers. Example: for a tool call
+    between `<call>` and `</function></call>`, in a section that `</calls>` closes, the result is
+
+        `</call>`   the last tag of the closing marker. The first tag, `</function>`, is omitted,
+                    because invalid arguments may contain the text `</function>`.
+        `</calls>`  the closing marker of the section, which contains all tool calls.
+        `<call>`    the opening marker of the next tool call.
     """
     close_parts = marker_parts(call.close)
     last_close_part = close_parts[-1] if close_parts else ""
@@ -248,42 +248,33 @@ def _compile_body_start(call: Call) -> _BodyStart:
     if isinstance(call.body, NestedTags):
         prefix = call.body.tag_prefix
         return _BodyStart(re.compile(re.escape(prefix)), re.compile(marker_prefix_regex(prefix)))
-    first_char, second_char = _first_chars(call)
+    first_chars = _first_chars(call)
+    has_two_chars = len(first_chars) == 2  # Only the first of two characters can arrive alone.
     return _BodyStart(
-        complete=re.compile(rf"{first_char}\s*{second_char}"),
-        incomplete=re.compile(rf"{first_char}\s*\Z"),
+        complete=re.compile(r"\s*".join(first_chars)),
+        incomplete=re.compile(rf"{first_chars[0]}\s*\Z" if has_two_chars else _NEVER),
     )
 
 
-class _FirstChars(NamedTuple):
-    """The regexes for the first two characters of a body that are not white space.
+def _first_chars(call: Call) -> tuple[str, ...]:
+    """Return one regex for each of the first characters with which the body of a tool call starts.
 
-    Attributes:
-        first_char: The regex for the first character, or "" if any character is accepted.
-        second_char: The regex for the second character, or "" if any character is accepted.
-    """
-
-    first_char: str
-    second_char: str
-
-
-def _first_chars(call: Call) -> _FirstChars:
-    """Return the regexes for the first two characters of the body of a tool call.
-
-    Example: a JSON array of tool calls gives a regex for `[`, and a regex for `{` or `]`.
+    Examples: a JSON array of tool calls gives two regexes, one for `[` and one for `{` or `]`. A
+    JSON object with only the arguments gives one regex for `{`. The result is () if any text can be
+    the body.
     """
     body = call.body
     if isinstance(body, PythonCalls):
         name_start = r"[^\W\d]"  # A function's name starts with a letter or `_`.
-        return _FirstChars(re.escape(body.open), name_start)
+        return (re.escape(body.open), name_start) if body.open else (name_start,)
     if isinstance(body, JsonArray):
-        return _FirstChars(r"\[", r"[{\]]")
+        return (r"\[", r"[{\]]")
     if isinstance(body, JsonObject):
         key_quote_or_end = """["'}]"""  # Some models write single quotes around keys.
-        return _FirstChars(r"\{", key_quote_or_end)
+        return (r"\{", key_quote_or_end)
     if isinstance(body, JsonArguments) and _header_proves_call(call):
-        return _FirstChars("", "")  # Any text after the header is the body of a tool call.
-    return _FirstChars(r"\{", "")
+        return ()
+    return (r"\{",)
 
 
 def _header_proves_call(call: Call) -> bool:

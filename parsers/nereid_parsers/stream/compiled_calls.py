@@ -100,13 +100,15 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
 
 
 def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
-    """Return the variants of a tool call that may start in the content.
+    """Return the variants of a tool call that may start in the content, outside a tool section.
 
-    Some formats enclose all tool calls of a message in a tool section, as in
-    `<calls><call>..</call></calls>`. A model may omit the marker `<calls>`. The tool call `<call>`
-    then starts in the content, so variants with an opening marker are returned. Variants without an
-    opening marker start only inside the section. If the format has no tool section, all variants
-    are returned.
+    A tool section is the part of a message that contains all tool calls. Example: in
+    `<calls><call>..</call></calls>`, the markers of the section are `<calls>` and `</calls>`. A
+    model may omit `<calls>`, and start directly with the tool call's own marker `<call>`.
+
+        format                  result
+        without tool sections   all variants
+        with tool sections      the variants that have a marker of their own, such as `<call>`
     """
     has_section_marker = bool(tools.opens)
     if not has_section_marker:

@@ -73,18 +73,20 @@ class CompiledHeader:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        # White space may precede a header, unless white space must follow the header.
+        # White space before a header is skipped, unless headers must end with white space.
         if not self._final_whitespace:
             pos = skip_whitespace(text, pos)
         match = self._header_pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):
             return match
-        mismatch = self._final_whitespace_mismatch(text, match.end, is_final)
+        whitespace_mismatch = self._final_whitespace_mismatch(text, match.end, is_final)
+        if whitespace_mismatch is not None:
+            return whitespace_mismatch
         header_end = match.end + len(self._final_whitespace)
-        if mismatch is None and self.stage is Stage.CALLS:
-            mismatch = self._message_call.body_start_mismatch(text, header_end, is_final)
-        if mismatch is not None:
-            return mismatch
+        if self.stage is Stage.CALLS:
+            body_mismatch = self._message_call.body_start_mismatch(text, header_end, is_final)
+            if body_mismatch is not None:
+                return body_mismatch
         fields = match.fields
         return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from nereid_parsers.pattern_syntax import first_literal
 from nereid_parsers.stream.lexer import spaced_marker_prefixes, spaced_marker_regex
@@ -75,21 +76,60 @@ class CompiledTag:
             early_ends: The markers that follow the value if its closing marker is missing. An
                 example is `</call>`, which ends the whole tool call.
         """
-        # The opening tag of the value.
         opening_tag = declaration.open.rstrip()
         self.opening: Pattern = compile_pattern(opening_tag)
-        self.padding = declaration.open[len(opening_tag) :]
-        # The end of the value, which is a closing marker or an early end.
+        self.padding = declaration.open.removeprefix(opening_tag)
         self.close = declaration.close.strip()
         whitespace_before_close = declaration.close.removesuffix(declaration.close.lstrip())
-        end_regex = _value_end_regex(self.close, early_ends, whitespace_before_close)
-        end_markers = (self.close, *early_ends)
-        incomplete_end_regexes = _value_end_prefixes(end_markers, whitespace_before_close)
-        possible_end_regex = "|".join([end_regex, *incomplete_end_regexes])
-        # The look-ahead makes the search faster, because it rejects most characters with one test.
-        lookahead = _first_char_lookahead((*end_markers, whitespace_before_close))
-        self.find_end = re.compile(lookahead + end_regex).search
-        self.find_possible_end = re.compile(f"{lookahead}(?:{possible_end_regex})").search
+        end_search = _compile_end_search(self.close, early_ends, whitespace_before_close)
+        self.find_end = end_search.complete.search
+        self.find_possible_end = end_search.possible.search
+
+
+class _EndSearch(NamedTuple):
+    """The regexes that find the end of a value.
+
+    Attributes:
+        complete: Finds the closing marker of the value (group "close"), or another marker that
+            follows the value if the closing marker is missing (group "early").
+        possible: Finds these markers, and also a prefix of such a marker at the end of the text.
+            If the marker is incomplete, both groups are empty.
+    """
+
+    complete: re.Pattern[str]
+    possible: re.Pattern[str]
+
+
+def _compile_end_search(close: str, early_ends: tuple[str, ...], whitespace: str) -> _EndSearch:
+    r"""Compile the regexes that find the end of a value.
+
+    Examples for the closing marker `</p>`, the early end `</call>` and the white space `
+    `:
+
+        text         match of `complete`   match of `possible`
+        `a
+    </p>`    `
+    </p>`              `
+    </p>`
+        `a</call>`   `</call>`             `</call>`
+        `a
+    </`      None                  `
+    </`
+
+    Args:
+        close: The closing marker of the value.
+        early_ends: The markers that follow the value if its closing marker is missing.
+        whitespace: The optional white space before these markers.
+    """
+    end_regex = _value_end_regex(close, early_ends, whitespace)
+    markers = (close, *early_ends)
+    possible_end_regex = "|".join([end_regex, *_value_end_prefixes(markers, whitespace)])
+    # The look-ahead makes the search faster, because it rejects most characters with one test.
+    lookahead = _first_char_lookahead((*markers, whitespace))
+    return _EndSearch(
+        complete=re.compile(lookahead + end_regex),
+        possible=re.compile(f"{lookahead}(?:{possible_end_regex})"),
+    )
 
 
 def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -> str:
@@ -219,17 +259,17 @@ class CompiledTags:
                 return NEED_MORE
         return NO_MATCH
 
-    def match_start(self, text: str, pos: int, is_final: bool) -> int:
-        """Return `pos` if the arguments of a tool call can start at `text[pos]`.
+    def start_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
+        """Return None if the arguments of a tool call can start at `text[pos]`.
 
         The caller has matched the header of the tool call, such as `<function=f>`, and this method
         shows whether the text after the header can belong to a tool call. Examples for arguments
         that start with `<parameter={key}>`:
 
             text at `pos`        result
-            `<parameter=city>`   `pos`
-            `</function>`        `pos`: this stop marker shows that there are no arguments.
-            none                 `pos`: the message has ended before the arguments. While more text
+            `<parameter=city>`   None
+            `</function>`        None: this stop marker shows that there are no arguments.
+            none                 None: the message has ended before the arguments. While more text
                                  may follow, the caller does not call this method.
             `<param`, `</func`   NEED_MORE
             `Paris`              NO_MATCH
@@ -237,14 +277,12 @@ class CompiledTags:
         is_message_end = pos == len(text)
         has_no_arguments = is_message_end or self.is_at_stop_marker(text, pos)
         if has_no_arguments:
-            return pos
+            return None
         opening = self.match(text, pos, is_final)
         if isinstance(opening, TagOpening):
-            return pos
-        if opening == NEED_MORE:
-            return NEED_MORE
+            return None
         may_become_stop_marker = not is_final and self.may_become_stop_marker(text, pos)
-        return NEED_MORE if may_become_stop_marker else NO_MATCH
+        return NEED_MORE if may_become_stop_marker else opening
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
         """Decide whether a stop marker is a part of the current value, or follows this value.

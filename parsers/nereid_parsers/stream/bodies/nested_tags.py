@@ -188,56 +188,55 @@ class NestedReader(StepReader):
     def _decide_kind(self, element: Element, text: str, pos: int) -> int:
         """Decide whether an element contains text or child elements, and set `element.kind`.
 
-        The opening tag of the element ends at `pos`. The text after this tag decides, and the
-        opening quote or bracket of the element's value is written. Examples with the prefix `~`
-        before each tag:
+        The opening tag of the element ends at `pos`, and the text after this tag decides. If the
+        kind is STRING, OBJECT or ARRAY, the opening quote or bracket of the value is written.
+        Examples with the prefix `~` before each tag:
 
-            text at `pos`   the element contains   result
-            `Paris`         text                   `pos`
-            `~</city>`      text, which is empty   `pos`
-            ` ~<name>`      child elements         the position of `~`
-            `~`             not known yet          NEED_MORE
+            text at `pos`   the element contains
+            `Paris`         text
+            `~</city>`      text, which is empty
+            ` ~<name>`      child elements
+            `~`             not known yet
+
+        Returns:
+            `pos`, because no text is read. NEED_MORE if the kind is not known yet.
         """
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         has_text = skip_whitespace(text, pos) < prefix_start
-        no_tag_follows = self.is_final and not is_prefix_complete
-        if has_text or no_tag_follows:
+        if is_prefix_complete and not has_text:
+            is_decided = self._decide_kind_at_tag(element, text, prefix_start)
+            return pos if is_decided else NEED_MORE
+        if has_text or self.is_final:
             self._start_text(element)
             return pos
-        if is_prefix_complete:
-            return self._decide_kind_at_tag(element, text, pos, prefix_start)
         return NEED_MORE
 
-    def _decide_kind_at_tag(self, element: Element, text: str, pos: int, prefix_start: int) -> int:
+    def _decide_kind_at_tag(self, element: Element, text: str, prefix_start: int) -> bool:
         """Set the kind of an element whose opening tag is followed by another tag.
 
-        Only white space may be between the two tags. If the second tag is a closing tag, the
-        element is empty, so its kind is the kind of a text. If it is an opening tag, as in
-        `~<city>~<name>`, the element has children. A malformed tag is treated like an opening tag,
-        because `_read_tag` then reads and rejects it.
+        If the second tag is a closing tag, the element contains an empty text. If the second tag is
+        an opening tag, as in `~<city>~<name>`, the element contains child elements. A malformed tag
+        is treated like an opening tag, because `_read_tag` then reads and rejects the tag.
 
         Args:
             element: The innermost open element.
             text: The text.
-            pos: The position after the element's opening tag.
             prefix_start: The position of the second tag, including the prefix of this tag.
 
         Returns:
-            The position at which the reader continues: `pos` if the element is empty, or
-            `prefix_start` if it has children. NEED_MORE if the second tag is incomplete.
+            Whether the kind was set. False if the second tag is incomplete.
         """
         tag_start = skip_whitespace(text, prefix_start + len(self._tag_prefix))
-        is_element_empty = text.startswith(_CLOSING_TAG_START, tag_start)
-        if is_element_empty:
+        if text.startswith(_CLOSING_TAG_START, tag_start):
             self._start_text(element)
-            return pos
+            return True
         child_tag = _TAG(text, tag_start)
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if child_tag is None and may_be_completed:
-            return NEED_MORE
+            return False
         first_child = child_tag.group(2) if child_tag is not None else ""
         self._open_container(element, first_child)
-        return prefix_start
+        return True
 
     def _start_text(self, element: Element) -> None:
         """Set `element.kind` to the kind of an element that contains only text.

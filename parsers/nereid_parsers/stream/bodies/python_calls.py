@@ -20,6 +20,10 @@ from nereid_parsers.tool_declarations import PythonCalls
 
 _FUNCTION_NAME = re.compile(r"[^\W\d][\w.\-]*").match
 _KEYWORD = re.compile(r"[^\W\d]\w*").match
+# Matches the opening bracket and the start of the arguments: `()` or `(a=1`, but not `(a == 1`.
+_ARGUMENTS_START = re.compile(r"\(\s*(?:\)|[^\W\d]\w*\s*=[^=])").match
+# Matches text that may become the start of the arguments: `(`, `(a` or `(a =`.
+_INCOMPLETE_ARGUMENTS_START = re.compile(r"(?:\(\s*(?:[^\W\d]\w*\s*.?)?)?\Z", re.DOTALL).match
 
 
 class PythonCallsReader(StepReader):
@@ -129,7 +133,8 @@ class PythonCallsReader(StepReader):
             if the text is not valid here.
         """
         if text[pos] == ")":
-            return self._end_call(pos + 1)
+            self._end_call(call_end=pos + 1)
+            return pos + 1
         keyword = _KEYWORD(text, pos)
         if keyword is None:
             return self._reject(pos)
@@ -182,26 +187,26 @@ class PythonCallsReader(StepReader):
             self._step = self._read_keyword_or_end
             return pos + 1
         if text[pos] == ")":
-            return self._end_call(pos + 1)
+            self._end_call(call_end=pos + 1)
+            return pos + 1
         return self._reject(pos)
 
-    def _end_call(self, pos: int) -> int:
-        """Write the closing brace of the arguments, and end the tool call. Return `pos`.
+    def _end_call(self, call_end: int) -> None:
+        """Write the closing brace of the arguments, and end the tool call.
 
-        `pos` is the position after the `)` of the tool call. `last_call_end` is set to `pos`. If
-        the format declares neither a bracket around all tool calls nor a separator between two tool
+        `call_end`, the position after the `)` of the tool call, becomes `last_call_end`. If the
+        format declares neither a bracket around all tool calls nor a separator between two tool
         calls, no other tool call can follow, so the status becomes DONE.
         """
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
-        self.last_call_end = pos
+        self.last_call_end = call_end
         # One complete tool call shows that the next members of the list are tool calls, too.
         self._is_confirmed = True
         self._step = self._read_between_calls
         is_single_call = not self._declaration.close and not self._declaration.separator.strip()
         if is_single_call:
             self.status = DONE
-        return pos
 
     def _read_between_calls(self, text: str, pos: int) -> int:
         """Read the separator between two tool calls, or the bracket after all tool calls.
@@ -297,35 +302,14 @@ class UnquotedKeyReader(BodyReader):
 def _match_opening_bracket(text: str, pos: int) -> int:
     """Return the position after the `(` at `pos` if the arguments of a tool call follow the `(`.
 
-    The text before `pos` is the name of a function. Examples: `(a=` and `()` give `pos + 1`. `(`
-    gives NEED_MORE. `[` and `(x)` give NO_MATCH, because they do not belong to a tool call.
+    The text before `pos` is the name of a function. Arguments are empty, or start with a keyword
+    and `=`. Examples:
+
+        text at `pos`               result
+        `()`, `(a=1`                `pos + 1`
+        no text, `(`, `(a`, `(a =`  NEED_MORE
+        `[`, `(x, y)`, `(a == 1`    NO_MATCH
     """
-    if pos == len(text):
-        return NEED_MORE
-    if text[pos] != "(":
-        return NO_MATCH
-    arguments_start = skip_whitespace(text, pos + 1)
-    is_call = _has_arguments_at(text, arguments_start)
-    if is_call is None:
-        return NEED_MORE
-    return pos + 1 if is_call else NO_MATCH
-
-
-def _has_arguments_at(text: str, pos: int) -> bool | None:
-    """Return whether `text[pos:]` starts with the arguments of a tool call.
-
-    The text before `pos` is the start of the tool call, such as `f(`. Arguments are empty, or start
-    with a keyword and `=`. Examples: the result is True for `)` and `a=1`, and False for `x)` and
-    `a == 1`. The result is None for `a`, because `=` may follow.
-    """
-    if pos >= len(text):
-        return None
-    if text[pos] == ")":
-        return True
-    keyword = _KEYWORD(text, pos)
-    if keyword is None:
-        return False
-    equals_pos = skip_whitespace(text, keyword.end())
-    if equals_pos + 1 >= len(text):  # The character after `=` has not arrived.
-        return None
-    return text[equals_pos] == "=" and text[equals_pos + 1] != "="
+    if _ARGUMENTS_START(text, pos):
+        return pos + 1
+    return NEED_MORE if _INCOMPLETE_ARGUMENTS_START(text, pos) else NO_MATCH

@@ -18,7 +18,7 @@ from nereid_parsers.tool_declarations import ToolSection
 
 @dataclass(frozen=True, slots=True)
 class ClosingMarker:
-    """A closing marker of a tool call that was found in the text.
+    """The match of a closing marker, such as `</tool_call>`, in the text after a tool call.
 
     Attributes:
         end: The position after the marker.
@@ -31,7 +31,7 @@ class ClosingMarker:
 
 @dataclass(frozen=True, slots=True)
 class IncompleteMarker:
-    """A closing marker whose last characters have not arrived. More text may complete the marker.
+    """The first characters of a closing marker, at the end of the text. The rest may still arrive.
 
     Attributes:
         prefix: The characters of the marker that have arrived, for example `</func`. "" if the text

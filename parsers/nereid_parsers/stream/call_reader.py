@@ -126,7 +126,7 @@ class CallReader:
         The message header `head` has been read. The header names the function (`head.name`).
         """
         variant = self._format.message_call
-        assert variant is not None  # Formats with message headers have a message call.
+        assert variant is not None  # Only formats without message headers have none.
         self._begin_body(MatchedCall(variant, head, is_confirmed=True))
         return State.CALL_BODY
 
@@ -152,7 +152,7 @@ class CallReader:
     # ---- text that is not a tool call ------------------------------------------------------------
 
     def treat_as_content(self, fault: str, *, num_unread_chars: int = 0) -> State:
-        """Write text as content, because the text looked like a tool call but is none.
+        """Write text as content, because the text looked like a tool call but is not one.
 
         The text consists of the pending text, which has been read but not written, and of the next
         `num_unread_chars` characters of the buffer. Example: `<tool_call>` is pending, and ` is` is
@@ -166,7 +166,8 @@ class CallReader:
             The state in which the text after this content is read.
         """
         self._call_writer.clear_deviations()
-        if not self.has_calls():  # The opening marker of the tool section is content, too.
+        # Without a tool call, the opening marker of the tool section is content, too.
+        if not self.has_calls():
             self.section.is_open = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
         # With the policy CALLS_FIRST, no tool call may follow content.
@@ -359,8 +360,8 @@ class CallReader:
         if not self._buffer.text.startswith("{", object_start):
             return None
         self._text_writer.store_whitespace(self._buffer.take_until(object_start))
-        # No marker precedes the second object, so it is a tool call only if the request offers the
-        # function that the object names.
+        # No marker precedes the second object. Therefore the object is a tool call only if the
+        # request offers the function that the object names.
         return self._read_head(MatchedCall(call.variant, Head(object_start), is_confirmed=False))
 
     # ---- the end of the text ---------------------------------------------------------------------

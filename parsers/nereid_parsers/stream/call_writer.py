@@ -33,7 +33,7 @@ def generate_call_id() -> str:
 
 @dataclass(slots=True)
 class _StartedCall:
-    """The tool call that has started last.
+    """The tool call that started last. It may have ended.
 
     Attributes:
         name: The name of the function.
@@ -92,7 +92,8 @@ class CallWriter:
         """
         # The settings of the writer, which do not change.
         self.tools = tools
-        # All policies except RAW may repair or discard arguments, but only complete arguments.
+        # Only complete arguments can be repaired or discarded, so the arguments are stored unless
+        # the policy is RAW, with which the arguments are never changed.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._policy = policy
         self._events = events
@@ -105,7 +106,7 @@ class CallWriter:
         # Descriptions of deviations from the format, for the end event of the open tool call or of
         # the next tool call.
         self._deviations: list[str] = []
-        # The tool call that has started last. Before the first tool call, this object is not used.
+        # The tool call that started last. Before the first tool call, this object is not used.
         passing_filter = WrapperFilter(is_passing=True)
         self._call = _StartedCall("", "", is_discarded=False, wrapper_filter=passing_filter)
 
@@ -120,7 +121,7 @@ class CallWriter:
             self._deviations.append(deviation)
 
     def clear_deviations(self) -> None:
-        """Delete the stored descriptions of deviations. The text is content, not a tool call."""
+        """Delete the stored descriptions of deviations, because the text is not a tool call."""
         self._deviations = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
@@ -154,17 +155,18 @@ class CallWriter:
         return True
 
     def _treatment_of(self, name: str, *, is_confirmed: bool) -> UnknownTool:
-        """Decide whether a call of `name` is accepted (FORWARD), discarded (DROP) or CONTENT.
+        """Decide whether a tool call of `name` is accepted, discarded or treated as content.
 
-        A function is unknown if the request offers tools, but not this function. The first row that
-        applies decides:
+        The policy has a rule for unknown functions. A function is unknown if the request offers
+        tools, but not this function. The first case that applies decides:
 
-            case                                  result
-            `name` is ""                          CONTENT
-            the function is not unknown           FORWARD
-            unknown, `is_confirmed` is true       the rule of the policy for unknown functions
-            unknown, `is_confirmed` is false      CONTENT, because nothing shows that the text is a
-                                                  tool call
+            case                                result
+            `name` is ""                        CONTENT: the text is content.
+            the function is not unknown         FORWARD: the tool call is accepted.
+            unknown, `is_confirmed` is true     the rule of the policy: CONTENT, FORWARD, or DROP,
+                                                which means that the tool call is discarded
+            unknown, `is_confirmed` is false    CONTENT, because nothing shows that the text is a
+                                                tool call
         """
         if not name:
             return UnknownTool.CONTENT
@@ -245,7 +247,7 @@ class CallWriter:
         self._append_end()
 
     def _append_end(self) -> None:
-        """Append the end event, with the stored descriptions, and delete these descriptions."""
+        """Append the end event with the descriptions of deviations, and delete the descriptions."""
         description = "; ".join(self._deviations) if self._deviations else None
         self._events.append(ToolCallEnd(self.last_index, description))
         self._deviations = []

@@ -41,7 +41,7 @@ _NEVER = "(?!)"  # A regex that never matches.
 
 
 class CompiledCall:
-    """The compiled declaration of one variant of a tool call.
+    """The compiled declaration of one variant, which is one of the ways to write a tool call.
 
     Attributes:
         call: The declaration.
@@ -182,7 +182,7 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
 
 
 def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
-    """Compile the arguments of a tool call if each argument is written between tags.
+    """Compile the declaration of arguments that are written between tags.
 
     Example of such an argument: `<parameter=city>Paris</parameter>`. Return None if the format
     writes arguments in another way, for example as JSON.
@@ -217,7 +217,7 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
 
 @dataclass(frozen=True, slots=True)
 class _BodyStart:
-    """The regexes that show whether a text is the body of a tool call.
+    """The regexes that match the start of a tool call's body.
 
     Attributes:
         complete: Matches the first characters of a body, for example `[{`.
@@ -249,7 +249,7 @@ def _compile_body_start(call: Call) -> _BodyStart:
         prefix = call.body.tag_prefix
         return _BodyStart(re.compile(re.escape(prefix)), re.compile(marker_prefix_regex(prefix)))
     first_chars = _first_chars(call)
-    has_two_chars = len(first_chars) == 2  # Only the first of two characters can arrive alone.
+    has_two_chars = len(first_chars) == 2  # A start of one character is never incomplete.
     return _BodyStart(
         complete=re.compile(r"\s*".join(first_chars)),
         incomplete=re.compile(rf"{first_chars[0]}\s*\Z" if has_two_chars else _NEVER),

@@ -48,9 +48,9 @@ class CompiledCalls:
 
     @property
     def kinds(self) -> dict[str, MarkerKind]:
-        """The markers of tool calls, for which the parser searches in the content.
+        """The markers of tool calls, with the meaning of each marker.
 
-        Each key is a marker, and each value is its meaning. Example:
+        The parser searches for these markers in the content. Example:
         `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
         """
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
@@ -126,7 +126,7 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
     """
     for call in tools.calls:
         has_marker = bool(call.open.strip() or tools.opens)
-        if has_marker and _has_tag_in_head(call):
+        if has_marker and _does_head_identify_call(call):
             yield CompiledCall(replace(call, open=""), tools, omits_marker=True)
 
 
@@ -147,7 +147,7 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
     return list(without_duplicates)
 
 
-def _has_tag_in_head(call: Call) -> bool:
+def _does_head_identify_call(call: Call) -> bool:
     """Return whether the first tag of the header alone identifies a tool call.
 
     Examples: the result is True for `<function={name}>`, and False for `{name}`.

@@ -46,12 +46,12 @@ class CompiledFormat:
 
     @property
     def reasoning(self) -> Reasoning | None:
-        """Describes how a model writes reasoning. None if the format has no reasoning."""
+        """The declaration of the reasoning. None if the format has no reasoning."""
         return self.layout.reasoning if isinstance(self.layout, Sections) else None
 
     @property
     def tools(self) -> ToolSection | None:
-        """Describes how a model writes tool calls. None if the format has no tool calls."""
+        """The declaration of the tool calls. None if the format has no tool calls."""
         return self.layout.tools
 
     @property

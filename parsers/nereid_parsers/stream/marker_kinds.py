@@ -9,7 +9,7 @@ from nereid_parsers.stream.pattern_matching import marker_spellings
 
 
 class MarkerKind(Enum):
-    """The meaning of a marker.
+    """The meaning of a marker. A marker is a fixed text of the format, for example `<think>`.
 
     OPEN_REASONING    The reasoning starts.
     CLOSE_REASONING   The reasoning ends.

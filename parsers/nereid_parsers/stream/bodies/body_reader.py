@@ -85,7 +85,7 @@ class BodyReader:
         raise NotImplementedError
 
     def _start_named_call(self, head: Head) -> bool:
-        """Start a tool call of the function `head.name`, which the header of the tool call names.
+        """Start a tool call of the function that the header `head` names.
 
         Return whether the tool call has started. If not, for example because the request does not
         offer the function, the text of the tool call is content.

@@ -63,12 +63,18 @@ class ArrayReader(BodyReader):
     is_verbatim = True
 
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
-        """Create a reader for one array. For the parameters see `ObjectReader`."""
+        """Create a reader for one array, in which each object is a tool call.
+
+        Args:
+            writer: The writer of the tool calls.
+            keys: The declaration of the keys of each object.
+            is_confirmed: Whether a marker shows that the array contains tool calls.
+        """
         super().__init__(writer)
         self._keys = keys
         self._is_confirmed = is_confirmed
         self._is_bracket_open = False  # Whether the opening bracket has been read.
-        self._member: ObjectReader | None = None  # The reader of the open member, if one is open.
+        self._member: ObjectReader | None = None  # The reader of the member that is being read.
 
     def read(self, text: str, pos: int) -> int:
         """Read the next piece of the array, which starts at `text[pos]`. Set `status`.
@@ -94,7 +100,7 @@ class ArrayReader(BodyReader):
             if self._member.status is BROKEN:
                 return self._reject(pos)
             self._member = None
-            # The text after a tool call is content if no other tool call follows.
+            # The caller needs this position, because the text after the last call is content.
             self.last_call_end = pos
             # One complete tool call shows that the other members of the array are tool calls, too.
             self._is_confirmed = True

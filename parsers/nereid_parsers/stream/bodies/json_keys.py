@@ -184,7 +184,7 @@ class KeyRoles:
 
 
 def _deviation_of(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None:
-    """Return the role of a key that the format does not declare, or None to reject the key.
+    """Return the role of an undeclared key that models often write, or None for any other key.
 
     Models sometimes write another key than the declared key of the arguments, or enclose the whole
     tool call in an object. Examples for the declared keys `name` and `arguments`:

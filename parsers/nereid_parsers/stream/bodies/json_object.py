@@ -58,7 +58,7 @@ class ObjectReader(StepReader):
         self._scanner = JsonScanner()  # Finds the end of the value that is being read.
         self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
         self._string = JsonStringReader()  # Reads the current string.
-        self._on_string: Callable[[str], None] = self._set_key  # Receives the current string.
+        self._on_string: Callable[[str], None] = self._set_key  # Receives the string's value.
 
     def finish(self) -> None:
         """End the tool call, because the message has ended.
@@ -230,23 +230,24 @@ class ObjectReader(StepReader):
 
     def _skip_value(self, text: str, pos: int) -> int:
         """Skip a piece of the value of an ignored key. Return the position after the piece."""
-        return self._select_step_after_scan(self._scanner.scan(text, pos))
+        end = self._scanner.scan(text, pos)
+        self._select_step_after_scan()
+        return end
 
-    def _select_step_after_scan(self, end: int) -> int:
-        """Select the next step after `_scanner` has scanned a piece of a value. Return `end`.
+    def _select_step_after_scan(self) -> None:
+        """Select the next step after `_scanner` has scanned a piece of a value.
 
-        If the value is complete, the next step reads the next key. If the value is not valid JSON,
-        the status becomes BROKEN. Otherwise the step does not change, because the value continues
-        in the next piece of text.
+            value            effect
+            complete         The next step reads the next key.
+            incomplete       The step does not change, because it also reads the next piece of text.
+            not valid JSON   `status` becomes BROKEN.
 
-        Args:
-            end: The position up to which the piece was scanned.
+        The status of `_scanner` shows which of these cases applies.
         """
         if self._scanner.status is BROKEN:
-            return self._reject(end)
-        if self._scanner.status is DONE:
+            self.status = BROKEN
+        elif self._scanner.status is DONE:
             self._step = self._read_key_or_closing_brace
-        return end
 
     # ---- name, id and arguments ------------------------------------------------------------------
 
@@ -336,7 +337,8 @@ class ObjectReader(StepReader):
         end = self._scanner.scan(text, pos)
         if end > pos:
             self._write(text[pos:end])
-        return self._select_step_after_scan(end)
+        self._select_step_after_scan()
+        return end
 
     def _read_null(self, text: str, pos: int) -> int:
         """Read a piece of arguments that start with `n`. If the arguments are `null`, write `{}`.
@@ -349,7 +351,8 @@ class ObjectReader(StepReader):
         if self._scanner.status is not MORE:
             word = "".join(self._word_pieces)
             self._write("{}" if word == "null" else word)
-        return self._select_step_after_scan(end)
+        self._select_step_after_scan()
+        return end
 
     def _write_decoded_arguments(self, text: str) -> None:
         r"""Write the arguments that a JSON string contains, and expect the next key.

@@ -69,7 +69,7 @@ class TaggedValue:
             text = self.text
             may_become_null = any(word.startswith(text) for word in _NULL_WORDS)
             return not may_become_null
-        # The other pieces are not joined here, because this method is called for each new piece.
+        # The pieces are not joined here. Joining all pieces for each new piece would be slow.
         first_char = self.pieces[0][0]
         return first_char not in _FIRST_CHARS_OF_JSON
 
@@ -104,7 +104,7 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
 
 
 def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:
-    """Return the JSON types that the opening tag of a value declares, or None if it declares none.
+    """Return the JSON types that an opening tag declares for its value, or None for no type.
 
     Examples: `<p name="days" string="true">` declares a string, `<p name="days" type="integer">`
     declares any type except a string, and `<p name="days">` declares nothing.

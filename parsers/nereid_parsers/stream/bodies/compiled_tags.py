@@ -103,18 +103,12 @@ class _EndSearch(NamedTuple):
 def _compile_end_search(close: str, early_ends: tuple[str, ...], whitespace: str) -> _EndSearch:
     r"""Compile the regexes that find the end of a value.
 
-    Examples for the closing marker `</p>`, the early end `</call>` and the white space `
-    `:
+    Examples for the closing marker `</p>`, the early end `</call>` and the white space `\n`:
 
         text         match of `complete`   match of `possible`
-        `a
-    </p>`    `
-    </p>`              `
-    </p>`
+        `a\n</p>`    `\n</p>`              `\n</p>`
         `a</call>`   `</call>`             `</call>`
-        `a
-    </`      None                  `
-    </`
+        `a\n</`      None                  `\n</`
 
     Args:
         close: The closing marker of the value.

@@ -159,15 +159,19 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_value(self, text: str, pos: int) -> int:
-        """Select the step that reads the value of the current key, based on the key's role.
+        """Read the start of a value, and select the step that reads the rest of the value.
 
-        Example: in `{"name": "f", "type": 1}`, the value of `name` is read as the function's name,
-        and the value of `type` is skipped. The value must suit the role of the key: in
-        `{"name": 1}`, the number cannot be a name, so the status becomes BROKEN.
+        The role of the key and the first character of the value decide. Examples:
+
+            member of the object   role      effect
+            `"name": "f"`          NAME      The next step reads the string as the function's name.
+            `"name": 1`            NAME      The number cannot be a name: `status` becomes BROKEN.
+            `"type": 1`            IGNORED   The next step skips the value.
+            `"function": {`        PARENT    The brace is read. The next step reads an inner key.
 
         Returns:
-            The position after the white space or the opening brace that was read. If another value
-            starts at `pos`, the result is `pos`, because the selected step reads the value.
+            The position after the white space or the brace that was read, or `pos` if no text was
+            read.
         """
         first_char = text[pos]
         if first_char.isspace():

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
+from nereid_parsers.stream.values.argument_types import to_json
+
 # An element without a declared type is an array if the name of its first child is `item`.
 _ARRAY_ITEM = "item"
+_CONTAINER_TYPES = frozenset({"array", "object"})
 
 
 class ElementKind(Enum):
@@ -47,6 +50,7 @@ class Element:
             sibling has the name of this element, because the two elements may become the items of
             one array under one key.
         kind: The kind of the element's value.
+        text_pieces: The stored text of an element of kind VALUE.
         num_children: The number of children whose key has been written.
         last_child: The name of the child element that was opened last.
         delayed_values: The JSON texts of the closed children with the name `last_child` that have
@@ -58,6 +62,7 @@ class Element:
     types: frozenset[str] | None
     is_key_written: bool = True
     kind: ElementKind = ElementKind.UNKNOWN
+    text_pieces: list[str] = field(default_factory=list)
     num_children: int = 0
     last_child: str = ""
     delayed_values: list[str] = field(default_factory=list)
@@ -83,6 +88,18 @@ class Element:
         else:
             is_array = "array" in self.types and "object" not in self.types
         return ElementKind.ARRAY if is_array else ElementKind.OBJECT
+
+    def value_as_json(self) -> str:
+        """Return the stored text of this element as JSON text.
+
+        Example: for `~<days>3~</days>`, the result is `3`. For an element without text, the result
+        is `[]` or `{}` if the schema allows only arrays or objects.
+        """
+        text = "".join(self.text_pieces)
+        is_empty = not text.strip()
+        if is_empty and self.types is not None and self.types <= _CONTAINER_TYPES:
+            return "[]" if "array" in self.types else "{}"
+        return to_json(text, self.types)
 
     def delays_value_of(self, child: str) -> bool:
         """Return whether the value of a closed child with the name `child` has not been written."""

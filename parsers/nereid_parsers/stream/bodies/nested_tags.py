@@ -19,14 +19,13 @@ from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import NEED_MORE, match_marker, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE
-from nereid_parsers.stream.values.argument_types import json_types_of, to_json
+from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.stream.values.python_strings import escape_json
 
 _TAG = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match
 _CLOSING_TAG_START = "</"
 _MAX_TAG_CHARS = 512
 _STRING_ONLY = frozenset({"string"})
-_CONTAINER_TYPES = frozenset({"array", "object"})
 _CONTAINERS = (ElementKind.OBJECT, ElementKind.ARRAY)
 _CLOSING_TEXTS = {ElementKind.STRING: '"', ElementKind.ARRAY: "]", ElementKind.OBJECT: "}"}
 
@@ -71,7 +70,6 @@ class NestedReader(StepReader):
         # The open elements, from the outermost to the innermost. The outermost element contains all
         # arguments, and has no tags of its own.
         self._elements = [Element("", self._root_schema, types=None, kind=ElementKind.OBJECT)]
-        self._value_pieces: list[str] = []  # The stored text of an element of kind VALUE.
         # Finds the tag prefix, or the beginning of the tag prefix at the end of the text.
         self._find_prefix = re.compile(
             f"{re.escape(tag_prefix)}|{marker_prefix_regex(tag_prefix)}"
@@ -168,7 +166,6 @@ class NestedReader(StepReader):
         schema = parent.child_schema(name)
         types = json_types_of(schema, self._root_schema)
         self._elements.append(Element(name, schema, types, is_key_written))
-        self._value_pieces = []  # No text of the new element has been read.
 
     def _write_key(self, parent: Element, name: str) -> None:
         """Write the delayed values of the previous children, and then the key of the child `name`.
@@ -270,8 +267,8 @@ class NestedReader(StepReader):
 
         `_open_element` writes no key if the previous sibling has the name of the element, because
         both elements may become the items of one array. An element with children cannot be an item
-        of this array. Example: for `~<a>1~</a>~<a>~<b>`, the texts `1` and `, "a": ` are written.
-        Afterwards `element.is_key_written` is true.
+        of this array, so the object contains the key twice. Example: for `~<a>1~</a>~<a>~<b>`, the
+        texts `1` and `, "a": ` are written. Afterwards `element.is_key_written` is true.
         """
         parent = self._elements[-2]  # `element` is the innermost element.
         self._write_key(parent, element.name)
@@ -311,11 +308,11 @@ class NestedReader(StepReader):
         return len(text)
 
     def _add_text(self, element: Element, text: str) -> None:
-        """Write the text of a string. Store the text of any other value in `_value_pieces`."""
+        """Write the text of a string. Store the text of any other value in the element."""
         if element.kind is ElementKind.STRING:
             self.writer.write(escape_json(text))
         else:
-            self._value_pieces.append(text)
+            element.text_pieces.append(text)
 
     def _close_element(self) -> None:
         """Remove the innermost element from the open elements, and complete its JSON value.
@@ -338,26 +335,12 @@ class NestedReader(StepReader):
         may follow.
         """
         parent = self._elements[-1]  # The closed element is no longer in the list.
-        value = self._take_value_as_json(element)
+        value = element.value_as_json()
         allows_array = element.types is None or "array" in element.types
         if parent.kind is ElementKind.OBJECT and allows_array:
             parent.delayed_values.append(value)
         else:
             self.writer.write(value)
-
-    def _take_value_as_json(self, element: Element) -> str:
-        """Return the text of a closed element as JSON. Afterwards `_value_pieces` is empty.
-
-        Example: for `~<days>3~</days>`, the result is `3`. The result for an empty element is `[]`
-        or `{}` if the schema allows only arrays or objects.
-        """
-        text = "".join(self._value_pieces)
-        self._value_pieces = []
-        types = element.types
-        is_empty = not text.strip()
-        if is_empty and types is not None and types <= _CONTAINER_TYPES:
-            return "[]" if "array" in types else "{}"
-        return to_json(text, types)
 
     def _end_call(self) -> None:
         """Write the closing brace of the arguments, end the tool call and set the status DONE."""

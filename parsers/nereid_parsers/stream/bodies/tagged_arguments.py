@@ -145,9 +145,9 @@ class TaggedReader(StepReader):
     def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
         """Find the end of the current value in the unread text `text[pos:]`.
 
-        A value usually ends at its closing marker. It may also end early, at another marker, if the
-        model has omitted the closing marker. The description of this deviation from the format is
-        then added to the writer. Examples for the closing marker `</p>` and `pos=0`:
+        A value usually ends at its closing marker. If the model has omitted the closing marker, the
+        value ends early, before another marker, and the description of this deviation from the
+        format is added to the writer. Examples for the closing marker `</p>` and `pos=0`:
 
             text         result
             `a</p>`      `_ValueEnd(1, 5)`
@@ -235,12 +235,15 @@ class TaggedReader(StepReader):
         return text_end if has_new_text else NEED_MORE
 
     def _store_value(self, text: str, pos: int) -> int:
-        """Store the text of a value in `_value.pieces`, or write the complete value as JSON.
+        """Store the text of a value until its type is certain, and then write the text.
 
-        The text is stored because `12` is a number, but `12 Main Street` is a string. Example: for
-        the pieces `1` and `2</parameter>`, nothing is written, and then `12`. As soon as the stored
-        text can only be a string, this text is written after a quote, and `_pass_on_string` reads
-        the rest. Example: for the piece `Par`, `"Par` is written.
+        The text is stored because `12` is a number, but `12 Main Street` is a string. Examples:
+
+            stored text   new text          text that is written
+            `1`           `2</parameter>`   `12`, because the closing marker shows the whole value
+            none          `Par`             `"Par`, because no number or other value starts so. The
+                                            step `_pass_on_string` reads the rest of the string.
+            none          `1`               none
 
         Returns:
             The position after the text that was read, or NEED_MORE if no text could be read.
@@ -249,16 +252,14 @@ class TaggedReader(StepReader):
         has_new_text = text_end > pos
         if has_new_text:
             self._value.pieces.append(text[pos:text_end])
-        if next_pos is not None:  # The value is complete.
+        if next_pos is not None:
             self.writer.write(self._value.to_json())
             self._step = self._read_tag_or_end
             return next_pos
-        if not has_new_text:
-            return NEED_MORE
-        if self._value.can_only_be_string():
+        if has_new_text and self._value.can_only_be_string():
             self.writer.write('"' + escape_json(self._value.text))
             self._step = self._pass_on_string
-        return text_end
+        return text_end if has_new_text else NEED_MORE
 
     def _end_call(self) -> None:
         """Write the closing brace of the arguments, end the tool call and set the status DONE."""

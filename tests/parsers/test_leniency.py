@@ -547,6 +547,18 @@ def test_repeated_elements_become_an_array(elements, expected):
         assert json.loads(message.tool_calls[0].arguments) == expected
 
 
+@pytest.mark.parametrize(
+    ("element", "expected"),
+    [("<city>Rome", {"city": "Rome"}), ("<days>3", {"days": 3})],
+)
+def test_an_element_inside_the_text_of_an_element_ends_the_call(element, expected):
+    text = f'{NS}<tool_call>\n{NS}<invoke name="get_weather">\n{NS}{element}{NS}<n>1{NS}</n>'
+    fmt = get_format(tools="minimax_m3")
+    for size in (1, 10**9):
+        message = fold(stream(fmt, text, size, tools=TOOLS))
+        assert json.loads(message.tool_calls[0].arguments) == expected
+
+
 # ---- other spellings -----------------------------------------------------------------------------
 
 SPELLINGS = [

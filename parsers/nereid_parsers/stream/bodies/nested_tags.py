@@ -125,7 +125,8 @@ class NestedReader(StepReader):
         """Read the prefix and the tag at `pos`, and open or close an element.
 
         Examples with the prefix `~`: `~<city>` and `~ <city>` open an element. `~</city>` closes
-        the innermost open element, and is not valid if this element has another name.
+        the innermost open element, and is not valid if this element has another name. An opening
+        tag is not valid if the innermost element contains text, as in `~<city>Paris~<name>`.
 
         Returns:
             The position after the tag. NEED_MORE if the tag is incomplete. `pos`, with the status
@@ -139,11 +140,12 @@ class NestedReader(StepReader):
             return NEED_MORE if may_be_completed else self._reject(pos)
         slash, name = tag.groups()
         is_opening_tag = not slash
-        if is_opening_tag:
+        innermost = self._elements[-1]
+        if is_opening_tag and innermost.kind in _CONTAINERS:
             self._open_element(name)
             return tag.end()
         has_open_element = len(self._elements) > 1  # The outermost element has no tags.
-        if not has_open_element or name != self._elements[-1].name:
+        if is_opening_tag or not has_open_element or name != innermost.name:
             return self._reject(pos)
         self._close_element()
         return tag.end()

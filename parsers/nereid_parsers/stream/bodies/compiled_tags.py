@@ -31,15 +31,13 @@ _NEVER = "(?!)"  # A regex that never matches.
 
 
 class MarkerRole(Enum):
-    """The role of a marker that was found while the value of an argument was being read.
+    """The role of a marker that was found in the text of a value before the value's closing marker.
 
-    CLOSES_VALUE   The marker is the closing marker of the value.
     PART_OF_VALUE  The value contains the marker.
     AFTER_VALUE    The value ends before the marker. The closing marker of the value is missing.
     UNDECIDED      More text is required to decide.
     """
 
-    CLOSES_VALUE = "closes_value"
     PART_OF_VALUE = "part_of_value"
     AFTER_VALUE = "after_value"
     UNDECIDED = "undecided"
@@ -275,8 +273,10 @@ class CompiledTags:
         opening = self.match(text, pos, is_final)
         if isinstance(opening, TagOpening):
             return None
+        if opening == NEED_MORE:
+            return NEED_MORE
         may_become_stop_marker = not is_final and self.may_become_stop_marker(text, pos)
-        return NEED_MORE if may_become_stop_marker else opening
+        return NEED_MORE if may_become_stop_marker else NO_MATCH
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
         """Decide whether a stop marker is a part of the current value, or follows this value.

@@ -6,7 +6,6 @@ closing marker has been read, because the text `12` may continue as `12 Main Str
 
 from __future__ import annotations
 
-import re
 from json.encoder import encode_basestring as quote_json
 from typing import NamedTuple
 
@@ -160,47 +159,32 @@ class TaggedReader(StepReader):
         found = find_marker(text, pos)
         while found is not None:
             text_end = found.start()  # The match starts with the white space before the marker.
-            match self._role_of_marker(found, text):
-                case MarkerRole.CLOSES_VALUE:
-                    return _ValueEnd(text_end, found.end())
-                case MarkerRole.AFTER_VALUE:
-                    self.writer.add_deviation(_MISSING_CLOSE)
-                    return _ValueEnd(text_end, found.start("early"))
-                case MarkerRole.UNDECIDED:
-                    return _ValueEnd(text_end, None)
-                case MarkerRole.PART_OF_VALUE:
-                    # Another marker may overlap with the found marker, so the search continues at
-                    # the second character of the found marker.
-                    found = find_marker(text, found.start("early") + 1)
+            if found.lastgroup is None:  # Only the beginning of a marker has arrived.
+                return _ValueEnd(text_end, None)
+            if found.lastgroup == "close":
+                return _ValueEnd(text_end, found.end())
+            marker_start = found.start("early")
+            role = self._role_of_early_marker(text, marker_start)
+            if role is MarkerRole.UNDECIDED:
+                return _ValueEnd(text_end, None)
+            if role is MarkerRole.AFTER_VALUE:
+                self.writer.add_deviation(_MISSING_CLOSE)
+                return _ValueEnd(text_end, marker_start)
+            # The found marker is a part of the value. Another marker may overlap with the found
+            # marker, so the search continues at the second character of the found marker.
+            found = find_marker(text, marker_start + 1)
         return _ValueEnd(len(text), None)
 
-    def _role_of_marker(self, found: re.Match[str], text: str) -> MarkerRole:
-        """Decide whether the value that is being read ends at the found marker.
-
-        Args:
-            found: The match of the marker in `text`. The group "close" contains the closing marker
-                of the value. The group "early" contains another marker, such as `</call>`, before
-                which the value may end early. If both groups are None, only the beginning of a
-                marker has arrived.
-            text: The text in which the marker was found.
-        """
-        if found.group("close") is not None:
-            return MarkerRole.CLOSES_VALUE
-        is_incomplete = found.group("early") is None
-        if is_incomplete:
-            return MarkerRole.UNDECIDED
-        return self._role_of_early_marker(text, found.start("early"))
-
     def _role_of_early_marker(self, text: str, pos: int) -> MarkerRole:
-        """Decide whether the marker at `pos` is a part of the current value or follows this value.
+        """Decide whether the value contains the marker at `pos`, or ends before this marker.
 
         The closing marker of the value has not been found before `pos`. The marker at `pos` is one
         of two texts:
 
         - A stop marker such as `</function>`. See `CompiledTags.role_of_stop_marker`.
-        - The opening tag of an argument such as `<parameter=days>`. This tag follows the value if
-          the tool declares the argument `days`, and `days` has not been read yet. Otherwise the tag
-          is a part of the value.
+        - The opening tag of an argument such as `<parameter=days>`. The value ends before this tag
+          if the tool declares the argument `days`, and `days` has not been read yet. Otherwise the
+          tag is a part of the value.
         """
         if self._tags.is_at_stop_marker(text, pos):
             return self._tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)

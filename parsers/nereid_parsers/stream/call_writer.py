@@ -92,8 +92,8 @@ class CallWriter:
         """
         # The settings of the writer, which do not change.
         self.tools = tools
-        # Only complete arguments can be repaired or discarded, so the arguments are stored unless
-        # the policy is RAW, with which the arguments are never changed.
+        # With the policy RAW, the arguments are never changed. The other policies may repair or
+        # discard the arguments, but only complete arguments, so the arguments are stored.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._policy = policy
         self._events = events
@@ -127,7 +127,7 @@ class CallWriter:
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a tool call, unless its text is content. Return whether the tool call has started.
 
-        If the policy discards the tool call, the tool call also starts, but no events are appended.
+        A tool call that the policy discards also starts, but none of its events are appended.
 
         Args:
             name: The name of the function.
@@ -234,9 +234,9 @@ class CallWriter:
     def _append_last_events(self) -> None:
         """Append the last events of a tool call: the delayed arguments, and then the end event.
 
-        If the arguments may be enclosed in an additional object, as in `{"arguments": {"a": 1}}`,
-        the filter has delayed text until now. The result of the filter is `{"a": 1}`. If the model
-        has written no arguments, the arguments are `{}`.
+        The filter delays arguments such as `{"arguments": {"a": 1}}`, because the outer object may
+        be superfluous. Without the outer object, the delayed text is `{"a": 1}`. If the model has
+        written no arguments, `{}` is appended.
         """
         delayed = self._call.wrapper_filter.finish()
         if delayed.is_unwrapped:
@@ -255,21 +255,25 @@ class CallWriter:
     def _append_stored_call(self) -> None:
         """Append the start event, the arguments and the end event of a tool call.
 
-        The arguments have been stored, and are repaired if necessary: `{"a": [1` gives
-        `{"a": [1]}`. If the arguments cannot be repaired, the policy either discards the tool call,
-        or returns the arguments exactly as the model wrote them.
+        The arguments have been stored until now. Examples:
+
+            stored text        arguments in the event
+            `{"a": 1}`         `{"a": 1}`
+            `{"a": [1`         `{"a": [1]}`, because the text can be repaired
+            `[1]`, not an      `[1]`, or no event at all if the policy (REPAIR_OR_DROP) discards
+            object             tool calls with arguments that cannot be repaired
         """
         model_text = "".join(self._call.stored_arguments).strip() or _EMPTY_ARGUMENTS
-        valid_text = self._repair_and_unwrap(model_text)
+        json_object = self._repair_and_unwrap(model_text)
         drops_broken_arguments = self._policy.broken_arguments is BrokenArguments.REPAIR_OR_DROP
-        if valid_text is None and drops_broken_arguments:
+        if json_object is None and drops_broken_arguments:
             log.warning(
                 "discarded a call of %r with broken arguments: %.200r", self._call.name, model_text
             )
             self._deviations = []
             return
         self._append_start()
-        self._append_arguments(model_text if valid_text is None else valid_text)
+        self._append_arguments(model_text if json_object is None else json_object)
         self._append_end()
 
     def _repair_and_unwrap(self, text: str) -> str | None:
@@ -282,12 +286,12 @@ class CallWriter:
             `{"arguments": {"a": 1}}`  gives `{"a": 1}`, if no argument is called "arguments".
             `[1]`                      gives None, because no repair gives a JSON object.
         """
-        valid_text = self._repair_if_broken(text)
-        if valid_text is None or not may_be_wrapped(self._call.name, self.tools):
-            return valid_text
-        inner_object = unwrap(valid_text)
+        json_object = self._repair_if_broken(text)
+        if json_object is None or not may_be_wrapped(self._call.name, self.tools):
+            return json_object
+        inner_object = unwrap(json_object)
         if inner_object is None:
-            return valid_text
+            return json_object
         self.add_deviation(_WRAPPED_ARGUMENTS)
         return inner_object
 

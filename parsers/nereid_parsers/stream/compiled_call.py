@@ -97,9 +97,9 @@ class CompiledCall:
         """Return None if the body of a tool call starts after the header.
 
         Otherwise return NEED_MORE if more text may show that a body starts, or NO_MATCH. The body
-        contains the arguments, or a list of tool calls. Its first visible characters show whether
-        the text is a body. Examples for a JSON array of tool calls: `[{` gives None, `[` gives
-        NEED_MORE, and `[1` gives NO_MATCH.
+        contains the arguments, or a list of tool calls. The first characters of the text show
+        whether the text is a body. Examples for a JSON array of tool calls: `[{` gives None, `[`
+        gives NEED_MORE, and `[1` gives NO_MATCH.
 
         Args:
             text: The text.
@@ -187,13 +187,14 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     Example of such an argument: `<parameter=city>Paris</parameter>`. Return None if the format
     writes arguments in another way, for example as JSON.
 
-    The compiled arguments need two lists of markers. For tool calls between
-    `<call><function={name}>` and `</function></call>`, in a section that `</calls>` closes:
+    The compiled arguments need two lists of markers. Example for tool calls between
+    `<call><function={name}>` and `</function></call>`, in a section between `<calls>` and
+    `</calls>`:
 
         stop_markers           `</function>`, `</call>`, `</calls>`, `<call>`: the arguments end at
                                the first of these markers.
-        markers_between_calls  `</function>`, `</call>`, `</calls>`: these markers can precede the
-                               next tool call.
+        markers_between_calls  `</function>`, `</call>`, `</calls>`, `<calls>`: these markers can
+                               precede the next tool call.
 
     Args:
         call: The declaration of the tool call.

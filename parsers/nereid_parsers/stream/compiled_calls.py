@@ -161,23 +161,26 @@ def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[Compi
     """Return a dict that maps the first text of a tool call to the variants that start with it.
 
     The first text (the trigger) is the opening marker, or the first literal of the header if there
-    is no marker. Variants without a trigger are omitted. A key is one spelling of a trigger: the
-    spellings differ in their white space, see `marker_spellings`. Example: two variants with the
-    marker `<call>` give `{"<call>": (variant_1, variant_2)}`.
+    is no marker. Example: two variants with the marker `<call>` give
+    `{"<call>": (variant_1, variant_2)}`. Variants without a trigger are omitted.
+
+    A trigger with several spellings, which differ only in their white space, gives one key for each
+    spelling. See `marker_spellings`.
     """
     by_trigger: dict[str, tuple[CompiledCall, ...]] = {}
     for variant in variants:
-        spellings = marker_spellings(variant.call.trigger) if variant.call.trigger else ()
-        for trigger in spellings:
-            by_trigger[trigger] = (*by_trigger.get(trigger, ()), variant)
+        if variant.is_unmarked:
+            continue
+        for spelling in marker_spellings(variant.call.trigger):
+            by_trigger[spelling] = (*by_trigger.get(spelling, ()), variant)
     return by_trigger
 
 
 def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
     """Return the closing markers of the variants, except short markers such as `}`.
 
-    A marker is short if it has fewer than `_MIN_CLOSING_MARKER_CHARS` characters. Such a text often
-    occurs in content, where it closes no tool call.
+    A marker is short if it has fewer than `_MIN_CLOSING_MARKER_CHARS` characters. In content, a
+    short text often occurs without closing a tool call.
     """
     return [
         marker

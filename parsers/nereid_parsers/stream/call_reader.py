@@ -309,17 +309,19 @@ class CallReader:
     def read_end(self) -> State | None:
         """Read the next closing marker of a tool call whose body has been read.
 
-        `_closing_markers` contains the markers that may follow. A model may omit any of them.
-        Example: after the body `{"name": "f"}`, the text `}</tool_call>` is read. The superfluous
-        bracket is removed together with the marker.
+        `_closing_markers` contains the markers that may follow. Examples for the markers `</f>` and
+        `</call>`:
+
+            unread text   next state      reason
+            `</f>`        CALL_END        `</call>` may follow.
+            `}</call>`    BETWEEN_CALLS   No marker may follow. The superfluous bracket is removed.
+            `Hi`          BETWEEN_CALLS   The model has omitted the markers.
+            `{"name"`     CALL_BODY       A second tool call precedes the markers.
+            `</ca`        None            The rest of the marker may still arrive. At the end of the
+                                          message, `</ca` is removed.
 
         Returns:
-            The next state:
-
-            - None if more text is required.
-            - CALL_END if other closing markers may follow.
-            - BETWEEN_CALLS if all closing markers have been read or omitted.
-            - The state that reads a second tool call, if it precedes the closing marker.
+            The next state, or None if more text is required.
         """
         buffer = self._buffer
         match = match_closing_marker(self._closing_markers, buffer.text, buffer.pos)

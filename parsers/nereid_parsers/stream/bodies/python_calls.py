@@ -55,7 +55,7 @@ class PythonCallsReader(StepReader):
 
         The methods `_read_...` are the steps: each step reads some text, and selects the next step.
         If a tool call ends in the piece, `last_call_end` becomes the end of this tool call.
-        Otherwise it becomes None.
+        Otherwise `last_call_end` becomes None.
 
         Returns:
             The position up to which the text was read. The caller passes the rest again, together
@@ -75,10 +75,10 @@ class PythonCallsReader(StepReader):
         return pos
 
     def _need_more_or_reject(self, text: str, pos: int) -> int:
-        """Return NEED_MORE, because the name or the keyword at `pos` has not arrived completely.
+        """Return NEED_MORE if the rest of the name or keyword at `pos` may still arrive.
 
-        If the message has ended, or if `text[pos:]` is too long for a name, set the status BROKEN
-        and return `pos` instead.
+        Otherwise set the status BROKEN, and return `pos`. The rest cannot arrive if the message has
+        ended, or if `text[pos:]` is already too long for a name.
         """
         if self.is_final or len(text) - pos > MAX_HEAD_CHARS:
             return self._reject(pos)

@@ -146,8 +146,9 @@ class BetweenCallsReader:
     def finish(self) -> None:
         """Remove or write the text of a section without tool calls, because the message has ended.
 
-        The text of such a tool section is pending text. Examples: `<tool_calls>` is removed,
-        because the text contains a tag. `TOOLS:` contains no tag, so it is written as content.
+        The text of such a tool section is pending text. Examples: the text `<tool_calls>` is
+        removed, because it contains a tag. The text `TOOLS:` is written as content, because it
+        contains no tag.
         """
         if not self._text_writer.pending:
             return

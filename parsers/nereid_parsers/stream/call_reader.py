@@ -74,7 +74,8 @@ class CallReader:
         """Read `marker`, which opens a tool section. Return the state BETWEEN_CALLS.
 
         A tool section is the part of a message that contains all tool calls. The marker becomes
-        pending text: it is removed when a tool call starts, and is content if no tool call follows.
+        pending text: the marker is removed from the output when a tool call starts, and is content
+        if no tool call follows.
         """
         self.section.is_open = True
         self._text_writer.store_pending(self._buffer.take(len(marker)))

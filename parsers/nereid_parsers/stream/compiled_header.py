@@ -32,8 +32,8 @@ class CompiledHeader:
         - The text is a marker, such as `<|message|>`. The pattern of the header ends with this
           marker.
         - The text is white space, such as the line break in `>>>all\nHello`. A pattern would accept
-          any other white space, too. So this white space is stored, and `match` compares it with
-          the text after the pattern.
+          any white space in its place. Therefore the declared white space is stored, and `match`
+          compares the declared white space with the text after the pattern.
 
         If the message is a tool call, `message_call` matches the start of the arguments.
         """

@@ -16,7 +16,7 @@ class MarkerKind(Enum):
     INTERRUPT         A tool call starts inside the reasoning, and ends the reasoning.
     OPEN_SECTION      A section of tool calls starts.
     OPEN_CALL         A tool call starts.
-    CALL_HEAD         The header of a tool call starts. The model has omitted the marker before it.
+    CALL_HEAD         The header of a tool call starts, and its opening marker is missing.
     UNMARKED_CALL     A tool call without a marker starts with this text.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
     WRAP_CONTENT      The content starts or ends. Inside the reasoning, the content can only start.

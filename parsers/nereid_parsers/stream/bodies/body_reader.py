@@ -98,7 +98,7 @@ class BodyReader:
         return pos
 
     def end_invalid_call(self) -> None:
-        """Complete the JSON text of the arguments, and end the tool call, because it is not valid.
+        """Complete the JSON text of the arguments, and end the tool call, which is not valid.
 
         Example: after the arguments `{"a": 1`, the reader writes `}`. The parser calls this method
         only if `is_verbatim` is false.

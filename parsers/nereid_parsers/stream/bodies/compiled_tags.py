@@ -311,9 +311,10 @@ class CompiledTags:
     def _is_next_call(self, text: str, start: int, end: int, tools: Tools) -> bool:
         """Return whether `text[start:end]` ends one tool call and starts the next one.
 
-        The text must consist of closing markers and opening markers, followed by the header of the
+        The text must consist of closing markers and opening markers, and then the header of the
         next tool call. The header contains the function's name. Example: the result is True for
-        `</function></call><call><function=f>`. If the request offers tools, it must offer `f`.
+        `</function></call><call><function=f>`. The result is False if the request offers tools, but
+        not the function `f`.
         """
         markers = self._match_markers_between_calls(text, start, end)
         head_start = markers.end() if markers else start

@@ -243,7 +243,7 @@ class ObjectReader(StepReader):
 
             value            effect
             complete         The next step reads the next key.
-            incomplete       The step does not change, because it also reads the next piece of text.
+            incomplete       The current step also reads the next piece of text.
             not valid JSON   `status` becomes BROKEN.
 
         The status of `_scanner` shows which of these cases applies.
@@ -371,7 +371,7 @@ class ObjectReader(StepReader):
         self._step = self._read_key_or_closing_brace
 
     def _write(self, text: str) -> None:
-        """Write a piece of the arguments. Before the name, add it to `early_arguments` instead."""
+        """Write a piece of the arguments, or store the piece if the tool call has not started."""
         if self.writer.is_open:
             self.writer.write(text)
         else:

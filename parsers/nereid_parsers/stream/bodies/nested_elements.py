@@ -23,7 +23,7 @@ class ElementKind(Enum):
     UNKNOWN    The text that has been read does not show the kind.
     OBJECT     The child elements are the members of an object.
     ARRAY      The child elements are the items of an array.
-    STRING     The text is a string. The text is written as it arrives.
+    STRING     The text is a string, and each piece of the text is written when the piece arrives.
     VALUE      The text has another type, or its type is not known. The text is stored until the
                element closes, because only the complete text shows its type.
     """
@@ -45,7 +45,7 @@ class Element:
     Attributes:
         name: The name in the element's tags. "" for the object that contains all arguments.
         schema: The JSON schema of the element's value.
-        types: The JSON types that the schema allows, or None if it declares none.
+        types: The JSON types that the schema allows, or None if the schema declares no type.
         is_key_written: Whether the JSON key of the element has been written. False if the previous
             sibling has the name of this element, because the two elements may become the items of
             one array under one key.

@@ -329,7 +329,7 @@ class NestedReader(StepReader):
             self._close_value(element)
 
     def _close_value(self, element: Element) -> None:
-        """Write the value of a closed element, or store the value if it may become an array item.
+        """Write the value of a closed element, or store a value that may become an array item.
 
         If the schema allows an array, several siblings of one name become an array. The values are
         then stored in the parent's `delayed_values`, and written when an element with another name
@@ -369,7 +369,7 @@ class NestedReader(StepReader):
     def finish(self) -> None:
         """End the open tool call, because the message has ended. First write all delayed values.
 
-        The open elements are not closed, because they are incomplete.
+        The open elements are incomplete, so they are not closed.
         """
         if self.writer.is_open:
             for element in self._elements:

@@ -134,7 +134,7 @@ class TaggedReader(StepReader):
         return pos + len(padding) if has_padding else pos
 
     def _select_value_step(self) -> None:
-        """Select the step that reads the value. If it must be a string, write the opening quote."""
+        """Select the step that reads the value. Write the opening quote of a declared string."""
         if self._value.is_declared_as_string():
             self.writer.write('"')
             self._step = self._pass_on_string
@@ -225,8 +225,8 @@ class TaggedReader(StepReader):
 
             stored text   new text          text that is written
             `1`           `2</parameter>`   `12`, because the closing marker shows the whole value
-            none          `Par`             `"Par`, because no number or other value starts so. The
-                                            step `_pass_on_string` reads the rest of the string.
+            none          `Par`             `"Par`, because only a string starts with `P`. The step
+                                            `_pass_on_string` reads the rest of the string.
             none          `1`               none
 
         Returns:
@@ -267,7 +267,7 @@ class TaggedReader(StepReader):
     def finish(self) -> None:
         """End the open tool call, because the message has ended inside the tool call.
 
-        The JSON text of the arguments is completed as far as it is certain. Examples:
+        If the arguments or the last value can be completed, the missing JSON text is written:
 
             end of the message        text that is written
             `..</parameter>`          `}`

@@ -70,7 +70,7 @@ class BetweenCallsReader:
         if separator_end >= 0:
             self._text_writer.write_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
-        return self._state_of_other_text()
+        return self._expect_call_or_content()
 
     def _match_section_close(self) -> int:
         """Match the closing marker of the tool section at the start of the unread text.
@@ -108,12 +108,14 @@ class BetweenCallsReader:
         self._text_writer.write_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS
 
-    def _state_of_other_text(self) -> State:
-        """Return the state that reads unread text that is no closing marker and no separator.
+    def _expect_call_or_content(self) -> State:
+        """Expect a tool call or content, because no closing marker and no separator follows.
 
-        Inside a tool section, only a tool call can follow, so the state is CALL_START. Outside a
-        section, the state is CALL_START if the text starts like a tool call without a marker, such
-        as `{"name"`. Any other text is content, so the state is CONTENT.
+        Inside a tool section, only a tool call can follow. Outside a section, a tool call may
+        follow if the unread text starts like a tool call without a marker, such as `{"name"`.
+
+        Returns:
+            CALL_START if a tool call may follow, otherwise CONTENT.
         """
         if self._section.is_open:
             return self._call_reader.expect(self._starts.in_section())
@@ -150,7 +152,7 @@ class BetweenCallsReader:
         removed, because it contains a tag. The text `TOOLS:` is written as content, because it
         contains no tag.
         """
-        if not self._text_writer.pending:
+        if not self._is_section_empty():
             return
         if self._call_reader.does_rest_contain_tag():
             self._call_reader.remove_rest()

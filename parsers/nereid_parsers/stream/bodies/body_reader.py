@@ -36,7 +36,10 @@ class Head:
 
 
 class BodyReader:
-    """Reads the body of one or more tool calls and passes the arguments to a CallWriter.
+    """Reads the body of a tool call, and passes the arguments to a CallWriter.
+
+    The body is the text after the header of the tool call, for example `{"city": "Paris"}`. In some
+    formats, the body is a list of tool calls.
 
     The parser calls `begin` once, and then `read` for each piece of text while `status` is MORE.
     There are two ways to end a tool call before its body is complete:
@@ -48,9 +51,9 @@ class BodyReader:
     Attributes:
         writer: The writer that converts the tool calls into events.
         status: The state of the body.
-        last_call_end: If the body is a list of tool calls, the end of the last tool call in the
-            text that was passed to `read`. None if no tool call of a list has ended in this text.
-            The text after this position is another tool call or content.
+        last_call_end: The end of the last tool call that has ended in the text passed to `read`, if
+            the body is a list of tool calls. The text after this position is another tool call or
+            content. None if no tool call of a list has ended in this text.
         is_final: Whether no more text follows.
         is_verbatim: Whether the reader writes the arguments exactly as the model wrote them. False
             if the reader converts the arguments to JSON.

@@ -25,9 +25,9 @@ class KeyRole(Enum):
     NAME       The value is the function's name.
     ID         The value is the id of the tool call.
     ARGUMENTS  The value contains the arguments.
-    PARENT     The value is an object that contains the name or the arguments.
-    WRAPPER    The value is an object that contains the name and the arguments, but the format does
-               not declare this object.
+    PARENT     The value is a declared object that contains the name or the arguments.
+    WRAPPER    The value is an object that contains the name and the arguments, although the format
+               does not declare this object.
     IGNORED    The value is skipped.
     INVALID    The key shows that the object is not a tool call.
     """

@@ -51,6 +51,9 @@ class CallReader:
         "_format", "_starts", "_text_writer", "section",
     )  # fmt: skip
 
+    # The tool call whose header was read last. The states in which `_call` is used follow a header.
+    _call: OpenCall
+
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
         """Create a reader for the text in `context`. The reader passes tool calls to `writer`."""
         # The format and the policy.
@@ -64,8 +67,7 @@ class CallReader:
         # The position in the message.
         self.section = CallSection(context.format.tools)
         self._expected = self._starts.in_section()  # The tool call that may start next.
-        self._call: OpenCall | None = None  # The tool call whose header was read last.
-        # The closing markers that may still follow the body of `_call`.
+        # The closing markers that may still follow the body of the last tool call (`_call`).
         self._closing_markers: tuple[str, ...] = ()
 
     # ---- transitions from content and headers ----------------------------------------------------
@@ -271,7 +273,6 @@ class CallReader:
             not valid JSON, or the state after content.
         """
         call = self._call
-        assert call is not None
         outcome = call.read()
         if outcome is None:
             return None
@@ -287,7 +288,6 @@ class CallReader:
         Return the next state, or None if the marker has not arrived. See `OpenCall.read_broken`.
         """
         call = self._call
-        assert call is not None
         return self._end_call(call.variant) if call.read_broken() else None
 
     def _end_call(self, variant: CompiledCall) -> State:
@@ -356,7 +356,6 @@ class CallReader:
             between two markers.
         """
         call = self._call
-        assert call is not None
         if not self._closing_markers or not call.variant.may_repeat_object:
             return None
         object_start = skip_whitespace(self._buffer.text, self._buffer.pos)
@@ -385,7 +384,6 @@ class CallReader:
             The next state.
         """
         call = self._call
-        assert call is not None
         if call.end_at_stored_marker():
             return self._end_call(call.variant)
         if call.finish():
@@ -397,6 +395,4 @@ class CallReader:
 
     def finish_broken(self) -> None:
         """At the end of the message, end the open tool call, whose arguments are not valid JSON."""
-        call = self._call
-        assert call is not None
-        call.finish_broken()
+        self._call.finish_broken()

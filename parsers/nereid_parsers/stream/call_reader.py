@@ -51,7 +51,8 @@ class CallReader:
         "_format", "_starts", "_text_writer", "section",
     )  # fmt: skip
 
-    # The tool call whose header was read last. The states in which `_call` is used follow a header.
+    # The tool call whose header was read last. The methods that use this attribute read the body, or
+    # the text after the body, so a header has been read before.
     _call: OpenCall
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:

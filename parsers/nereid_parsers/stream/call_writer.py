@@ -79,6 +79,9 @@ class CallWriter:
         "last_index", "num_started", "stores_arguments", "tools",
     )  # fmt: skip
 
+    # The tool call that started last. The methods that use this attribute are called after `start`.
+    _call: _StartedCall
+
     def __init__(
         self, events: list[Event], tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
@@ -106,9 +109,6 @@ class CallWriter:
         # Descriptions of deviations from the format, for the end event of the open tool call or of
         # the next tool call.
         self._deviations: list[str] = []
-        # The tool call that started last. Before the first tool call, this object is not used.
-        passing_filter = WrapperFilter(is_passing=True)
-        self._call = _StartedCall("", "", is_discarded=False, wrapper_filter=passing_filter)
 
     def add_deviation(self, deviation: str) -> None:
         """Store the description of an accepted deviation from the format.

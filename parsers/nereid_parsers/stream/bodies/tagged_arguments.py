@@ -45,14 +45,15 @@ class TaggedReader(StepReader):
     `</function>`.
     """
 
+    # The value that is being read. `_start_value` sets this attribute at each opening tag.
+    _value: TaggedValue
+
     def __init__(self, writer: CallWriter, head: Head, tags: CompiledTags) -> None:
         """Create a reader for the arguments of `head.name`. `tags` matches the arguments' tags."""
         super().__init__(writer, self._read_tag_or_end)
         self._head = head
         self._tags = tags
         self._keys: set[str] = set()  # The names of the arguments that have been read.
-        # The value that is being read. Before the first opening tag, this object is not used.
-        self._value = TaggedValue(tags.variants[0], types=None)
 
     def begin(self) -> None:
         """Start the tool call. The matched header already shows that the text is a tool call.

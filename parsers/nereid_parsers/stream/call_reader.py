@@ -51,8 +51,8 @@ class CallReader:
         "_format", "_starts", "_text_writer", "section",
     )  # fmt: skip
 
-    # The tool call whose header was read last. The methods that use this attribute read the body, or
-    # the text after the body, so a header has been read before.
+    # The tool call whose header was read last. The methods that use this attribute are called after
+    # a header has been read.
     _call: OpenCall
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:

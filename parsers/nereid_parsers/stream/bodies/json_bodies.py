@@ -7,11 +7,11 @@ end the tool call.
 
 from __future__ import annotations
 
-from nereid_parsers.stream.bodies.body_reader import BodyReader, Head, StepReader
+from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
 from nereid_parsers.stream.bodies.json_object import ObjectReader
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_whitespace
-from nereid_parsers.stream.status import BROKEN, DONE
+from nereid_parsers.stream.pattern_matching import skip_whitespace
+from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.json_scanner import JsonScanner
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
@@ -57,7 +57,7 @@ class JsonArgumentsReader(BodyReader):
         return end
 
 
-class ArrayReader(StepReader):
+class ArrayReader(BodyReader):
     """Reads tool calls from one JSON array, for example `[{"name": "f", "arguments": {}}]`."""
 
     is_verbatim = True
@@ -70,10 +70,11 @@ class ArrayReader(StepReader):
             keys: The declaration of the keys of each object.
             is_confirmed: Whether a marker shows that the array contains tool calls.
         """
-        super().__init__(writer, self._read_opening_bracket)
+        super().__init__(writer)
         self._keys = keys
         self._is_confirmed = is_confirmed
-        self._member: ObjectReader | None = None  # The reader of the last member of the array.
+        self._is_bracket_open = False  # Whether the opening bracket has been read.
+        self._member: ObjectReader | None = None  # The reader of the member that is being read.
 
     def read(self, text: str, pos: int) -> int:
         """Read the next piece of the array, which starts at `text[pos]`. Set `status`.
@@ -88,36 +89,43 @@ class ArrayReader(StepReader):
             with the text that follows.
         """
         self.last_call_end = None
-        return super().read(text, pos)
-
-    def _read_opening_bracket(self, text: str, pos: int) -> int:
-        """Read the opening bracket of the array, or the white space before this bracket.
-
-        Return the position after the text that was read. Any other text is not valid, so `status`
-        becomes BROKEN.
-        """
-        if text[pos].isspace():
-            return skip_whitespace(text, pos)
-        if text[pos] != "[":
-            return self._reject(pos)
-        self._step = self._read_between_members
-        return pos + 1
+        size = len(text)
+        while pos < size and self.status is MORE:
+            if self._member is None:
+                pos = self._read_between_members(text, pos)
+                continue
+            pos = self._member.read(text, pos)
+            if self._member.status is MORE:
+                return pos
+            if self._member.status is BROKEN:
+                return self._reject(pos)
+            self._member = None
+            # The caller needs this position, because the text after the last call is content.
+            self.last_call_end = pos
+            # One complete tool call shows that the other members of the array are tool calls, too.
+            self._is_confirmed = True
+        return pos
 
     def _read_between_members(self, text: str, pos: int) -> int:
         """Read the character at `pos`, which is before, between or after the members of the array.
 
-            character            effect
-            white space or `,`   The character is skipped.
-            `{`                  The next step reads a member. `{` stays unread.
-            `]`                  `status` becomes DONE. For an empty array, `status` becomes BROKEN
-                                 if no marker has shown that the array contains tool calls.
-            any other            `status` becomes BROKEN.
+            character                 effect
+            white space, `[` or `,`   The character is skipped.
+            `{`                       The reader of the next member is created. `{` stays unread.
+            `]`                       `status` becomes DONE. For an empty array, `status` becomes
+                                      BROKEN if no marker has shown that the array contains tool
+                                      calls.
+            any other                 `status` becomes BROKEN.
 
         Returns:
             The position after the character, or `pos` if the character stays unread.
         """
         char = text[pos]
-        if char.isspace() or char == ",":
+        if char.isspace():
+            return pos + 1
+        if not self._is_bracket_open:
+            return self._read_opening_bracket(char, pos)
+        if char == ",":
             return pos + 1
         if char == "]":
             is_call_list = self._is_confirmed or self.writer.num_started > 0
@@ -125,41 +133,28 @@ class ArrayReader(StepReader):
             return pos + 1
         if char == "{":
             self._member = ObjectReader(self.writer, self._keys, is_confirmed=self._is_confirmed)
-            self._step = self._read_member
             return pos
         return self._reject(pos)
 
-    def _read_member(self, text: str, pos: int) -> int:
-        """Read a piece of a member. If the member ends, set `last_call_end`.
+    def _read_opening_bracket(self, char: str, pos: int) -> int:
+        """Read the opening bracket of the array. If `char` is another character, reject the text.
 
-        Returns:
-            The position after the piece, or NEED_MORE if no text could be read. If the member is
-            not a tool call, `status` becomes BROKEN.
+        `char` is the character at `pos`. Return the position after the bracket, or `pos`.
         """
-        member = self._member
-        assert member is not None
-        end = member.read(text, pos)
-        if member.status is BROKEN:
-            return self._reject(end)
-        if member.status is DONE:
-            # The caller needs this position, because the text after the last call is content.
-            self.last_call_end = end
-            # One complete tool call shows that the other members of the array are tool calls, too.
-            self._is_confirmed = True
-            self._step = self._read_between_members
-        return end if end > pos else NEED_MORE
+        if char != "[":
+            return self._reject(pos)
+        self._is_bracket_open = True
+        return pos + 1
 
     def finish(self) -> None:
         """End the open tool call and set `status`, because the message has ended.
 
-        If the message ends between two members of the array, and at least one tool call has
-        started, the missing `]` is ignored, so the status becomes DONE.
+        If at least one tool call has started, and the message ends between two members of the
+        array, the missing `]` is ignored, so the status becomes DONE.
         """
-        if self._step == self._read_member:
-            assert self._member is not None
+        if self._member is not None:
             self._member.finish()
             self.status = self._member.status
             return
-        is_between_members = self._step == self._read_between_members
-        has_started_call = is_between_members and self.writer.num_started > 0
+        has_started_call = self._is_bracket_open and self.writer.num_started > 0
         self.status = DONE if has_started_call else BROKEN

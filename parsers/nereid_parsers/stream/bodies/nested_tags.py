@@ -139,13 +139,15 @@ class NestedReader(StepReader):
             may_be_completed = not self.is_final and not is_malformed
             return NEED_MORE if may_be_completed else self._reject(pos)
         slash, name = tag.groups()
-        is_opening_tag = not slash
         innermost = self._elements[-1]
-        if is_opening_tag and innermost.kind in _CONTAINERS:
+        is_opening_tag = not slash
+        if is_opening_tag:
+            if innermost.kind not in _CONTAINERS:
+                return self._reject(pos)
             self._open_element(name)
             return tag.end()
-        has_open_element = len(self._elements) > 1  # The outermost element has no tags.
-        if is_opening_tag or not has_open_element or name != innermost.name:
+        # The name of the outermost element is "", so no tag closes this element.
+        if name != innermost.name:
             return self._reject(pos)
         self._close_element()
         return tag.end()

@@ -4,8 +4,8 @@ The structural tag has the form `{"type": "structural_tag", "format": ...}` and 
 output after the prompt. The reasoning is free text up to its closing marker. Content or tool calls
 follow the reasoning, and must have the form that the format declares. Three details are important:
 
-- White space inside JSON is limited to one character. Without this limit, the model could generate
-  white space forever.
+- White space between the tokens of JSON text is limited to one character. Without this limit, the
+  model could generate white space forever.
 - The structural tag contains no end-of-turn tokens. The engine must therefore stop when the model
   generates such a token.
 - xgrammar accepts some schema keywords without enforcing them. If a strict request uses such a
@@ -28,9 +28,10 @@ from nereid_parsers.constrain_messages import (
     final_messages,
     first_route,
     header_text,
-    reasoning_messages,
+    reasoning_message,
 )
 from nereid_parsers.constrain_nodes import (
+    NOTHING,
     WHITESPACE,
     Node,
     any_text,
@@ -69,8 +70,8 @@ def structural_tag(
     """Return the structural tag for a request, or None if the request allows any output.
 
     A structural tag is the JSON object from which xgrammar builds the grammar of the output. The
-    grammar forces the model to write valid tool calls, or an answer of the requested form. For
-    each schema keyword of a tool that xgrammar cannot enforce, a warning is logged.
+    grammar forces the model to write valid tool calls, or an answer of the requested form. If
+    xgrammar cannot enforce a keyword in the schema of a tool, a warning is logged.
 
     Args:
         fmt: The format of the output. It declares how reasoning and tool calls are written.
@@ -78,7 +79,8 @@ def structural_tag(
         reasoning: The state of the reasoning at the start of the constrained text.
 
     Raises:
-        ConstraintError: The request cannot be expressed as a structural tag of this format.
+        ConstraintError: The request cannot be expressed as a structural tag of this format. For
+            example, xgrammar cannot enforce a keyword in the schema of a strict tool.
     """
     if request.is_unconstrained:
         return None
@@ -86,13 +88,12 @@ def structural_tag(
         report_unenforced(tool.parameters, tool.is_strict, f"tools: {tool.name}")
     layout = fmt.layout  # The output is a sequence of messages, or one text with markers.
     if isinstance(layout, Messages):
-        reasoning_nodes = reasoning_messages(fmt, layout, reasoning)
+        reasoning_node = reasoning_message(fmt, layout, reasoning)
         answer_or_calls = final_messages(fmt, layout, request)
     else:
-        reasoning_nodes = _reasoning_nodes(fmt, layout, reasoning)
+        reasoning_node = _reasoning_node(fmt, layout, reasoning)
         answer_or_calls = _answer_or_calls(fmt, layout, request)
-    output = sequence(*reasoning_nodes, answer_or_calls)
-    return {"type": "structural_tag", "format": output}
+    return {"type": "structural_tag", "format": sequence(reasoning_node, answer_or_calls)}
 
 
 def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
@@ -146,42 +147,39 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
 # ---- the layout Sections -------------------------------------------------------------------------
 
 
-def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -> list[Node]:
-    """Return the grammar nodes that match the reasoning and its markers.
+def _reasoning_node(fmt: FormatData, layout: Sections, state: ReasoningState) -> Node:
+    """Return the grammar node for the reasoning and its markers at the start of the output.
 
-    `state` is the state of the reasoning at the start of the constrained text. Examples for the
-    markers `<think>` and `</think>`:
+    `state` is the state of the reasoning at the start of the output. Examples for the markers
+    `<think>` and `</think>`:
 
-        state             matching text
+        state             text that the node matches
         OPEN              `Let me see.</think>`, because the prompt ends with `<think>`
-        ENDED, EXCLUDED   none, because the list of nodes is empty
         POSSIBLE          `<think>Let me see.</think>`, or the empty text
+        ENDED, EXCLUDED   the empty text
 
-    If the format has no reasoning, the list is also empty.
+    If the format has no reasoning, the node matches only the empty text.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but the format has no reasoning.
     """
-    if state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
-        return []
-    is_open = state is ReasoningState.OPEN
     declaration = layout.reasoning
-    if declaration is None and is_open:
+    if declaration is None and state is ReasoningState.OPEN:
         raise unclosed_reasoning_error(fmt)
-    if declaration is None:
-        return []
+    if declaration is None or state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
+        return NOTHING
     text = _reasoning_text(fmt, layout, declaration)
-    if is_open:
+    if state is ReasoningState.OPEN:
         return _opened_reasoning(declaration, text)
-    return [_optional_reasoning(declaration, text)]
+    return _optional_reasoning(declaration, text)
 
 
 def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
     """Return the grammar node for the text of the reasoning, without the markers around it.
 
-    The node matches any text that contains no marker that ends or interrupts the reasoning, for
-    example the opening marker of the content. The node does not exclude the usual closing marker
-    `declaration.close`, because the caller puts the node into a tag that ends at this marker.
+    Some markers end or interrupt the reasoning, for example the opening marker of the content. The
+    text must not contain such a marker. The closing marker `declaration.close` is not excluded
+    here, because the caller puts the node into a tag that ends at this marker.
     """
     content_open = (layout.content.open,) if layout.content is not None else ()
     return any_text(
@@ -189,18 +187,21 @@ def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -
     )
 
 
-def _opened_reasoning(declaration: Reasoning, text: Node) -> list[Node]:
-    """Return the nodes for reasoning whose opening marker is already a part of the prompt."""
+def _opened_reasoning(declaration: Reasoning, text: Node) -> Node:
+    """Return the grammar node for reasoning whose opening marker belongs to the prompt.
+
+    `text` is the node for the reasoning without markers. Example of matching text: `Hm.</think>`.
+    """
     close = declaration.close.strip()
-    return [{"type": "tag", "begin": "", "content": text, "end": close}, WHITESPACE]
+    return sequence({"type": "tag", "begin": "", "content": text, "end": close}, WHITESPACE)
 
 
 def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
     """Return the grammar node that matches either reasoning with its markers, or the empty text.
 
-    Example of matching text: `<think>Hm.</think>`. Some models that write the opening marker
-    themselves skip the reasoning, and write only the closing marker. For these models
-    (`declaration.is_opened_by_model`), the node also matches `</think>` alone.
+    Example of matching text: `<think>Hm.</think>`. If the model writes the opening marker itself
+    (`declaration.is_opened_by_model`), the node also matches `</think>` alone, because some of
+    these models write only the closing marker to skip the reasoning.
 
     Args:
         declaration: The declaration of the reasoning and its markers.
@@ -220,33 +221,30 @@ def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
 def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
     """Return the grammar node for the whole text after the reasoning.
 
-    The fields of the request decide what the node matches:
+    The request decides which text the node matches:
 
-        no tools                                              the requested content
-        tool_choice "required"                                tool calls
-        tool_choice "auto", response_format allows any text   free text with tool calls
-        tool_choice "auto", response_format limits the text   tool calls, or the requested content
+        tools   tool_choice   response_format   matching text
+        none                                    the requested content
+        yes     "required"                      tool calls
+        yes     "auto"        any text          free text that may contain tool calls
+        yes     "auto"        such as a regex   tool calls, or the requested content
 
     Raises:
         ConstraintError: The request has tools, but the format declares no tool calls.
     """
-    content = _content_node(layout, request)
     if not request.tools:
-        # For a request with neither tools nor the field `answer`, `structural_tag` returns None
-        # and does not call this function. So `content` is not None here.
-        assert content is not None
-        return content
+        return _content_node(layout.content, request.answer)
     tools = _declared_tools(fmt, layout)
     if request.must_call:
         return _only_calls(tools, layout.content, request)
-    if content is None:
+    if request.answer is None:
         return _text_with_calls(tools, request)
-    calls = section_node(tools, request.tools, is_single=request.is_single)
-    return one_of(calls, content)
+    calls = section_node(tools, request)
+    return one_of(calls, _content_node(layout.content, request.answer))
 
 
 def _declared_tools(fmt: FormatData, layout: Sections) -> ToolSection:
-    """Return the declaration of the tool calls. Raise ConstraintError if there is none."""
+    """Return the declaration of the tool calls. Raise ConstraintError if the layout has none."""
     if layout.tools is None:
         raise ConstraintError(
             f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
@@ -261,48 +259,51 @@ def _only_calls(tools: ToolSection, wrapper: Wrapper | None, request: Request) -
     Different templates and models write different white space before and after tool calls, so the
     node allows white space at both places. `wrapper` declares the markers around the content.
     """
-    calls = section_node(tools, request.tools, is_single=request.is_single)
-    empty_content = _empty_content_nodes(wrapper)
-    return sequence(*empty_content, WHITESPACE, without_outer_whitespace(calls), WHITESPACE)
+    calls = without_outer_whitespace(section_node(tools, request))
+    return sequence(_empty_content(wrapper), WHITESPACE, calls, WHITESPACE)
 
 
-def _content_node(layout: Sections, request: Request) -> Node | None:
+def _content_node(wrapper: Wrapper | None, answer: Node | None) -> Node:
     """Return the grammar node for the content and the markers around the content.
 
-    Return None if the request allows any text as content.
-    """
-    if request.answer is None or layout.content is None:
-        return request.answer
-    return sequence(const(layout.content.open), request.answer, const(layout.content.close))
-
-
-def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
-    """Return the grammar nodes for empty content, for example `<response></response>`.
-
-    Some templates write the markers of empty content before tool calls. The opening marker is
-    optional, because the prompt may already contain this marker. The list is empty if no markers
-    surround the content.
+    Example of matching text: `<response>Hello</response>`.
 
     Args:
         wrapper: The declaration of the markers around the content, or None.
+        answer: The node that the content must match, or None for free text.
     """
-    opening = wrapper.open.strip() if wrapper is not None else ""
-    closing = wrapper.close.strip() if wrapper is not None else ""
-    if not opening:
-        return []
-    if not closing:  # The content has only an opening marker.
-        return [optional(sequence(WHITESPACE, const(opening)))]
-    opening_or_nothing = optional(const(opening))
-    empty_content = sequence(WHITESPACE, opening_or_nothing, WHITESPACE, const(closing))
-    return [optional(empty_content)]
+    content = any_text() if answer is None else answer
+    if wrapper is None:
+        return content
+    return sequence(const(wrapper.open), content, const(wrapper.close))
+
+
+def _empty_content(wrapper: Wrapper | None) -> Node:
+    """Return the grammar node for empty content before tool calls, which the model may omit.
+
+    Some templates write the markers of the content before tool calls, even if there is no content.
+    Example of matching text: `<response></response>`. The node also matches `</response>` alone,
+    because the prompt may already contain the opening marker.
+
+    Args:
+        wrapper: The declaration of the markers around the content. If it is None, or has no opening
+            marker, the node matches only the empty text.
+    """
+    if wrapper is None or not wrapper.open.strip():
+        return NOTHING
+    opening = const(wrapper.open.strip())
+    closing = const(wrapper.close.strip())
+    if closing == NOTHING:
+        return optional(sequence(WHITESPACE, opening))
+    return optional(sequence(WHITESPACE, optional(opening), WHITESPACE, closing))
 
 
 def _text_with_calls(tools: ToolSection, request: Request) -> Node:
     """Return the grammar node for free text that may contain valid tool calls.
 
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
-    The marker `<tool_call>` is the "trigger": xgrammar allows any text before the trigger, and
-    requires a valid tool call at the trigger.
+    Here `<tool_call>` is the "trigger". xgrammar allows any text before the trigger. The text that
+    starts with the trigger must be a valid tool call.
 
     Args:
         tools: The declaration of the tool calls.
@@ -321,11 +322,11 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
 def _unmarked_list_or_text(tools: ToolSection, request: Request) -> Node:
     """Return the grammar node for either a list of tool calls without a marker, or free text.
 
-    Examples of matching texts: `[f(a=1), g()]` and `Let me look.` A list without a marker starts
-    with a bracket, and free text may contain brackets too. The node therefore matches a list only
-    at the start of the output, and free text must not start with a bracket.
+    Examples of matching texts: `[f(a=1), g()]` and `Let me look.` Only the first character
+    distinguishes the two texts: a list starts with `[`, so free text must not start with `[`. Free
+    text may contain `[` at any other place, so a list cannot follow free text.
     """
-    calls = section_node(tools, request.tools, is_single=request.is_single)
+    calls = section_node(tools, request)
     text_without_calls = sequence(_NO_BRACKET, any_text())
     return one_of(calls, text_without_calls)
 
@@ -350,18 +351,15 @@ def _tag_at_trigger(node: Node) -> Node:
 def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
     """Return the grammar nodes for tool calls that start with a marker.
 
-    The declaration `tools` decides what one node matches:
+    The result depends on the declaration `tools`. Each node matches a text such as:
 
-        markers around all tool calls    `<tool_calls>..</tool_calls>`, with all tool calls
-        markers around a list of calls   `<tool_call>[f(), g()]</tool_call>`, the whole list
-        markers around each tool call    `<tool_call>..</tool_call>`, a call of one tool
-
-    In the first two cases, the result is one node. In the last case, the result is one node for
-    each tool of the request.
+        markers around all tool calls    one node: `<calls><call>f{}</call></calls>`
+        markers around a list of calls   one node: `<call>[f(), g()]</call>`
+        markers around each tool call    one node for each tool: `<call>f{}</call>`
     """
     if tools.opens:
-        return [section_node(tools, request.tools, is_single=request.is_single)]
+        return [section_node(tools, request)]
     call = tools.calls[0]
     if isinstance(call.body, ListBody):
-        return [list_node(call, call.body, request.tools, is_single=request.is_single)]
+        return [list_node(call, call.body, request)]
     return [call_node(call, tool) for tool in request.tools]

@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nereid_parsers.constrain_nodes import (
+    NOTHING,
     WHITESPACE,
     Node,
     any_text,
     const,
     json_schema,
     one_of,
+    one_or_more,
     optional,
-    repeated,
     separated_tags,
     sequence,
+    tag,
 )
 from nereid_parsers.constrain_request import ToolSchema
 from nereid_parsers.errors import ConstraintError
@@ -34,7 +36,7 @@ _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # If the schema of a string has one of these keywords, the string must be in double quotes, because
-# the regex for single-quoted strings cannot enforce the keyword.
+# the regular expression for single-quoted strings cannot enforce the keyword.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
 # If all arguments of a tool are optional, the size of the node that enforces their order grows with
@@ -44,10 +46,9 @@ _MAX_ORDERED_MEMBERS = 6
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
-    """Return the grammar node for a pattern whose fields have the given values.
+    """Return the grammar node for a pattern, which is a text with fields in braces.
 
-    A pattern is a text with fields in braces. `values` maps the name of each field to the list of
-    its possible values.
+    `values` maps the name of each field to the list of texts that may replace the field.
 
     Example: `pattern_node("<parameter={key}>", {"key": ["city"]})` gives
     `const("<parameter=city>")`.
@@ -73,21 +74,23 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
 
 
 def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
-    """Return the node for all tagged arguments of a tool call.
+    """Return the node for all arguments of a tool call, each between an opening and a closing tag.
 
-    Required arguments precede optional arguments. Otherwise, the arguments are in the order of the
-    schema.
+    The required arguments come first, in the order of the schema. The optional arguments follow in
+    the order of the schema.
 
     Example of matching text: `<parameter=city>Paris</parameter><parameter=days>3</parameter>`.
     """
-    nodes = [_tagged_value(declaration, key, tool.argument(key)) for key in tool.required_keys]
-    for key in tool.optional_keys:
-        nodes.append(optional(_tagged_value(declaration, key, tool.argument(key))))
-    return sequence(*nodes) if nodes else WHITESPACE
+    required = [_tagged_value(declaration, key, tool.argument(key)) for key in tool.required_keys]
+    optional_values = [
+        optional(_tagged_value(declaration, key, tool.argument(key))) for key in tool.optional_keys
+    ]
+    arguments = [*required, *optional_values]
+    return sequence(*arguments) if arguments else WHITESPACE
 
 
 def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the node for one tagged value, for example `<parameter=city>Paris</parameter>`."""
+    """Return the node for one argument and its tags: `<parameter=city>Paris</parameter>`."""
     types = json_types_of(schema, schema)
     if types is None or "string" in types:
         return _tagged_text(declaration, key, schema)
@@ -95,7 +98,7 @@ def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, A
 
 
 def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the grammar node for an argument's value and its tags. The value may be a string.
+    """Return the grammar node for an argument that may be a string, including its tags.
 
     If the schema lists the allowed strings, the node matches only these strings. Otherwise the
     value may be any text. Example of matching text: `<parameter=city>Paris</parameter>`.
@@ -112,10 +115,12 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
         opening = pattern_node(declaration.open, field_values)
         value = one_of(*(const(choice) for choice in choices))
         return sequence(opening, value, const(declaration.close))
-    options: list[Node] = []
-    for variant in (declaration, *_unquoted_variants(declaration)):
-        opening = pattern_node(variant.open, field_values)
-        options.append(_text_until(opening, variant.close))
+    # `declaration.also` contains the other forms in which models write the tags.
+    unquoted = [other for other in declaration.also if _is_quoted_form_of(declaration, other)]
+    options = [
+        _text_until(pattern_node(form.open, field_values), form.close)
+        for form in (declaration, *unquoted)
+    ]
     return one_of(*options)
 
 
@@ -127,54 +132,53 @@ def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
     return None
 
 
-def _unquoted_variants(declaration: TaggedArguments) -> list[TaggedArguments]:
-    """Return the variants in `declaration.also` in which a string is written without quotes.
+def _text_until(opening: Node, close: str) -> Node:
+    r"""Return the node that matches the constant `opening`, free text and `close`, in this order.
 
-    Some formats quote a string with CDATA only if the string contains special characters. The text
-    before an unquoted value (`<p>`) is then a prefix of the text before a quoted value
-    (`<p><![CDATA[`). Example: for the declaration of `<p><![CDATA[..]]></p>`, the variant
-    `<p>..</p>` is returned.
+    White space at the start of `close` is not required, because the parser searches for `close`
+    without this white space. Example: if `close` is `"\n</p>\n"`, the free text ends at `</p>`, and
+    `"\n"` must follow `</p>`.
     """
-    return [
-        variant for variant in declaration.also if _is_unquoted_variant_of(variant, declaration)
-    ]
+    marker = close.strip()
+    whitespace_after_marker = close.lstrip().removeprefix(marker)
+    text = tag(sequence(opening, any_text(), const(marker)))
+    return sequence(text, const(whitespace_after_marker))
 
 
-def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -> bool:
-    """Return whether `variant.open` is a prefix of `quoted.open`, but not the whole `quoted.open`.
+def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bool:
+    """Return whether `quoted.open` consists of `unquoted.open` and more text, such as a quote.
 
-    Example: the result is True if `variant.open` is `<v>` and `quoted.open` is `<v>"`.
+    Some templates write a string in quotes or in CDATA only if the string contains special
+    characters, so there are two forms of an argument. Example: `<p><![CDATA[..]]></p>` is the
+    quoted form of `<p>..</p>`, because its opening text `<p><![CDATA[` starts with `<p>`.
     """
-    return variant.open != quoted.open and quoted.open.startswith(variant.open)
+    return quoted.open != unquoted.open and quoted.open.startswith(unquoted.open)
 
 
 def _tagged_json(
     declaration: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
 ) -> Node:
-    """Return the grammar node for an argument's value and its tags. The value cannot be a string.
+    """Return the grammar node for an argument that cannot be a string, including its tags.
 
-    A boolean or null may also be written as in Python (True, False, None). Example of matching
-    text: `<parameter=days>3</parameter>`.
+    Example of matching text: `<parameter=days>3</parameter>`.
 
     Args:
-        declaration: The declaration of the tags.
+        declaration: The declaration of the tags. `declaration.also` contains the other forms in
+            which models write the tags. The node matches all forms.
         key: The name of the argument.
         schema: The JSON schema of the argument.
         types: The JSON types that the schema allows.
     """
     # Some opening tags declare the type, as in `<p name="a" string="false">` or `type="integer"`.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
-    variants = (declaration, *declaration.also)
+    forms = (declaration, *declaration.also)
     if types <= _SCALARS:
-        variants = _scalar_variants(variants)
-    python_words = [const(word) for word in _python_words(schema, types)]
+        forms = _forms_for_scalars(forms)
     options: list[Node] = []
-    for variant in variants:
-        opening = pattern_node(variant.open, field_values)
-        # The parser ends a value at the closing tag, so the value must not contain this tag.
-        json_value = json_schema(schema, excludes=variant.close.strip())
-        value = one_of(json_value, *python_words)
-        options.append(sequence(opening, value, const(variant.close)))
+    for form in forms:
+        opening = pattern_node(form.open, field_values)
+        value = _json_or_python_word(schema, types, closing_tag=form.close.strip())
+        options.append(sequence(opening, value, const(form.close)))
     return one_of(*options)
 
 
@@ -188,52 +192,43 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
     return names if "number" in names else [*names, "number"]
 
 
-def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]:
-    """Return the Python words, such as `None`, that a model may write instead of JSON words.
+def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
+    """Return those forms of an argument's tags that can contain a number, a boolean or null.
 
-    Example: the types {"boolean"} give ["True", "False"]. The result is [] if the schema lists the
-    allowed values, because the model must write these values as JSON.
+    - A number, a boolean or null contains no special characters, so models never quote such a
+      value. Example: of the forms that open with `<p>` and with `<p><![CDATA[`, only the form with
+      `<p>` is returned.
+    - In some forms, the opening tag declares the type of the value (`{type}`). If other forms
+      declare no type, the forms with a type are omitted, so that the grammar stays small.
     """
+    untyped = [form for form in forms if "{type}" not in form.open]
+    return tuple(
+        form
+        for form in untyped or forms
+        if not any(_is_quoted_form_of(form, other) for other in forms)
+    )
+
+
+def _json_or_python_word(
+    schema: Mapping[str, Any], types: frozenset[str], closing_tag: str
+) -> Node:
+    """Return the grammar node for a value that is JSON text, or a word of Python such as `None`.
+
+    Models also write the Python words True, False and None for booleans and null. If the schema
+    lists the allowed values, the node matches only JSON text.
+
+    Args:
+        schema: The JSON schema of the value.
+        types: The JSON types that the schema allows.
+        closing_tag: The tag after the value. The JSON text must not contain this tag, because the
+            parser ends the value at the first closing tag.
+    """
+    json_text = json_schema(schema, excludes=closing_tag)
     if "enum" in schema or "const" in schema:
-        return []
+        return json_text
     boolean_words = ["True", "False"] if "boolean" in types else []
     null_words = ["None"] if "null" in types else []
-    return [*boolean_words, *null_words]
-
-
-def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return those variants of a tag that can contain a number, a boolean or null.
-
-    These values contain no special characters, so models never quote these values. Example: of the
-    variants that open with `<p>` and with `<p><![CDATA[`, only the variant with `<p>` is returned.
-
-    In some variants, the opening tag declares the type of the value (`{type}`). If there are also
-    variants without a type, the variants with a type are omitted, so that the grammar stays small.
-    """
-    untyped = tuple(variant for variant in variants if "{type}" not in variant.open)
-    candidates = untyped if untyped else variants
-    return tuple(variant for variant in candidates if not _is_quoted(variant, variants))
-
-
-def _is_quoted(variant: TaggedArguments, all_variants: tuple[TaggedArguments, ...]) -> bool:
-    """Return whether `variant.open` starts with the shorter `open` text of another variant.
-
-    Example: `<v>"` starts with `<v>`.
-    """
-    return any(_is_unquoted_variant_of(other, variant) for other in all_variants)
-
-
-def _text_until(opening: Node, close: str) -> Node:
-    r"""Return the node that matches the constant `opening`, free text and `close`, in this order.
-
-    White space at the start of `close` is not required, because the parser searches for `close`
-    without this white space. Example: if `close` is `"\n</p>\n"`, the free text ends at `</p>`, and
-    `"\n"` must follow `</p>`.
-    """
-    marker = close.strip()
-    whitespace_after_marker = close.lstrip().removeprefix(marker)
-    text = {"type": "tag", "begin": opening["value"], "content": any_text(), "end": marker}
-    return sequence(text, const(whitespace_after_marker))
+    return one_of(json_text, *(const(word) for word in (*boolean_words, *null_words)))
 
 
 # ---- nested elements, Python calls, objects with unquoted keys -----------------------------------
@@ -242,11 +237,11 @@ def _text_until(opening: Node, close: str) -> Node:
 def nested_arguments(declaration: NestedTags, tool: ToolSchema) -> Node:
     """Return the grammar node for arguments that are written as nested elements.
 
-    Example of matching text, with the prefix `~` instead of the real prefix:
-    `~<city>Paris~</city>`. xgrammar supports only the tag prefix of one model family.
+    A prefix precedes each tag of the elements. xgrammar supports only `_NESTED_PREFIX`. Example of
+    matching text, if this prefix were `~`: `~<city>Paris~</city>`.
 
     Raises:
-        ConstraintError: xgrammar does not support the prefix of the tags.
+        ConstraintError: The declaration has another prefix.
     """
     if declaration.tag_prefix != _NESTED_PREFIX:
         raise ConstraintError(
@@ -270,10 +265,10 @@ def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
 def _python_value(schema: Mapping[str, Any]) -> Node:
     """Return the grammar node for a Python literal, which is a value in a call such as `f(a=True)`.
 
-    Examples of matching texts: `True` for a boolean, `None` for null, `"Paris"` or `'Paris'` for a
-    string, and JSON for all other values. Inside a list or a dict, the node matches the JSON words
-    true, false and null instead of the Python words. The parser accepts the words of JSON and of
-    Python.
+    Examples of matching texts: `True` for a boolean, `None` for null, and `"Paris"` or `'Paris'`
+    for a string. Every other value is JSON text. JSON text contains the words true, false and null
+    instead of the Python words, for example in a list. The parser accepts the words of both
+    languages.
     """
     types = json_types_of(schema, schema)
     if types == frozenset({"boolean"}):
@@ -300,10 +295,11 @@ def unquoted_key_arguments(declaration: BareKeyArguments, tool: ToolSchema) -> N
 
 
 def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
-    """Return the grammar node for a value in an object with unquoted keys, as in `{city: 3}`.
+    """Return the grammar node for a value in an object with unquoted keys, as in `{days:3}`.
 
-    Examples of matching texts with the quote `<q>`: `<q>a<q>` for a string, `[<q>a<q>,<q>b<q>]` for
-    an array, `{city:<q>Paris<q>}` for an object, and JSON for all other values.
+    `declaration.quote` is the text before and after each string. Examples of matching texts with
+    the quote `<q>`: `<q>a<q>` for a string, `[<q>a<q>,<q>b<q>]` for an array, and
+    `{city:<q>Paris<q>}` for an object. Every other value is JSON text.
     """
     quote = declaration.quote
     choices = _string_choices(schema)
@@ -316,27 +312,28 @@ def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]
         declared_schema = schema.get("items")
         item_schema = declared_schema if isinstance(declared_schema, Mapping) else {}
         item = _unquoted_key_value(declaration, item_schema)
-        items = repeated([item], const(","), is_single=False)
+        items = one_or_more([item], const(","))
         return sequence(const("["), optional(items), const("]"))
     if types == frozenset({"object"}):
         # The members of an object are written in the same way as the arguments of a tool.
-        object_as_tool = ToolSchema(name="", parameters=schema)
-        return unquoted_key_arguments(declaration, object_as_tool)
+        return unquoted_key_arguments(declaration, ToolSchema(name="", parameters=schema))
     return json_schema(schema)
 
 
 def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separator: str) -> Node:
     """Return the grammar node for the arguments of `tool`, separated by `separator`.
 
-    The model may omit optional arguments. Example: for the required argument a and the
-    optional arguments b and c, the matching texts are `a`, `a,b`, `a,c` and `a,b,c`. Without a
-    required argument, `b,c`, `b`, `c` and the empty text match. If there are many optional
-    arguments and no required argument, the arguments may occur in any order.
+    The required arguments come first. The model may omit optional arguments. Examples with the
+    separator `,`, for the required argument a and the optional arguments b and c:
+
+        arguments   matching texts
+        a, b, c     `a`, `a,b`, `a,c`, `a,b,c`
+        b, c        the empty text, `b`, `c`, `b,c`
 
     Args:
-        tool: The tool whose arguments are the members.
+        tool: The tool that the model calls.
         member_node: A function that returns the node for the argument with the given name.
-        separator: The text between two members.
+        separator: The text between two arguments.
     """
     required = [member_node(key) for key in tool.required_keys]
     optional_members = [member_node(key) for key in tool.optional_keys]
@@ -351,12 +348,12 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
 def _list_of_optional(members: list[Node], separator: str) -> Node:
     """Return the grammar node for a list in which each member is optional.
 
-    The list may be empty. Example: the members a and b match the empty text, `a`, `b` and `a,b`.
-    If there are many members, the node does not enforce their order, because the node would be too
-    large.
+    Example: if the members match `a` and `b`, and the separator is `,`, the node matches the empty
+    text, `a`, `b` and `a,b`. If there are more than `_MAX_ORDERED_MEMBERS` members, the node also
+    matches other orders, such as `b,a`, because a node that enforces the order would be too large.
     """
     if not members:
-        return const("")
+        return NOTHING
     if len(members) > _MAX_ORDERED_MEMBERS:
         return optional(separated_tags(members, separator))
     # Any member can be the first member of the list, so there is one option for each member.

@@ -1,16 +1,22 @@
-"""Builds the grammar nodes for the layout `Messages`."""
+"""Builds the grammar nodes for the layout `Messages`.
+
+A message consists of a start marker, a header, a body and an end marker. Example:
+`<|start|>assistant`, `<|channel|>final<|message|>`, `Hello` and `<|end|>`. A `Route` declares a
+header, and assigns a stage to all messages with this header: reasoning, content or tool calls.
+"""
 
 from __future__ import annotations
 
 from nereid_parsers.constrain_arguments import tagged_arguments
 from nereid_parsers.constrain_nodes import (
+    NOTHING,
     Node,
     any_text,
     const,
     json_schema,
     one_of,
+    one_or_more,
     optional,
-    repeated,
     sequence,
 )
 from nereid_parsers.constrain_reasoning import ReasoningState, unclosed_reasoning_error
@@ -18,34 +24,36 @@ from nereid_parsers.constrain_request import Request, ToolSchema
 from nereid_parsers.declarations import FormatData, Messages, Route, Stage
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import PatternField, split_pattern
-from nereid_parsers.tool_declarations import JsonArguments, TaggedArguments
+from nereid_parsers.tool_declarations import TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the declaration of the header for messages of the given stage.
+    """Return the route whose header constrained output contains for messages of the given stage.
 
-    Constrained output contains this header. A route maps a message header, such as
-    `<|channel|>final`, to the stage of the message: reasoning, content or tool calls. A header
-    without fields (`{name}`) is preferred, because such a header is one exact text. If no route has
-    the stage, return None.
+    A route declares a header, such as `<|channel|>final`, and the stage of the messages with this
+    header: reasoning, content or tool calls. If several routes have the stage, the first route
+    whose header has no fields (`{name}`) is preferred, because such a header is one exact text.
+    Return None if no route has the stage.
     """
     routes = [route for route in layout.routes if route.stage is stage]
-    for route in routes:
-        header_parts = split_pattern(route.written_header)
-        has_fields = any(isinstance(part, PatternField) for part in header_parts)
-        if not has_fields:
-            return route
-    return routes[0] if routes else None
+    exact_routes = [route for route in routes if not _has_fields(route.written_header)]
+    return next(iter(exact_routes or routes), None)
+
+
+def _has_fields(pattern: str) -> bool:
+    """Return whether a pattern contains a field, such as `{name}`."""
+    return any(isinstance(part, PatternField) for part in split_pattern(pattern))
 
 
 def header_text(layout: Messages, route: Route, name: str = "") -> str:
-    """Return the text before a message body: the header, followed by `layout.header_end`.
+    """Return the text between the start marker and the body of a message.
 
-    Examples: `"<|channel|>final<|message|>"` for content. If the header of a tool call is
-    ` to=functions.{name}`, and the function is `f`, the result is `" to=functions.f<|message|>"`.
+    This text consists of the header and `layout.header_end`. Examples, if `header_end` is
+    `<|message|>`: the header `<|channel|>final` gives `"<|channel|>final<|message|>"`. The header
+    ` to=functions.{name}` and the name `f` give `" to=functions.f<|message|>"`.
 
     Args:
-        layout: The layout of the format.
+        layout: The declaration of the messages.
         route: The declaration of the message's header.
         name: The name of the function, if the message is a tool call.
 
@@ -67,15 +75,19 @@ def header_text(layout: Messages, route: Route, name: str = "") -> str:
     return header + layout.header_end
 
 
-def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState) -> list[Node]:
-    """Return the grammar nodes for the reasoning message and the start of the next message.
+def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) -> Node:
+    """Return the grammar node for the reasoning message and the start marker of the next message.
 
-    `layout` declares how messages are written. The state of the reasoning at the start of the
-    output determines which text the nodes match:
+    The state of the reasoning at the start of the output determines which text the node matches:
 
-        POSSIBLE, ENDED  optionally `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`
+        POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or nothing
         OPEN             `Hm.<|end|><|start|>assistant`, because the prompt ends with the header
-        EXCLUDED         only the start of the next message, `<|start|>assistant`
+        EXCLUDED         `<|start|>assistant`, the start marker of the next message
+
+    Args:
+        fmt: The format of the output.
+        layout: The declaration of the messages.
+        state: The state of the reasoning.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
@@ -83,24 +95,24 @@ def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState)
     next_start = const(layout.start)
     is_open = state is ReasoningState.OPEN
     if state is ReasoningState.EXCLUDED:
-        return [next_start]
-    route = first_route(layout, Stage.REASONING)  # The route declares the header of the message.
+        return next_start
+    route = first_route(layout, Stage.REASONING)  # The declaration of the message's header.
     if route is None or not layout.ends:
         if is_open:
             raise unclosed_reasoning_error(fmt)
-        return []  # Without a reasoning message that can end, the output starts with the answer.
+        return NOTHING  # No reasoning message can end, so the output starts with the answer.
     body = _reasoning_body(fmt, layout)
     if is_open:
-        return [sequence(body, next_start)]
+        return sequence(body, next_start)
     header = const(header_text(layout, route))
-    return [optional(sequence(header, body, next_start))]
+    return optional(sequence(header, body, next_start))
 
 
 def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:
-    """Return the grammar node for the text and the end marker of a reasoning message.
+    """Return the grammar node for the text of a reasoning message and the end marker after it.
 
-    The first end marker ends the reasoning. Any other end marker would end the whole output before
-    the answer, so the text must not contain such a marker.
+    The end marker is the first marker in `layout.ends`. The other markers in `layout.ends` end the
+    whole output, so the text of the reasoning must not contain these markers.
     """
     first_end, *other_ends = layout.ends
     text = any_text((layout.start, *other_ends, *fmt.ends))
@@ -110,10 +122,13 @@ def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:
 def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     """Return the grammar node for the messages after the reasoning: tool calls or an answer.
 
-    Example of an answer: `<|channel|>final<|message|>Hello`.
+    Examples of matching texts: ` to=functions.f<|message|>{"city": "Paris"}` for a tool call, and
+    `<|channel|>final<|message|>Hello` for an answer. The start marker of the first message, such as
+    `<|start|>assistant`, does not belong to the node.
 
     Raises:
-        ConstraintError: The request allows an answer, but the format has no message for content.
+        ConstraintError: The format declares no message for an answer that the request allows, or no
+            message for a tool call that the request allows.
     """
     options: list[Node] = []
     if request.tools:
@@ -124,9 +139,10 @@ def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 
 
 def _content_message(fmt: FormatData, layout: Messages, answer: Node | None) -> Node:
-    """Return the grammar node for a message with content. The node also matches the header.
+    """Return the grammar node for the header and the body of a message with content.
 
-    `answer` is the node that the content must match, or None for free text.
+    Example of matching text: `<|channel|>final<|message|>Hello`. `answer` is the node that the
+    content must match, or None for free text.
 
     Raises:
         ConstraintError: The format has no message for content.
@@ -144,40 +160,34 @@ def _content_message(fmt: FormatData, layout: Messages, answer: Node | None) -> 
 def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     """Return the grammar node for one or more messages that are tool calls.
 
-    Each message consists of a header and the arguments. The header contains the function's name.
-    Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`. The node does not match
-    the marker that starts the first message, such as `<|start|>`.
-
-    Args:
-        fmt: The format of the output.
-        layout: The declaration of the messages. The routes with the stage CALLS declare the headers
-            of tool calls.
-        request: The constraints of the request.
+    Example of a matching text with two calls, in which the markers `<|end|><|start|>assistant`
+    separate the messages:
+    ` to=functions.f<|message|>{"a": 1}<|end|><|start|>assistant to=functions.g<|message|>{}`.
 
     Raises:
         ConstraintError: The format has no messages that are tool calls.
     """
-    call_routes = [route for route in layout.routes if route.stage is Stage.CALLS]
-    if not call_routes:
+    routes = [route for route in layout.routes if route.stage is Stage.CALLS]
+    if not routes:
         raise ConstraintError(
             f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
             "writes them inside messages that also contain other text"
         )
-    calls: list[Node] = []
-    for tool in request.tools:
-        header = _call_header(layout, call_routes, tool.name)
-        calls.append(sequence(header, _message_arguments(layout.body, tool)))
+    calls = [
+        sequence(_call_header(layout, routes, tool.name), _call_body(layout, tool))
+        for tool in request.tools
+    ]
     # Some formats have an end marker that occurs only after tool calls. Such a marker also ends the
     # model's turn, so no second tool call can follow.
     has_only_one_call = request.is_single or bool(layout.call_end)
-    return repeated(calls, _message_boundary(layout), is_single=has_only_one_call)
+    return one_of(*calls) if has_only_one_call else one_or_more(calls, _message_boundary(layout))
 
 
 def _message_boundary(layout: Messages) -> Node:
     """Return the grammar node for the end marker of a message and the next message's start marker.
 
-    Example of matching text: `<|end|><|start|>assistant`. The first marker in `layout.ends` ends
-    only the message. The other markers also end the model's turn.
+    Example of matching text: `<|end|><|start|>assistant`. The end marker is the first marker in
+    `layout.ends`, because the other markers also end the model's turn.
     """
     message_end = layout.ends[0] if layout.ends else ""
     return const(message_end + layout.start)
@@ -186,26 +196,26 @@ def _message_boundary(layout: Messages) -> Node:
 def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
     """Return the grammar node for the header of a message that calls the function `name`.
 
-    A route declares a header. The node matches the header of the first route, and the headers of
-    the other routes that declare which text a model must write (`Route.written`). Example of a
-    matching text: ` to=functions.f<|message|>`.
+    Example of a matching text: ` to=functions.f<|message|>`. The node matches the header that the
+    first route declares. The node also matches the headers of those other routes that declare one
+    exact header for constrained output (`Route.written`).
 
     Args:
-        layout: The layout of the format.
-        routes: The routes of messages that are tool calls.
+        layout: The declaration of the messages.
+        routes: The declarations of the headers of tool calls.
         name: The name of the function.
     """
     first, *others = routes
-    others_with_text = [route for route in others if route.written]
-    headers = [header_text(layout, route, name) for route in (first, *others_with_text)]
+    exact_others = [route for route in others if route.written]
+    headers = [header_text(layout, route, name) for route in (first, *exact_others)]
     return one_of(*(const(header) for header in headers))
 
 
-def _message_arguments(body: JsonArguments | TaggedArguments, tool: ToolSchema) -> Node:
-    """Return the grammar node for the body of a message that is a tool call.
+def _call_body(layout: Messages, tool: ToolSchema) -> Node:
+    """Return the grammar node for the body of a message that calls `tool`: the arguments.
 
     Example of matching text: `{"city": "Paris"}`.
     """
-    if isinstance(body, TaggedArguments):
-        return tagged_arguments(body, tool)
+    if isinstance(layout.body, TaggedArguments):
+        return tagged_arguments(layout.body, tool)
     return json_schema(tool.parameters)

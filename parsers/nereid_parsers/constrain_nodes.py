@@ -1,4 +1,7 @@
-"""Builds the nodes of an xgrammar structural tag from smaller nodes."""
+"""Builds the nodes of an xgrammar structural tag from smaller nodes.
+
+A structural tag is the JSON object from which xgrammar builds the grammar of a model's output.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,19 @@ from typing import Any
 # `{"type": "const_string", "value": "<a>"}` matches only `<a>`.
 Node = dict[str, Any]
 
+# Matches only the empty text. `sequence` removes this node.
+NOTHING: Node = {"type": "const_string", "value": ""}
 # Matches at most two white-space characters. Without this limit, the model could generate white
 # space forever.
 WHITESPACE: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
-
 
 # The keywords of a JSON schema that describe a value, but do not restrict it.
 _DESCRIPTIONS = ("title", "description", "$comment")
 # The keywords whose values are JSON data, not schemas.
 _DATA_KEYWORDS = ("enum", "const", "default", "examples")
 
-# The simple node for a list contains each possible item twice. If there are more than
-# `_MAX_DUPLICATED_ITEMS` possible items, `repeated` returns a smaller node.
+# The usual node for a list contains each possible item twice. If there are more than
+# `_MAX_DUPLICATED_ITEMS` possible items, `one_or_more` returns a smaller node.
 _MAX_DUPLICATED_ITEMS = 8
 
 
@@ -84,21 +88,22 @@ def _without_descriptions(schema: object) -> object:
 def sequence(*parts: Node) -> Node:
     """Return the grammar node that matches all `parts`, one after another.
 
-    Nested sequences are flattened, adjacent constants are joined, and empty constants are removed.
-    Example: `sequence(const("<a>"), const(""), const("x"))` gives `const("<a>x")`.
+    The elements of nested sequences become elements of the result, adjacent constants are joined,
+    and `NOTHING` is removed. Example: `sequence(const("<a>"), NOTHING, const("x"))` gives
+    `const("<a>x")`.
     """
-    elements = [element for part in parts for element in _elements(part)]
+    elements = [element for part in parts for element in elements_of(part)]
     joined: list[Node] = []
     for element in elements:
         if joined and _is_const(joined[-1]) and _is_const(element):
             joined[-1] = const(joined[-1]["value"] + element["value"])
-        elif element != const(""):
+        elif element != NOTHING:
             joined.append(element)
     return joined[0] if len(joined) == 1 else {"type": "sequence", "elements": joined}
 
 
-def _elements(node: Node) -> list[Node]:
-    """Return the elements of a node of type `sequence`. A node of another type is put in a list.
+def elements_of(node: Node) -> list[Node]:
+    """Return a new list with the elements of a sequence. Any other node is the only element.
 
     Example: `const("a")` gives `[const("a")]`.
     """
@@ -120,36 +125,33 @@ def optional(part: Node) -> Node:
     return {"type": "optional", "content": part}
 
 
-def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
+def one_or_more(items: list[Node], separator: Node) -> Node:
     """Return the grammar node that matches one or more items, separated by `separator`.
 
-    Each item in the text must match one of the nodes `items`. If `is_single` is true, the node
-    matches exactly one item. Example: the items a and b with the separator `,` match `a`, `b,a` and
-    `a,a,b`.
+    Each item in the text must match one of the nodes in `items`. Example: if the items match `a`
+    and `b`, and the separator matches `,`, the node matches `a`, `b,a` and `a,a,b`.
 
-    The usual node for a list contains each item twice. If there are many items, and the separator
-    is a constant or `WHITESPACE`, the result is a smaller node that contains each item once.
+    The usual node, `item (separator item)*`, contains all nodes in `items` twice. If there are many
+    items, and the separator is a constant or `WHITESPACE`, the result is a smaller node, which
+    contains each node once.
     """
     item = one_of(*items)
-    if is_single:
-        return item
     has_many_items = len(items) > _MAX_DUPLICATED_ITEMS
     if has_many_items and separator == WHITESPACE:
-        # The node for `(item separator)+` contains each item only once. `WHITESPACE` also matches
-        # the empty text, so no white space is required after the last item.
+        # `(item separator)+` also allows white space after the last item, but does not require it,
+        # because `WHITESPACE` also matches the empty text.
         return {"type": "plus", "content": sequence(item, separator)}
     if has_many_items and _is_const(separator):
-        return separated_tags(items, separator["value"])  # A node type of xgrammar for lists.
-    # The usual node is `item (separator item)*`.
+        return separated_tags(items, separator["value"])
     further_items = {"type": "star", "content": sequence(separator, item)}
     return sequence(item, further_items)
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return the grammar node that matches one or more items, with `separator` between two items.
+    """Return the node of xgrammar's own list type, which contains each node in `items` once.
 
-    The node contains each item once, so the node is smaller than the usual node for a list,
-    `item (separator item)*`. The order of the items in the text is free.
+    The node matches one or more items in any order, with the text `separator` between two items.
+    Example: if the items match `a` and `b`, and the separator is `,`, the node matches `b,a,a`.
     """
     return {
         "type": "tags_with_separator",
@@ -169,24 +171,22 @@ def tag(node: Node) -> Node:
     """
     begin = ""
     end = ""
-    content_elements = _elements(node)
-    if _is_const(content_elements[0]):
-        begin = content_elements[0]["value"]
-        content_elements = content_elements[1:]
-    if content_elements and _is_const(content_elements[-1]):
-        end = content_elements[-1]["value"]
-        content_elements = content_elements[:-1]
-    content = sequence(*content_elements) if content_elements else const("")
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+    content = elements_of(node)
+    if _is_const(content[0]):
+        begin = content.pop(0)["value"]
+    if content and _is_const(content[-1]):
+        end = content.pop()["value"]
+    content_node = sequence(*content) if content else NOTHING
+    return {"type": "tag", "begin": begin, "content": content_node, "end": end}
 
 
 def without_outer_whitespace(node: Node) -> Node:
-    r"""Remove white space from both ends of the text that `node` matches.
+    r"""Return a copy of `node` whose texts have no white space at the start and at the end.
 
-    Only white space in constant texts is removed. Example: `const("\n<a>\n")` gives
-    `const("<a>")`.
+    White space is removed only from a constant at the start of `node`, and from a constant at its
+    end. Example: `const("\n<a>\n")` gives `const("<a>")`.
     """
-    elements = _elements(node)
+    elements = elements_of(node)
     if _is_const(elements[0]):
         elements[0] = const(elements[0]["value"].lstrip())
     if _is_const(elements[-1]):

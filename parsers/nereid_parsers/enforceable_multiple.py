@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 Schema = Mapping[str, Any]
 
+# Keywords that do not restrict the values. If two schemas with the same annotation are merged, the
+# merged schema has the annotation of the first schema.
 ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
         *("$comment", "$schema", "$id", "$defs", "definitions"),
     }
 )
-"""Keywords that do not restrict the values. A merged schema has the value of the first schema."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # The largest value of `multipleOf` that xgrammar enforces.
 _LARGEST_MULTIPLE_OF = 1024
 # The largest number of multiples that a schema may list. A longer list would make the grammar too
 # large.
 _MAX_MULTIPLES = 256
+# Only the division of smaller bounds is exact, because Python divides with floats of 53 bits.
+_LIMIT_OF_BOUNDS = 2**53
 
 
 def is_enforced_multiple(schema: Schema) -> bool:
@@ -41,8 +44,8 @@ def with_enforced_multiple(schema: Schema) -> Schema:
     """Rewrite a schema so that xgrammar enforces the schema's keyword `multipleOf`.
 
     The result accepts the same numbers as `schema`. xgrammar enforces `multipleOf` only for
-    integers without bounds. If `schema` has bounds, the result lists all allowed values. A schema
-    that cannot be rewritten is returned unchanged.
+    integers without bounds. If `schema` has bounds, the result therefore lists all allowed values.
+    A schema that cannot be rewritten is returned unchanged.
 
     Examples:
         {"type": "number", "multipleOf": 2.0} gives {"type": "integer", "multipleOf": 2}.
@@ -58,7 +61,7 @@ def with_enforced_multiple(schema: Schema) -> Schema:
     has_bounds = any(bound in schema for bound in _BOUNDS)
     if "enum" in schema or not has_bounds:
         return as_integer
-    multiples = _multiples(as_integer, int(multiple))
+    multiples = _multiples(schema, int(multiple))
     if not multiples:
         return as_integer
     annotations = {key: value for key, value in schema.items() if key in ANNOTATIONS}
@@ -69,43 +72,48 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     """Return all multiples of `multiple` within the bounds of a schema.
 
     Example: the multiples of 5 in `{"minimum": 1, "exclusiveMaximum": 15}` are [5, 10]. The result
-    is [] if a bound is missing or is not a number, or if there are more than `_MAX_MULTIPLES`
-    multiples.
-    """
-    bounds = _finite_bounds(schema)
-    if bounds is None:
-        return []
-    first_factor = math.ceil(bounds.lowest / multiple)
-    last_factor = math.floor(bounds.highest / multiple)
-    num_multiples = last_factor - first_factor + 1
-    if num_multiples > _MAX_MULTIPLES:
-        return []
-    multiples = [factor * multiple for factor in range(first_factor, last_factor + 1)]
-    # `_finite_bounds` treats exclusive bounds as allowed values.
-    excluded = (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
-    return [value for value in multiples if value not in excluded]
-
-
-class _Bounds(NamedTuple):
-    """The lower and the upper bound of the numbers that a schema allows."""
-
-    lowest: float
-    highest: float
-
-
-def _finite_bounds(schema: Schema) -> _Bounds | None:
-    """Return the bounds of a schema, or None if a bound is missing or is not a number.
-
-    An exclusive bound is returned like an inclusive bound, although it is not an allowed value.
-    Example: the bounds of `{"minimum": 1, "exclusiveMaximum": 15}` are 1 and 15.
+    is [] if there is no lower or no upper bound, if a bound is not a number or too large, or if
+    there are more than `_MAX_MULTIPLES` multiples.
     """
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
-    if not all(is_number(bound) for bound in bounds):
-        return None
-    lowest = max(schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf))
-    highest = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
-    has_both_bounds = math.isfinite(lowest) and math.isfinite(highest)
-    return _Bounds(lowest, highest) if has_both_bounds else None
+    if not all(is_number(bound) and abs(bound) < _LIMIT_OF_BOUNDS for bound in bounds):
+        return []
+    lowest = _lowest_factors(schema, multiple)
+    highest = _highest_factors(schema, multiple)
+    if not lowest or not highest:
+        return []
+    factors = range(max(lowest), min(highest) + 1)
+    if len(factors) > _MAX_MULTIPLES:
+        return []
+    return [factor * multiple for factor in factors]
+
+
+def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
+    """Return the lowest allowed factor of `multiple` for each lower bound of a schema.
+
+    Examples for the multiple 5: the bound `{"minimum": 10}` gives [2], because 2 * 5 is allowed.
+    The bound `{"exclusiveMinimum": 10}` gives [3].
+    """
+    factors: list[int] = []
+    if "minimum" in schema:
+        factors.append(math.ceil(schema["minimum"] / multiple))
+    if "exclusiveMinimum" in schema:
+        factors.append(math.floor(schema["exclusiveMinimum"] / multiple) + 1)
+    return factors
+
+
+def _highest_factors(schema: Schema, multiple: int) -> list[int]:
+    """Return the highest allowed factor of `multiple` for each upper bound of a schema.
+
+    Examples for the multiple 5: the bound `{"maximum": 10}` gives [2], because 2 * 5 is allowed.
+    The bound `{"exclusiveMaximum": 10}` gives [1].
+    """
+    factors: list[int] = []
+    if "maximum" in schema:
+        factors.append(math.floor(schema["maximum"] / multiple))
+    if "exclusiveMaximum" in schema:
+        factors.append(math.ceil(schema["exclusiveMaximum"] / multiple) - 1)
+    return factors
 
 
 def is_number(value: object) -> bool:
@@ -114,5 +122,7 @@ def is_number(value: object) -> bool:
 
 
 def is_integer(value: object) -> bool:
-    """Return whether a JSON value is an integer, such as 5 or 5.0."""
-    return is_number(value) and float(value).is_integer()  # type: ignore[arg-type]
+    """Return whether a JSON value is an integer, such as 5 or 5.0. A boolean is not an integer."""
+    if isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from nereid_parsers.errors import FormatError
 
 FIELDS = frozenset({"name", "key", "id", "number", "string", "type", "word", "rest"})
-# Matches a doubled brace, a field such as `{name}`, or a single brace, which is an error.
-_FIELD_OR_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+# Matches a doubled brace, a field such as `{name}`, text without braces, or a single brace, in which
+# case the pattern is not valid.
+_TOKENS = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[^{}]+|[{}]")
+_LITERAL_BRACES = {"{{": "{", "}}": "}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +44,16 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
         FormatError: A field is unknown, a brace is not closed, or no literal separates two fields.
     """
     parts: list[str | PatternField] = []
-    literal_start = 0
-    for match in _FIELD_OR_BRACES.finditer(text):
-        _append_literal(parts, text[literal_start : match.start()])
-        literal_start = match.end()
-        if match.group() == "{{":
-            _append_literal(parts, "{")
-        elif match.group() == "}}":
-            _append_literal(parts, "}")
+    for token in _TOKENS.findall(text):
+        previous = parts[-1] if parts else None
+        if token[0] in "{}" and token not in _LITERAL_BRACES:
+            parts.append(_field(token, previous, text))
+            continue
+        literal = _LITERAL_BRACES.get(token, token)
+        if isinstance(previous, str):
+            parts[-1] = previous + literal
         else:
-            follows_field = bool(parts) and isinstance(parts[-1], PatternField)
-            parts.append(_field(text, match, follows_field=follows_field))
-    _append_literal(parts, text[literal_start:])
+            parts.append(literal)
     return tuple(parts)
 
 
@@ -67,43 +67,31 @@ def first_literal(text: str) -> str:
     return first_part.strip() if isinstance(first_part, str) else ""
 
 
-def _field(text: str, match: re.Match[str], *, follows_field: bool) -> PatternField:
-    """Convert the regex match of a field such as `{name}` to a `PatternField`.
-
-    Example: a match of `{name}` gives `PatternField("name")`.
+def _field(token: str, previous: str | PatternField | None, pattern: str) -> PatternField:
+    """Convert the text of a field to a `PatternField`. Example: `{name}` gives the field "name".
 
     Args:
-        text: The whole pattern, for use in error messages.
-        match: The match of `_FIELD_OR_BRACES`. Its first group is the name inside the braces.
-        follows_field: Whether another field directly precedes this field. Only the field {rest} may
-            directly follow another field.
+        token: The field with its braces, or a single brace.
+        previous: The part of the pattern before the field. Only the field {rest} may directly
+            follow another field.
+        pattern: The whole pattern, for use in error messages.
 
     Raises:
         FormatError: The field is unknown, or follows another field without text between them.
     """
-    name = match.group(1)
+    name = token.strip("{}")
     if name not in FIELDS:
         fields = ", ".join(f"{{{field}}}" for field in sorted(FIELDS))
         raise FormatError(
-            f"The pattern {text!r} contains {match.group()!r}, which is not a field. The "
+            f"The pattern {pattern!r} contains {token!r}, which is not a field. The "
             f"fields are {fields}. Write literal braces as {{{{ and }}}}."
         )
-    if follows_field and name != "rest":
+    if isinstance(previous, PatternField) and name != "rest":
         raise FormatError(
-            f"The pattern {text!r} has two fields without text between them, so the end "
+            f"The pattern {pattern!r} has two fields without text between them, so the end "
             "of the first field is not defined. Insert text between the two fields."
         )
     return PatternField(name)
-
-
-def _append_literal(parts: list[str | PatternField], text: str) -> None:
-    """Append a literal to `parts`. If the last part is a literal too, join the two literals."""
-    if not text:
-        return
-    if parts and isinstance(parts[-1], str):
-        parts[-1] += text
-    else:
-        parts.append(text)
 
 
 def check_pattern(place: str, text: str, *required: str) -> None:

@@ -28,11 +28,11 @@ def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
 
     A prompt may end with the beginning of the model's message, for example with the marker that
     opens the reasoning. This beginning is called the "prefill". An empty prompt is treated like
-    None.
+    None, which means that the prompt is not known.
 
-    Example: for a format with the reasoning marker `<think>` and no `turn`, the prompt
-    `"<|im_start|>assistant\n<think>\n"` gives `StartPoint(Stage.CONTENT, prefill="<think>")`. After
-    the parser has read the prefill, the stage is REASONING.
+    Example: the prompt `"..<|im_start|>assistant\n<think>\n"` gives
+    `StartPoint(Stage.CONTENT, prefill="<think>")`. The parser reads the prefill before the output,
+    so the output then starts in the reasoning.
     """
     if isinstance(fmt.layout, Messages):
         return _find_start_in_messages(fmt, fmt.layout, prompt)
@@ -42,10 +42,9 @@ def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
 def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
     r"""Return the text after the last marker in the prompt that opens the model's turn.
 
-    `fmt.turn` contains the possible markers. Return None if the prompt contains none of these
-    markers. Example: with the turn
-    `"<|im_start|>assistant\n"`, the prompt `"..<|im_start|>assistant\n<think>\n"` gives
-    `"\n<think>\n"`.
+    `fmt.turn` contains the markers that may open the turn. Return None if the prompt contains none
+    of these markers. Example: if the marker is `"<|assistant|>"`, the prompt
+    `"..<|assistant|>\n<think>\n"` gives `"\n<think>\n"`.
     """
     turn_markers = [turn.strip() for turn in fmt.turn if turn.strip()]
     ends = [prompt.rindex(marker) + len(marker) for marker in turn_markers if marker in prompt]
@@ -55,36 +54,50 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
     """Return the initial state of a parser for a format with the layout `Sections`.
 
-    There are three cases:
-
-    - Without a prompt, the output starts in the reasoning, unless the format declares no reasoning
-      or the model writes the opening marker itself.
-    - The prompt contains the beginning of the answer, the "prefill". Example: `"..<think>"` gives
-      the prefill `<think>`. The parser reads the prefill before the output, so the markers in the
-      prefill select the stage of the output.
-    - The prompt contains no prefill, as in `"..<|assistant|>"`. The output starts in the content,
-      or in the reasoning if the model always starts with reasoning (the opener FORCED).
+    If the prompt contains the beginning of the answer, such as `<think>` in `"..<think>"`, this
+    beginning is the "prefill". The parser reads the prefill before the output, so the markers in
+    the prefill select the stage of the output. Without a prefill, the output starts in the stage
+    that `_stage_without_prefill` returns.
     """
-    reasoning = layout.reasoning
     if not prompt:
-        starts_in_reasoning = reasoning is not None and not reasoning.is_opened_by_model
-        first_stage = Stage.REASONING if starts_in_reasoning else Stage.CONTENT
-        return StartPoint(first_stage, is_prompt_known=False)
+        stage = _stage_without_prefill(layout, is_prompt_known=False)
+        return StartPoint(stage, is_prompt_known=False)
     prefill = _text_after_turn(fmt, prompt)
     if prefill is None:  # The start of the model's turn is not known.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
         return StartPoint(Stage.CONTENT, prefill)
-    is_forced = reasoning is not None and reasoning.opener is Opener.FORCED
-    return StartPoint(Stage.REASONING if is_forced else Stage.CONTENT)
+    return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
+
+
+def _stage_without_prefill(layout: Sections, *, is_prompt_known: bool) -> Stage:
+    """Return the stage in which the output starts if the prompt contains no part of the answer.
+
+    The opener of the reasoning decides whether this stage is the reasoning or the content:
+
+        opener           prompt is known   prompt is not known
+        FORCED           reasoning         reasoning
+        PROMPT           content           reasoning
+        MODEL, EITHER    content           content
+        no reasoning     content           content
+    """
+    if layout.reasoning is None:
+        return Stage.CONTENT
+    match layout.reasoning.opener:
+        case Opener.FORCED:
+            return Stage.REASONING
+        case Opener.PROMPT if not is_prompt_known:
+            return Stage.REASONING
+        case _:
+            return Stage.CONTENT
 
 
 def _marker_at_end(layout: Sections, prompt: str) -> str:
     r"""Return the marker at the end of the prompt, or "" if the prompt ends with other text.
 
-    The markers of the reasoning, of the content and of the tool calls are compared. Markers
-    elsewhere in the prompt are ignored, because the texts of users and system prompts may mention
-    markers. Example: `"..assistant\n<think>\n"` gives `"<think>"`.
+    The end of the prompt is compared with the markers of the reasoning, of the content and of the
+    tool calls. Markers elsewhere in the prompt are ignored, because the texts of users and system
+    prompts may mention markers. Example: `"..assistant\n<think>\n"` gives `"<think>"`.
     """
     markers: list[str] = []
     if layout.reasoning is not None:
@@ -104,8 +117,11 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
 def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
     """Return the initial state of a parser for a format with the layout `Messages`.
 
-    Example: for the prompt `"..<|start|>assistant<|channel|>final<|message|>"`, the prefill is the
-    text from `<|start|>` on. For the prompt `"..<|end|>"`, the output starts inside a header.
+    Examples for prompts:
+
+        `"..<|start|>assistant<|channel|>final<|message|>"`   The prompt ends inside a message. The
+                                                              text from `<|start|>` is the prefill.
+        `"..<|end|>"`                                         The output starts inside a header.
     """
     if not prompt:
         return StartPoint(None, is_prompt_known=False)
@@ -114,7 +130,7 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
 
 
 def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
-    """Return the unfinished message at the end of the prompt, or "" if there is none.
+    """Return the unfinished message at the end of the prompt, or "" if there is no such message.
 
     The model continues the unfinished message. Examples, for the marker `<|start|>` before each
     message and the marker `<|end|>` after each message:

@@ -24,10 +24,9 @@ _MAX_DEPTH = 64
 def unenforced(schema: object) -> list[str]:
     """Return a description of each keyword in `schema` that xgrammar does not enforce.
 
-    Measured with xgrammar 0.2.8: `not`, `uniqueItems` and conditional keywords are ignored.
-    `multipleOf` is enforced only for integers without bounds. An `allOf` of several schemas accepts
-    any value.
-    `oneOf` is treated as `anyOf`.
+    Measurements with xgrammar 0.2.8 show four cases. xgrammar ignores `not`, `uniqueItems` and
+    conditional keywords. xgrammar enforces `multipleOf` only for integers without bounds. An
+    `allOf` of several schemas accepts any value. xgrammar treats `oneOf` as `anyOf`.
 
     Example: `unenforced({"items": {"multipleOf": 2}})` returns `["multipleOf at $.items"]`.
     """
@@ -35,9 +34,10 @@ def unenforced(schema: object) -> list[str]:
 
 
 def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
-    """Yield a description of each keyword of `schema` and its parts that xgrammar does not enforce.
+    """Yield a description of each keyword that xgrammar does not enforce.
 
-    Example: `{"items": {"not": {}}}` at the path `$` yields "not at $.items".
+    The keywords of `schema` and of all schemas inside `schema` are described. Example:
+    `{"items": {"not": {}}}` at the path `$` yields "not at $.items".
 
     Args:
         schema: The JSON schema.
@@ -57,10 +57,9 @@ def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
 def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
     """Yield each value inside `schema` that may be a schema, with the path of the value.
 
-    A keyword of `schema` contains a schema, a list of schemas, or an object with schemas.
-
-    Example: `{"items": {"type": "string"}}` at the path `$` yields `({"type": "string"},
-    "$.items")`.
+    Such a value is the value of a keyword, or a member of a list or an object that is the value of
+    a keyword. Example: `{"items": {"type": "string"}}` at the path `$` yields
+    `({"type": "string"}, "$.items")`.
     """
     for keyword in _SCHEMA_KEYWORDS:
         if keyword in schema:
@@ -78,12 +77,15 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield descriptions of those keywords of `schema` that xgrammar enforces only in some cases.
+    """Yield a description of `multipleOf`, `allOf` and `oneOf`, if xgrammar does not enforce them.
 
-    A keyword is described only if xgrammar does not enforce the keyword in `schema`. xgrammar
-    enforces `multipleOf` only for integers without bounds, and `allOf` only for a single schema.
-    xgrammar treats `oneOf` as `anyOf`. Example: an `allOf` of two schemas at the path `$` yields
-    "allOf of 2 parts at $".
+    xgrammar enforces `multipleOf` only for integers without bounds, and `allOf` only for a single
+    schema. xgrammar treats `oneOf` as `anyOf`. Keywords inside other schemas are not described.
+    Example: an `allOf` of two schemas at the path `$` yields "allOf of 2 parts at $".
+
+    Args:
+        schema: The JSON schema.
+        path: The path of `schema` in the outermost schema, for example `$.items`.
     """
     if "multipleOf" in schema and not is_enforced_multiple(schema):
         yield f"multipleOf at {path}"
@@ -97,30 +99,34 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether every value matches at most one of the schemas in `options`.
+    """Return whether no value can match two of the schemas in `options`.
 
-    For such disjoint schemas, `oneOf` and `anyOf` accept the same values. Only declared types and
-    constants are compared. Examples: a string and an integer are disjoint. The constants "a" and
-    "b" are disjoint. A string and the constant "a" are not disjoint. A single schema is disjoint.
+    For such schemas, `oneOf` and `anyOf` accept the same values. Only the declared types and
+    constants are compared. Examples:
+
+        {"type": "string"}, {"type": "integer"}   True
+        {"const": "a"}, {"const": "b"}            True
+        {"type": "string"}, {"const": "a"}        False
+        {"minimum": 1}                            True, because there is only one schema
     """
     if len(options) < 2:
         return True
-    options_of_type: dict[str, list[Mapping[str, Any]]] = {}
+    options_by_type: dict[str, list[Mapping[str, Any]]] = {}
     for option in options:
         json_type = _single_type(option)
         if json_type is None:
             return False
-        options_of_type.setdefault(json_type, []).append(option)
-    # Options of different types are always disjoint. Options of the same type count as disjoint
-    # only if they are different constants.
+        options_by_type.setdefault(json_type, []).append(option)
+    # Schemas of different types are always disjoint. Schemas of the same type are compared only by
+    # their constants.
     return all(
-        len(same_type_options) == 1 or _have_different_constants(same_type_options)
-        for same_type_options in options_of_type.values()
+        len(same_type) == 1 or _have_different_constants(same_type)
+        for same_type in options_by_type.values()
     )
 
 
 def _single_type(schema: object) -> str | None:
-    """Return the JSON type of a schema if the schema declares exactly one type, or else None.
+    """Return the only JSON type that a schema declares, or None for several types or no type.
 
     An integer is also a number, so the result for integers is "number". Examples: `{"type":
     "string"}` and `{"const": "a"}` give "string".

@@ -280,7 +280,7 @@ def _layout(
     `Sections` with the reasoning and the tool calls.
 
     Args:
-        label: The name of the format, for use in error messages.
+        label: The names of the two entries for use in error messages, for example "qwen3+hermes".
         reasoning: The declaration of the reasoning, or None.
         tools: The declaration of the tool calls, or None.
 
@@ -289,17 +289,16 @@ def _layout(
     """
     reasoning_part = reasoning.part if reasoning is not None else None
     tool_part = tools.part if tools is not None else None
-    # A format that describes whole messages can have a reasoning entry and a tool entry. In this
-    # case, the part of the reasoning entry equals the part of the tool entry.
-    if isinstance(reasoning_part, Messages) and tool_part in (None, reasoning_part):
-        return reasoning_part
-    if isinstance(tool_part, Messages) and reasoning_part is None:
-        return tool_part
     reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        raise _not_combinable(label, reasoning_name)
+        # A model family that writes messages has the same layout in both entries.
+        if tool_part is not None and tool_part != reasoning_part:
+            raise _not_combinable(label, reasoning_name)
+        return reasoning_part
     if isinstance(tool_part, Messages):
-        raise _not_combinable(label, tools_name)
+        if reasoning_part is not None:
+            raise _not_combinable(label, tools_name)
+        return tool_part
     content = reasoning.content if reasoning is not None else None
     return Sections(reasoning=reasoning_part, content=content, tools=tool_part)
 

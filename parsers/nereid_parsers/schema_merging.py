@@ -1,0 +1,221 @@
+"""Merges two JSON schemas into one schema that xgrammar enforces.
+
+The merged schema accepts a value only if both schemas accept the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from nereid_parsers.enforceable_multiple import ANNOTATIONS, Schema, is_integer, is_number
+from nereid_parsers.stream.values.argument_types import json_type_of
+
+# Maps the keyword of a bound to the function that returns the stricter one of two bounds.
+_STRICTER = {
+    **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
+    **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
+}
+_PROPERTY_KEYWORDS = ("properties", "additionalProperties")
+# If a schema has one of these keywords, xgrammar ignores all other keywords of the schema.
+_ALTERNATIVES = frozenset({"anyOf", "oneOf", "not", "if", "const", "enum"})
+
+
+class CannotMergeError(Exception):
+    """Two schemas cannot be combined into one schema that xgrammar enforces."""
+
+
+def merge_schemas(first: object, second: object) -> dict[str, Any]:
+    """Merge two schemas. The merged schema accepts a value only if both schemas accept the value.
+
+    Example: `{"type": "integer", "minimum": 1}` and `{"minimum": 3}` give
+    `{"type": "integer", "minimum": 3}`. The schema `true` accepts every value, so a schema that is
+    merged with `true` is returned unchanged.
+
+    Raises:
+        CannotMergeError: No value matches both schemas, or the result has a combination of keywords
+            that xgrammar does not enforce.
+    """
+    if first is True:
+        return _copy_of(second)
+    if second is True:
+        return _copy_of(first)
+    return _merge_keywords(_copy_of(first), _copy_of(second))
+
+
+def _copy_of(schema: object) -> dict[str, Any]:
+    """Return a copy of a schema as a dict. The copy of the schema `true` is `{}`.
+
+    Raises:
+        CannotMergeError: The schema is `false`, which accepts no value, or is not a JSON schema.
+    """
+    if schema is True:
+        return {}
+    if not isinstance(schema, Mapping):
+        raise CannotMergeError("the schema accepts no value")
+    return dict(schema)
+
+
+def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
+    """Merge two schemas keyword by keyword. For an example see `merge_schemas`.
+
+    Raises:
+        CannotMergeError: No value matches both schemas, or the result has a combination of keywords
+            that xgrammar does not enforce.
+    """
+    merged: dict[str, Any] = {**first, **second}
+    common_keywords = [keyword for keyword in first if keyword in second]
+    for keyword in common_keywords:
+        if keyword not in _PROPERTY_KEYWORDS:
+            merged[keyword] = _merge_values(keyword, first[keyword], second[keyword])
+    # `properties` and `additionalProperties` depend on each other, so they are merged together.
+    if any(keyword in merged for keyword in _PROPERTY_KEYWORDS):
+        merged |= _merge_properties(first, second, merged.get("required") or [])
+    merged = _drop_impossible_choices(merged)
+    if merged.get("enum") == []:
+        raise CannotMergeError("no value of enum matches both schemas")
+    if _has_ignored_keyword(merged):
+        raise CannotMergeError("xgrammar would ignore a keyword of the merged schema")
+    return merged
+
+
+def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
+    """Merge two values of a schema keyword into one value that enforces both.
+
+    Examples: the values 5 and 9 of `maxLength` give 5. The values `["a", "b"]` and `["b", "c"]` of
+    `enum` give `["b"]`. An annotation, such as `title`, enforces nothing, so `first` is returned.
+
+    Raises:
+        CannotMergeError: No single value of the keyword has the effect of both values.
+    """
+    if keyword in ANNOTATIONS or first == second:
+        return first
+    if keyword == "type":
+        return _common_types(first, second)
+    if keyword == "required":
+        return list(dict.fromkeys([*first, *second]))
+    if keyword == "enum":
+        return [value for value in first if value in second]
+    if keyword == "items":
+        return merge_schemas(first, second)
+    if keyword in _STRICTER and is_number(first) and is_number(second):
+        return _STRICTER[keyword](first, second)
+    if keyword == "multipleOf" and is_integer(first) and is_integer(second):
+        return math.lcm(int(first), int(second))
+    raise CannotMergeError(f"two values of {keyword} cannot be merged")
+
+
+def _common_types(first: object, second: object) -> str | list[str]:
+    """Return the types that both values of the keyword `type` allow.
+
+    The type "number" also allows integers. Example: `"number"` and `["integer", "null"]` have the
+    type `"integer"` in common.
+
+    Raises:
+        CannotMergeError: The two values have no type in common.
+    """
+    common = _allowed_types(first) & _allowed_types(second)
+    if "number" in common:
+        common.discard("integer")  # "number" already allows integers.
+    if not common:
+        raise CannotMergeError("the two schemas have no type in common")
+    names = sorted(common)
+    return names[0] if len(names) == 1 else names
+
+
+def _allowed_types(value: object) -> set[Any]:
+    """Return the types that a value of the keyword `type` allows.
+
+    Example: `["number", "null"]` allows "number", "null" and "integer".
+    """
+    types = set(value) if isinstance(value, list) else {value}
+    if "number" in types:
+        types.add("integer")
+    return types
+
+
+def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
+    """Merge the keywords `properties` and `additionalProperties` of two schemas.
+
+    Example: `{"properties": {"a": {"type": "string"}}}` and `{"properties": {"a": {"maxLength":
+    9}}}` give `{"properties": {"a": {"type": "string", "maxLength": 9}}}`.
+
+    Args:
+        first: A schema of an object.
+        second: Another schema of the object.
+        required: The names of the properties that the object must have.
+
+    Raises:
+        CannotMergeError: No object matches both schemas, or xgrammar could not enforce the result.
+    """
+    if "patternProperties" in first or "patternProperties" in second:
+        raise CannotMergeError("patternProperties cannot be merged")
+    names = dict.fromkeys([*(first.get("properties") or {}), *(second.get("properties") or {})])
+    merged = {
+        name: _merge_or_forbid(_schema_of(name, first), _schema_of(name, second)) for name in names
+    }
+    allowed = {name: schema for name, schema in merged.items() if schema is not False}
+    if any(name in required for name in merged.keys() - allowed.keys()):
+        raise CannotMergeError("a required property is forbidden")
+    first_rest, second_rest = _schema_of_others(first), _schema_of_others(second)
+    if first_rest is True and second_rest is True:
+        return {"properties": allowed}
+    rest = _merge_or_forbid(first_rest, second_rest)
+    return {"properties": allowed, "additionalProperties": rest}
+
+
+def _schema_of(name: str, schema: Schema) -> object:
+    """Return the schema that an object's schema declares for the property `name`."""
+    properties = schema.get("properties") or {}
+    return properties.get(name, _schema_of_others(schema))
+
+
+def _schema_of_others(schema: Schema) -> object:
+    """Return the schema of all properties that the keyword `properties` does not declare.
+
+    The default is the schema `true`, which accepts every value.
+    """
+    return schema.get("additionalProperties", True)
+
+
+def _merge_or_forbid(first: object, second: object) -> dict[str, Any] | Literal[False]:
+    """Merge two schemas of a property. Return False if one of the schemas is False.
+
+    The schema False forbids the property.
+    """
+    is_forbidden = first is False or second is False
+    return False if is_forbidden else merge_schemas(first, second)
+
+
+def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a schema in which all values of `enum` have the declared type.
+
+    Example: `{"type": "string", "enum": ["a", 1]}` gives `{"type": "string", "enum": ["a"]}`.
+    """
+    json_type = schema.get("type")
+    if "enum" not in schema or not isinstance(json_type, str):
+        return schema
+    return {**schema, "enum": [value for value in schema["enum"] if _has_type(value, json_type)]}
+
+
+def _has_type(value: object, name: str) -> bool:
+    """Return whether a JSON value has the type `name`. An integer also has the type "number"."""
+    json_type = json_type_of(value)
+    return json_type == name or (name == "number" and json_type == "integer")
+
+
+def _has_ignored_keyword(schema: Schema) -> bool:
+    """Return whether a schema has a combination of keywords that xgrammar enforces only in part.
+
+    Examples: xgrammar ignores `minLength` if the schema also has `pattern`, and ignores all other
+    keywords if the schema has a keyword such as `anyOf`. Annotations and the type of an `enum` do
+    not count, because the schema accepts the same values without them.
+    """
+    has_length = "minLength" in schema or "maxLength" in schema
+    if has_length and "pattern" in schema:
+        return True
+    restrictions = schema.keys() - ANNOTATIONS
+    if "enum" in restrictions and isinstance(schema.get("type"), str):
+        restrictions -= {"type"}
+    return bool(_ALTERNATIVES & restrictions) and len(restrictions) > 1

@@ -13,10 +13,9 @@ from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The types of grammar nodes in xgrammar 0.2.8. A node whose type is in `_LEAF_TYPES`
-# contains no other nodes. `_KEY_OF_SINGLE_NODE` contains the types of nodes with exactly one inner
-# node, and the key of this inner node. `_KEY_OF_NODE_LIST` contains the types of nodes with several
-# inner nodes, and the key of the list of inner nodes.
+# The types of grammar nodes in xgrammar 0.2.8. A node of a type in `_LEAF_TYPES` contains no other
+# nodes. A node of a type in `_KEY_OF_SINGLE_NODE` contains one inner node, under the given key. A
+# node of a type in `_KEY_OF_NODE_LIST` contains a list of inner nodes, under the given key.
 _LEAF_TYPES = frozenset({
     "const_string", "json_schema", "any_text", "token", "exclude_token", "any_tokens", "grammar",
     "regex", "qwen_xml_parameter", "dispatch", "token_dispatch",
@@ -35,13 +34,16 @@ _NODE_TYPES = sorted({*_LEAF_TYPES, *_KEY_OF_SINGLE_NODE, *_KEY_OF_NODE_LIST})
 def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
     """Return the grammar node that the content must match, or None for free text.
 
-    A grammar node is a dict from which xgrammar builds a grammar.
+    A grammar node is a dict from which xgrammar builds a grammar. Examples:
 
-    Examples: `{"type": "regex", "pattern": "[0-9]+"}` is returned unchanged, and
-    `{"type": "choice", "choice": ["a"]}` gives `{"type": "const_string", "value": "a"}`.
+        response_format                         result
+        {"type": "text"}                        None
+        {"type": "choice", "choice": ["a"]}     {"type": "const_string", "value": "a"}
+        {"type": "regex", "pattern": "[0-9]"}   {"type": "regex", "pattern": "[0-9]"}
 
     Args:
-        response_format: The OpenAI field `response_format`, or an object with one of these types:
+        response_format: The OpenAI field `response_format`, or an object with one of these types,
+            which OpenAI does not define:
             "structural_tag"  a structural tag of xgrammar, in the current or in the older form
             "regex"           the key `pattern` contains a regular expression
             "grammar"         the key `grammar` contains a grammar in EBNF
@@ -75,18 +77,18 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
 
 
 def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa: ANN401  # JSON
-    """Log a warning with the keywords of `schema` that constrained decoding does not enforce.
+    """Log a warning, or raise an error, if xgrammar does not enforce all keywords of a schema.
 
-    If the request demands that the whole schema is enforced ("strict"), raise an error instead.
+    An error is raised only if the request demands that the whole schema is enforced ("strict").
 
     Args:
         schema: The JSON schema.
         is_strict: Whether the request demands that the whole schema is enforced.
-        field: The name of the request's field that contains the schema. Error messages start with
-            this name.
+        field: The name of the request's field that contains the schema. The warning and the error
+            message start with this name.
 
     Raises:
-        ConstraintError: `is_strict` is true, and decoding does not enforce a keyword of `schema`.
+        ConstraintError: `is_strict` is true, and xgrammar does not enforce a keyword of `schema`.
     """
     keywords = unenforced(schema)
     if not keywords:
@@ -106,9 +108,9 @@ def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa
 def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
     """Return the grammar node for a `response_format` of type `json_schema`.
 
-    Example of a value: `{"json_schema": {"schema": {"type": "integer"}, "strict": true}}`. Some
-    clients omit the outer object, so the keys `schema` and `strict` are also accepted without it.
-    If `strict` is true, the client demands that the whole schema is enforced.
+    Example: `{"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}` gives a node
+    that matches `5`. Some clients write the key `schema` next to `type`, without the inner object.
+    The key `strict` next to `schema` demands that the whole schema is enforced.
 
     Raises:
         ConstraintError: A value has a wrong type, or a strict schema cannot be enforced.
@@ -131,7 +133,7 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _required_text(response_format: Mapping[str, Any], key: str) -> str:
-    """Return the string under `key`. Raise ConstraintError if this string is missing or empty."""
+    """Return the string under `key`. Raise ConstraintError if the string is missing or empty."""
     value = response_format.get(key)
     if not isinstance(value, str) or not value:
         raise ConstraintError(
@@ -142,7 +144,7 @@ def _required_text(response_format: Mapping[str, Any], key: str) -> str:
 
 
 def _choice_node(choices: object) -> Node:
-    """Return the grammar node that matches exactly one of the strings in `choices`.
+    """Return the grammar node that matches each of the strings in `choices`, and no other text.
 
     Example: the node for `["yes", "no"]` matches `yes` and `no`.
 
@@ -167,8 +169,9 @@ def _choice_node(choices: object) -> Node:
 def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
     """Return the grammar node for a `response_format` of type `structural_tag`.
 
-    A structural tag is xgrammar's description of a grammar. A structural tag in the older form has
-    the keys `structures` and `triggers`. A structural tag in the current form has the key `format`.
+    A structural tag is xgrammar's description of a grammar. In the current form, the key `format`
+    contains a grammar node, which is returned. In the older form, the keys `structures` and
+    `triggers` describe the grammar. These keys are converted to a grammar node.
 
     Raises:
         ConstraintError: The structural tag is not valid.
@@ -185,7 +188,8 @@ def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
 def _check_node(node: object, path: str) -> None:
     """Raise ConstraintError if xgrammar does not support `node` or a node inside `node`.
 
-    If a schema inside `node` has keywords that xgrammar does not enforce, log a warning.
+    The JSON schemas inside `node` are checked too. If xgrammar does not enforce a keyword of a
+    schema, a warning is logged. If the node with this schema is strict, an error is raised instead.
 
     Args:
         node: The value that the client has sent as a grammar node.
@@ -215,9 +219,12 @@ def _inner_nodes(
 ) -> Iterator[tuple[object, str]]:
     """Yield each direct inner node of `node`, and the path of the inner node in the request.
 
-    Examples for a node at the path `$`: if the type is `sequence`, the path of the first inner node
-    is `$.elements[0]`. If the type is `optional`, the path of the only inner node is `$.content`.
-    If the type is `const_string`, there are no inner nodes.
+    Examples for inner nodes `a` and `b`, and the path `$`:
+
+        node                                        yielded values
+        {"type": "sequence", "elements": [a, b]}    (a, "$.elements[0]"), (b, "$.elements[1]")
+        {"type": "optional", "content": a}          (a, "$.content")
+        {"type": "const_string", "value": "text"}   none
 
     Args:
         node: The grammar node.
@@ -225,8 +232,8 @@ def _inner_nodes(
         path: The path of `node` in the request.
 
     Raises:
-        ConstraintError: `node` must contain a list of nodes, but the value is not a list, or is an
-            empty list.
+        ConstraintError: A node of this type must contain a list of nodes, but `node` contains no
+            list, or an empty list.
     """
     if node_type in _KEY_OF_SINGLE_NODE:
         key = _KEY_OF_SINGLE_NODE[node_type]
@@ -239,7 +246,7 @@ def _inner_nodes(
 
 
 def _required_list(value: object, path: str) -> list[Any]:
-    """Return `value`. Raise ConstraintError if `value` is not a list with at least one member."""
+    """Return `value` unchanged. Raise ConstraintError if it is not a list, or an empty list."""
     if not isinstance(value, list) or not value:
         raise ConstraintError(
             f"{path}: the value must be a list of at least one object, but is {shorten(value)}"
@@ -268,7 +275,7 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _required_triggers(value: object) -> list[str]:
-    """Validate and return the field `triggers` of a structural tag in the older form.
+    """Return `value`, the field `triggers` of a structural tag in the older form, unchanged.
 
     Raises:
         ConstraintError: `value` is not a list of non-empty strings, or the list is empty.
@@ -284,12 +291,13 @@ def _required_triggers(value: object) -> list[str]:
 def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
     """Convert one member of `structures`, a list in the older form, into a node of type `tag`.
 
-    Example: `{"begin": "<f>", "schema": {}, "end": "</f>"}` gives a tag with the same `begin` and
-    `end`, whose content is any JSON value.
+    Example: `{"begin": "<f>", "schema": {}, "end": "</f>"}` gives a tag that matches `<f>`, any
+    JSON value and `</f>`.
 
     Args:
-        structure: The member, as the client has sent the member.
-        triggers: The texts that announce a tag. `begin` must start with one of these texts.
+        structure: The member, which the client has sent.
+        triggers: The texts at which xgrammar starts to enforce a tag. The member's `begin` must
+            start with one of these texts.
         path: The path of the member in the request, for use in error messages.
 
     Raises:

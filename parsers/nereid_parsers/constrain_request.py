@@ -14,7 +14,13 @@ from nereid_parsers.errors import ConstraintError, shorten
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """One tool of the request: its name and the JSON schema of its parameters."""
+    """One tool of the request.
+
+    Attributes:
+        name: The name of the function.
+        parameters: The JSON schema of the function's arguments.
+        is_strict: Whether the request demands that the whole schema is enforced.
+    """
 
     name: str
     parameters: Mapping[str, Any]
@@ -25,11 +31,11 @@ class ToolSchema:
         """Create a ToolSchema from one member of the OpenAI tools list.
 
         A member is `{"type": "function", "function": {"name": "f", "parameters": {..}}}`, or only
-        the inner object. The schema of the parameters is rewritten, so that xgrammar enforces more
-        of its keywords.
+        the inner object `{"name": "f", "parameters": {..}}`. The schema under `parameters` is
+        rewritten, so that xgrammar enforces more of its keywords.
 
         Raises:
-            ConstraintError: The tool has no name.
+            ConstraintError: The member contains no function name.
         """
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -42,11 +48,12 @@ class ToolSchema:
         return cls(name, enforceable(parameters), is_strict)
 
     def argument(self, key: str) -> Mapping[str, Any]:
-        """Return the JSON schema of the argument `key`.
+        """Return the JSON schema of the argument `key`, with the definitions of the tool's schema.
 
-        The result also contains the definitions (`$defs`) of the tool's schema, because the schema
-        of the argument may refer to these definitions. A schema that is not an object, such as
-        `true`, gives `{}`, which accepts any value.
+        The schema of the argument may refer to these definitions (`$defs`). Example: if the
+        parameters are `{"$defs": {"C": {..}}, "properties": {"city": {"$ref": "#/$defs/C"}}}`, the
+        argument `city` gives `{"$defs": {"C": {..}}, "$ref": "#/$defs/C"}`. A schema that is not an
+        object, such as `true`, gives `{}`, which accepts any value.
         """
         schema = self.parameters["properties"][key]
         if not isinstance(schema, Mapping):
@@ -64,15 +71,15 @@ class ToolSchema:
         required = self.parameters.get("required")
         if not isinstance(required, list):
             return []
-        return [key for key in self._keys() if key in required]
+        return [key for key in self._argument_names() if key in required]
 
     @property
     def optional_keys(self) -> list[str]:
         """The names of the optional arguments, in the order of the schema."""
         required = self.required_keys
-        return [key for key in self._keys() if key not in required]
+        return [key for key in self._argument_names() if key not in required]
 
-    def _keys(self) -> list[str]:
+    def _argument_names(self) -> list[str]:
         """Return the names of all arguments, in the order of the schema."""
         properties = self.parameters.get("properties")
         return list(properties) if isinstance(properties, Mapping) else []
@@ -80,10 +87,11 @@ class ToolSchema:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The validated constraints that a request places on the output.
+    """The validated constraints that an OpenAI request places on the output.
 
     Attributes:
-        tools: The tools that the model may call, in the order of the request.
+        tools: The tools that the model may call, in the order of the request. If `tool_choice`
+            excludes all tools, the tuple is empty.
         must_call: Whether the model must make at least one tool call.
         is_single: Whether the model may make at most one tool call.
         answer: The grammar node that the content must match, or None for free text.
@@ -105,8 +113,8 @@ class Request:
     ) -> Request:
         """Create the constraints from the fields of an OpenAI request.
 
-        Example: for two tools and a `tool_choice` that names one of them, the constraints contain
-        only this tool, and the model must call the tool exactly once.
+        Example: if the request has the tools f and g, and `tool_choice` names f, the constraints
+        contain only f, and the model must call f exactly once.
 
         Args:
             tools: The field `tools`.
@@ -134,10 +142,18 @@ class Request:
 
     @property
     def is_unconstrained(self) -> bool:
-        """Whether the request allows any output."""
-        constrains_calls = self.must_call or any(tool.is_strict for tool in self.tools)
-        limits_calls = bool(self.tools) and self.is_single
-        return self.answer is None and not constrains_calls and not limits_calls
+        """Whether the request allows any output.
+
+        A request that only offers tools allows any output. The output is constrained if the request
+        demands a tool call or a form of the answer, if a tool is strict, or if the model may make
+        at most one tool call.
+        """
+        has_strict_tool = any(tool.is_strict for tool in self.tools)
+        limits_number_of_calls = bool(self.tools) and self.is_single
+        is_constrained = (
+            self.answer is not None or self.must_call or has_strict_tool or limits_number_of_calls
+        )
+        return not is_constrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +172,10 @@ class _ToolChoice:
     is_one_function: bool = False
 
     def select(self, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
-        """Return the tools that the model may call.
+        """Return those of `tools`, the tools of the request, that the model may call.
 
-        Examples for the tools f and g: if this choice names the function f, the result is the tool
-        f. If this choice names no function, the result is f and g. In the mode "none", the result
-        is empty.
+        Examples for the tools f and g: the names {"f"} give f. The names None give f and g. The
+        mode "none" gives an empty tuple.
 
         Raises:
             ConstraintError: This choice names a function that `tools` does not contain.
@@ -179,9 +194,9 @@ class _ToolChoice:
 def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) -> _ToolChoice:
     """Parse the OpenAI field `tool_choice`, which defines whether the model calls tools.
 
-    Examples: `{"type": "function", "function": {"name": "f"}}` gives the mode "required" and the
-    names {"f"}. If the value is missing, the mode is "auto" for a request with tools, and "none"
-    for a request without tools.
+    Example: `{"type": "function", "function": {"name": "f"}}` gives
+    `_ToolChoice(mode="required", names={"f"}, is_one_function=True)`. If the field is missing, the
+    mode is "auto" for a request with tools, and "none" for a request without tools.
 
     Args:
         choice: The value of the field, or None if the field is missing.
@@ -214,8 +229,8 @@ def _parse_allowed_tools(value: object) -> _ToolChoice:
     """Parse the object `allowed_tools` in the OpenAI field `tool_choice`.
 
     With this object, a client allows only some of the request's tools. Example:
-    `{"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}` gives the mode
-    "auto" and the names {"f"}.
+    `{"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}` gives
+    `_ToolChoice(mode="auto", names={"f"})`.
 
     Raises:
         ConstraintError: `value` is not a valid `allowed_tools` object.
@@ -232,15 +247,15 @@ def _parse_allowed_tools(value: object) -> _ToolChoice:
         raise ConstraintError(
             f"tool_choice: allowed_tools.tools must be a list, but it is {shorten(tools)}"
         )
-    allowed_tools = [
-        _object(tool, "each item of tool_choice.allowed_tools.tools") for tool in tools
-    ]
-    names = frozenset(_function_name(tool) for tool in allowed_tools)
+    names = frozenset(
+        _function_name(_object(tool, "each item of tool_choice.allowed_tools.tools"))
+        for tool in tools
+    )
     return _ToolChoice(mode, names)
 
 
 def _object(value: object, place: str) -> Mapping[str, Any]:
-    """Return `value`, or raise a ConstraintError if `value` is not a JSON object.
+    """Return `value` unchanged. Raise ConstraintError if `value` is not a JSON object.
 
     Args:
         value: A value of the request.
@@ -252,7 +267,9 @@ def _object(value: object, place: str) -> Mapping[str, Any]:
 
 
 def _function_name(choice: Mapping[str, Any]) -> str:
-    """Return the function's name from `{"function": {"name": ..}}` or `{"name": ..}`.
+    """Return the name of the function that an object in the field `tool_choice` selects.
+
+    Examples: `{"function": {"name": "f"}}` and `{"name": "f"}` give "f".
 
     Raises:
         ConstraintError: The object contains no name.

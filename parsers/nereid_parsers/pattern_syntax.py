@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from nereid_parsers.errors import FormatError
 
 FIELDS = frozenset({"name", "key", "id", "number", "string", "type", "word", "rest"})
-# Matches a doubled brace, a field such as `{name}`, text without braces, or a single brace, in which
-# case the pattern is not valid.
+# Matches a doubled brace, a field such as `{name}`, text without braces, or a brace without a
+# partner.
 _TOKENS = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[^{}]+|[{}]")
 _LITERAL_BRACES = {"{{": "{", "}}": "}"}
 
@@ -36,7 +36,7 @@ class PatternField:
 
 
 def split_pattern(text: str) -> tuple[str | PatternField, ...]:
-    """Split a pattern into literals and fields.
+    """Split a pattern into literals and fields. In a literal, `{{` and `}}` become `{` and `}`.
 
     Example: `split_pattern("<f={name}>{{}}")` returns `("<f=", PatternField("name"), ">{}")`.
 

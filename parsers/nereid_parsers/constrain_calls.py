@@ -42,8 +42,8 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# A body of one of these types contains all tool calls of a message. A body of any other type
-# contains one tool call.
+# A body of one of these types is a list of tool calls. A body of any other type is one tool call,
+# or contains the arguments of one tool call.
 ListBody = JsonArray | PythonCalls
 
 # The regular expressions for the fields of a tool call's header.
@@ -86,12 +86,12 @@ def section_node(section: ToolSection, request: Request) -> Node:
 def _list_or_object(section: ToolSection, body: ListBody, request: Request) -> Node:
     """Return the grammar node for a list of tool calls, such as `[{"name": "f", ..}]` or `[f()]`.
 
-    `section` declares several variants of a tool call if models write tool calls in several forms.
-    If the second variant is a JSON object, the node also matches one JSON object without the list,
-    such as `{"name": "f", ..}`.
+    If `section` declares that models also write a single tool call as a JSON object, the node also
+    matches a JSON object without the list, such as `{"name": "f", ..}`.
 
     Args:
-        section: The declaration of the tool calls. Its first variant is a list.
+        section: The declaration of the tool calls. Its first variant is a list. The second variant
+            declares the JSON object.
         body: The body of the first variant.
         request: The tools that the model may call, and whether the model may make only one call.
     """
@@ -147,8 +147,8 @@ def _start_of_object(keys: Keys) -> str:
 def call_node(call: Call, tool: ToolSchema) -> Node:
     """Return the node for one call of `tool`, including the markers and the header of the call.
 
-    If the body of `call` is a list, use `list_node` instead. Example of matching text:
-    `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
+    Example of matching text: `<tool_call>{"name": "f", "arguments": {}}</tool_call>`. `call`
+    declares how the tool call is written. If it declares a list, use `list_node` instead.
     """
     head = _head_node(call.head, tool.name)
     return sequence(const(call.open), head, _body_node(call.body, tool), const(call.close))
@@ -323,9 +323,9 @@ def _members_at_paths(values: Mapping[str, Node]) -> Node:
 def _with_whitespace(node: Node, whitespace: Node) -> Node:
     """Return a copy of `node` that allows white space inside braces, after commas and after colons.
 
-    Only constants are changed. Example: `const('{"name": ')` gives the sequence `{`, `whitespace`,
-    `"name":`, `whitespace`. White space between the tokens of a constant is removed. Other nodes,
-    such as the schema of the arguments, define their own white space.
+    Only constants are changed, because other nodes, such as the schema of the arguments, define
+    their own white space. White space between the JSON tokens of a constant is replaced. Example:
+    `const('{"name": ')` gives the sequence `{`, `whitespace`, `"name":`, `whitespace`.
 
     Args:
         node: The node for a JSON object, or for a part of a JSON object.

@@ -34,7 +34,10 @@ from nereid_parsers.tool_declarations import JsonArguments, TaggedArguments, Too
 
 
 class Stage(Enum):
-    """The part of the message to which the next character of the output belongs."""
+    """A part of the message: the reasoning, the content or the tool calls.
+
+    The stage of a parser is the part to which the next character of the output belongs.
+    """
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -46,8 +49,8 @@ class Opener(Enum):
 
     The rule applies if the prompt does not end with a marker of the reasoning.
 
-    MODEL   The model writes the opening marker of the reasoning itself. The output starts in the
-            content.
+    MODEL   The model itself writes the opening marker of the reasoning. Up to this marker, the
+            output is content.
     EITHER  Like MODEL, but some templates of the family write the opening marker into the prompt.
             If the prompt is not known, the parser stores all text until a marker shows whether the
             text is reasoning. Text without a marker is content.
@@ -64,9 +67,9 @@ class Opener(Enum):
 
 
 class Shown(Enum):
-    """The field of the message in which the client receives the reasoning.
+    """The field in which a client receives the reasoning: an own field, or the content.
 
-    APART   The reasoning is returned as reasoning.
+    APART   The reasoning is returned in the field for the reasoning, without its markers.
     INLINE  The reasoning and its markers are a part of the content. If the prompt contains the
             opening marker, the parser adds the opening marker to the content. Clients need this
             rule if they send the whole text back to the model ("append think").
@@ -122,9 +125,8 @@ class Reasoning:
 class Wrapper:
     r"""The markers around content, as in `<response>..</response>`.
 
-    Text outside the markers is content, too.
-
-    One of the two markers may be empty: `Wrapper("[BEGIN FINAL RESPONSE]\n", "")`.
+    Text before, between and after the markers is content. One of the two markers may be empty, as
+    in `Wrapper("[BEGIN FINAL RESPONSE]\n", "")`.
     """
 
     open: str
@@ -193,7 +195,8 @@ class Messages:
         start: The marker before each header.
         header_end: The text between header and body.
         routes: The routes that assign a stage to each header. The parser uses the first route that
-            matches. Constrained output contains the header that `first_route` selects.
+            matches. Constrained output contains the header of one route for each stage, see
+            `first_route`.
         ends: The markers that close a body. The start of the next message closes a body too.
         call_end: The member of `ends` that closes only tool calls, or "".
         body: The form of the arguments in a message that is a tool call.
@@ -246,7 +249,7 @@ class ReasoningGate:
             reasoning must add exactly this text. A search for the marker must ignore the white
             space.
         is_open: Whether the prompt opens the reasoning and does not close the reasoning.
-        may_open: Whether the model itself may still open the reasoning.
+        may_open: Whether the model may write reasoning after the prompt, and must open it itself.
     """
 
     start: str

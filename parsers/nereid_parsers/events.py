@@ -43,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """The next piece of a tool call's arguments. `text` is JSON text."""
+    """The next piece of a tool call's arguments. All pieces of one call together are JSON text."""
 
     index: int
     text: str
@@ -83,13 +83,14 @@ class Message:
 
 
 def fold(events: Iterable[Event]) -> Message:
-    """Combine the events that a parser has returned for a message into one `Message`.
+    """Combine all events of a message, in the order of the parser, into one `Message`.
 
     Example: `fold([ContentDelta("Hel"), ContentDelta("lo")])` returns `Message(content="Hello")`.
     """
     reasoning: list[str] = []
     content: list[str] = []
-    # The tool call with the index 0 has `starts[0]` and the pieces of arguments `arguments[0]`.
+    # The tool call with the index 0 starts with `starts[0]`, and `arguments[0]` contains the pieces
+    # of its arguments.
     starts: list[ToolCallStart] = []
     arguments: list[list[str]] = []
     for event in events:

@@ -109,10 +109,11 @@ class Format(FormatData):
         return replace(self, policy=policy)
 
     def stage(self, prompt: str | None) -> Stage:
-        r"""Return the kind of text that the model generates first, for example `Stage.REASONING`.
+        r"""Return the part of the message in which the output starts, such as `Stage.REASONING`.
 
         Example: a format with the opening marker `<think>` returns `Stage.REASONING` for the prompt
-        `"<|im_start|>assistant\n<think>\n"`. The header of a message counts as content.
+        `"<|im_start|>assistant\n<think>\n"`. If the output starts in the header of a message, the
+        result is `Stage.CONTENT`.
 
         Args:
             prompt: The rendered prompt, including its generation prompt. None if the prompt is not
@@ -155,7 +156,7 @@ class Format(FormatData):
         return structural_tag(self, request, reasoning)
 
     def reasoning_gate(self, prompt: str | None = None) -> ReasoningGate | None:
-        """Return the markers of the reasoning, and the state of the reasoning after `prompt`.
+        """Return the markers of the reasoning, and whether `prompt` opens or closes the reasoning.
 
         Return None if the format has no reasoning, or if no marker closes the reasoning.
         """

@@ -75,26 +75,32 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class NameIsKey:
-    """A JSON object with one member: the key is the function's name, the value is the arguments."""
+    """A JSON object with one member: the function's name is the key, and the arguments the value.
+
+    Example: `{"f": {"a": 1}}` calls the function f.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """A tool call that is written as one JSON object with the name and the arguments."""
+    """A tool call that is written as one JSON object: `{"name": "f", "arguments": {"a": 1}}`."""
 
     keys: Keys | NameIsKey = field(default_factory=Keys)
 
 
 @dataclass(frozen=True, slots=True)
 class JsonArray:
-    """Tool calls that are written as the members of one JSON array."""
+    """Tool calls that are written as the members of one JSON array: `[{"name": "f", ..}, ..]`."""
 
     keys: Keys | NameIsKey = field(default_factory=Keys)
 
 
 @dataclass(frozen=True, slots=True)
 class JsonArguments:
-    """Arguments that are written as a JSON object. The tool call's header contains the name."""
+    """Arguments that are written as a JSON object, such as `{"a": 1}`.
+
+    The header before the arguments contains the name of the function.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +116,8 @@ class TaggedArguments:
             of the value.
         close: The text after the value: `"\n</parameter>\n"`. If this text starts with white space,
             the parser removes this white space once from the end of the value.
-        also: Other variants of a tagged value. One tool call may contain several variants. The
-            attribute `also` of these variants must be empty.
+        also: Other forms in which models write a tagged value, for example in CDATA. One tool call
+            may contain several forms. The attribute `also` of these forms must be empty.
     """
 
     open: str
@@ -126,10 +132,10 @@ class TaggedArguments:
 
 @dataclass(frozen=True, slots=True)
 class BareKeyArguments:
-    """Arguments that are written as an object with unquoted keys. `quote` encloses strings.
+    """Arguments that are written as an object with unquoted keys.
 
-    Example: `{city:<escape>Paris<escape>,days:3}` has the quote `<escape>`. A string contains no
-    escape sequences.
+    Example: `{city:<escape>Paris<escape>,days:3}`. The attribute `quote`, here `<escape>`, is the
+    text before and after each string. A string contains no escape sequences.
     """
 
     quote: str
@@ -141,12 +147,12 @@ class BareKeyArguments:
 
 @dataclass(frozen=True, slots=True)
 class NestedTags:
-    """Arguments that are written as nested elements. `tag_prefix` precedes each tag.
+    """Arguments that are written as nested elements. The text `tag_prefix` precedes each tag.
 
     Example with the prefix `~`: `~<city>Paris~</city>~<days>~<item>1~</item>~</days>`. The tool's
-    schema determines the types. An element with children is an array if the schema declares an
-    array. If the schema declares no type, an element is an array if its first child is called
-    `item`.
+    schema determines the types of the values. An element with inner elements is an array if the
+    schema declares an array. If the schema declares no type, such an element is an array if its
+    first inner element is called `item`, and an object otherwise.
     """
 
     tag_prefix: str

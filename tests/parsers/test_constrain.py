@@ -14,6 +14,8 @@ from nereid_parsers.format import (
     Format,
     JsonArguments,
     JsonArray,
+    JsonObject,
+    Keys,
     Messages,
     NestedTags,
     PythonCalls,
@@ -402,3 +404,33 @@ def test_the_structural_tag_for_many_optional_arguments_is_small(name, choice):
         return  # Some formats cannot constrain tool calls inside other text.
     # For 500 tools, the limit is 5 MB.
     assert len(json.dumps(tag)) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("keys", "start"),
+    [
+        (Keys(), '{"name": "'),
+        (Keys(order=("arguments", "name")), '{"arguments": '),
+        (Keys(id="id", order=("id", "name", "arguments")), '{"id": '),
+        (Keys("function.name", "function.arguments"), '{"function": {"name": "'),
+    ],
+)
+def test_an_unmarked_object_is_recognised_by_its_first_characters(keys, start):
+    fmt = Format("objects", Sections(tools=ToolSection((Call(JsonObject(keys)),))))
+    tag = fmt.structural_tag(STRICT_TOOLS)
+    assert tag["format"]["triggers"] == [start]
+    assert all(one["begin"].startswith(start) for one in tag["format"]["tags"])
+
+
+def test_an_optional_id_is_a_member_of_the_outer_object():
+    keys = Keys("function.name", "function.arguments", id="id")
+    fmt = Format("nested", Sections(tools=ToolSection((Call(JsonObject(keys), open="<c>"),))))
+    tag = fmt.structural_tag(TOOLS[:1], "required")
+    written = json.dumps(tag)
+    for text in ("<c>{", '"id": ', '"function": {"name": "get_weather", "arguments": ', "}", "}"):
+        before, found, written = written.partition(json.dumps(text)[1:-1])
+        assert found, (text, before)
+    elements = tag["format"]["elements"]
+    assert elements[-2]["value"] == "}"
+    assert elements[-4]["value"] == "}"
+    assert elements[-3]["content"]["elements"][0]["value"] == ', "id": '

@@ -27,7 +27,12 @@ REASONING = {
 
 
 def _between_tokens(head: str, close: str) -> ToolSection:
-    """Return the declaration of tool calls between special tokens (DeepSeek V3 and V3.1)."""
+    """Return the declaration of the tool calls of DeepSeek V3 and V3.1, between special tokens.
+
+    Args:
+        head: The pattern of the text between the opening token and the arguments of a tool call.
+        close: The text after the arguments of a tool call.
+    """
     return ToolSection(
         (Call(JsonArguments(), open="<｜tool▁call▁begin｜>", head=head, close=close),),
         open="<｜tool▁calls▁begin｜>",
@@ -39,10 +44,11 @@ def _between_tokens(head: str, close: str) -> ToolSection:
 def _dsml(token: str, section: str, gap: str = "") -> ToolSection:
     """Return the declaration of tool calls in DSML, DeepSeek's markup with a token in each tag.
 
-    The parser reads the tool calls according to this declaration. The tag of a value shows whether
-    the value is a string. Example of a tool call with the token `T` and a space as `gap`:
+    The parser reads the tool calls according to this declaration. Example of a tool call with the
+    token `T` and a space as `gap`, without its line breaks:
     `<T invoke name="f"><T parameter name="a" string="true">x</T parameter></T invoke>`.
-    The model may write JSON instead of the parameter tags.
+    The attribute `string` declares whether the value is a string. Instead of the parameters, the
+    model may write a JSON object with all arguments.
 
     Args:
         token: The special token in each tag.

@@ -66,8 +66,8 @@ REASONING = {
 def _glm_section(gap: str, tag: str = "tool_call") -> ToolSection:
     """Return the declaration of the tool calls of GLM models.
 
-    The parser reads the tool calls according to this declaration. Each tool call has its own tags,
-    but no tag encloses all tool calls. Example of a tool call:
+    The parser reads the tool calls according to this declaration. Each tool call is between its own
+    tags, and there are no other tags around the list of all tool calls. Example of a tool call:
     `<tool_call>f<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`.
 
     Args:
@@ -83,16 +83,16 @@ _SECTION_WITH_LINE_BREAKS = _glm_section("\n")
 _SECTION_ON_ONE_LINE = _glm_section("")
 
 
-# Published checkpoints of Hy3 write this suffix in each tag: `<tool_calls:opensource>`.
+# Published checkpoints of Hy3 write this suffix after each tag name: `<tool_calls:opensource>`.
 _SUFFIX = ":opensource"
 
 
 def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
-    """Return the declaration of a tool call of Hunyuan models.
+    """Return the declaration of one tool call of a Hunyuan model.
 
     The parser reads the tool call according to this declaration. Example of a tool call with the
-    tag `tool_sep` after the name: `<tool_call>f<tool_sep>`, followed by
-    `<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`.
+    tag `tool_sep` after the name f, without its line breaks:
+    `<tool_call>f<tool_sep><arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`.
 
     Args:
         tag_after_name: The name of the tag after the function's name, or "" if no tag follows.
@@ -112,10 +112,11 @@ def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
 
 
 def _hunyuan_section(tag_after_name: str) -> ToolSection:
-    """Return the declaration of the tool calls of Hunyuan models.
+    """Return the declaration of all tool calls in a message of a Hunyuan model.
 
-    The tag `<tool_calls>` encloses all tool calls. The name of each tag may end with `_SUFFIX`, as
-    in `<tool_calls:opensource>`.
+    The tags `<tool_calls>` and `</tool_calls>` enclose the tool calls, which `_hunyuan_call`
+    declares. A model may write the suffix `:opensource` after all tag names, as in
+    `<tool_calls:opensource>`.
 
     Args:
         tag_after_name: The name of the tag after the function's name, or "" if no tag follows.

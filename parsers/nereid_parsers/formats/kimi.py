@@ -26,28 +26,31 @@ REASONING = {
 }
 
 
-def _call(head: str) -> Call:
-    """Return the declaration of a tool call that starts with an id such as `functions.f:0`.
+def _call_with_id(call_id: str) -> Call:
+    """Return the declaration of a tool call whose id contains the name of the function.
 
-    The parser reads the tool call according to this declaration. The id contains the name of the
-    function. JSON arguments follow the id.
+    The parser reads the tool call according to this declaration. Example of a tool call:
+    `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>`.
 
     Args:
-        head: The pattern of the id, for example `functions.{name}:{number}`.
+        call_id: The pattern of the id, for example `functions.{name}:{number}`.
     """
     return Call(
         JsonArguments(),
         open="<|tool_call_begin|>",
-        head=head + "<|tool_call_argument_begin|>",
+        head=call_id + "<|tool_call_argument_begin|>",
         close="<|tool_call_end|>",
-        id=head,
+        id=call_id,
     )
 
 
 TOOLS = {
     "kimi_k2": ToolEntry(
         ToolSection(
-            (_call("functions.{name}:{number}"), _call("{name}:{number}"), _call("{name}")),
+            tuple(
+                _call_with_id(call_id)
+                for call_id in ("functions.{name}:{number}", "{name}:{number}", "{name}")
+            ),
             open="<|tool_calls_section_begin|>",
             close="<|tool_calls_section_end|>",
         ),

@@ -59,8 +59,8 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# Matches one character that is neither `[` nor white space. An array of tool calls cannot start
-# with such a character.
+# Matches one character that is neither `[` nor white space. A list of tool calls cannot start with
+# such a character.
 _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
 
 
@@ -99,8 +99,9 @@ def structural_tag(
 def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
     """Return the reasoning's markers, and the state of the reasoning at the end of the prompt.
 
-    A server uses the markers to find or to enforce the end of the reasoning. Return None if the
-    format has no reasoning, or if no marker closes the reasoning.
+    A server that limits the length of the reasoning needs the closing marker to find or to enforce
+    the end of the reasoning. Return None if the format has no reasoning, or if no marker closes the
+    reasoning.
 
     Example: if the prompt ends with `<think>`, the reasoning is open, and the result is
     `ReasoningGate("<think>", "</think>", is_open=True, may_open=False)`.
@@ -279,11 +280,11 @@ def _content_node(wrapper: Wrapper | None, answer: Node | None) -> Node:
 
 
 def _empty_content(wrapper: Wrapper | None) -> Node:
-    """Return the grammar node for empty content before tool calls, which the model may omit.
+    """Return the grammar node for the markers around empty content, and for the empty text.
 
     Some templates write the markers of the content before tool calls, even if there is no content.
-    Example of matching text: `<response></response>`. The node also matches `</response>` alone,
-    because the prompt may already contain the opening marker.
+    Examples of matching texts: `<response></response>`, and `</response>` alone, because the prompt
+    may already contain the opening marker.
 
     Args:
         wrapper: The declaration of the markers around the content. If it is None, or has no opening

@@ -246,7 +246,7 @@ def _inner_nodes(
 
 
 def _required_list(value: object, path: str) -> list[Any]:
-    """Return `value` unchanged. Raise ConstraintError if it is not a list, or an empty list."""
+    """Return `value` unchanged. Raise ConstraintError if `value` is no list or an empty list."""
     if not isinstance(value, list) or not value:
         raise ConstraintError(
             f"{path}: the value must be a list of at least one object, but is {shorten(value)}"
@@ -275,7 +275,7 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _required_triggers(value: object) -> list[str]:
-    """Return `value`, the field `triggers` of a structural tag in the older form, unchanged.
+    """Validate the field `triggers` of a structural tag in the older form, and return the field.
 
     Raises:
         ConstraintError: `value` is not a list of non-empty strings, or the list is empty.

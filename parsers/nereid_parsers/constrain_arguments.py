@@ -98,7 +98,7 @@ def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, A
 
 
 def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the grammar node for an argument that may be a string, including its tags.
+    """Return the grammar node for the tags and the value of an argument that may be a string.
 
     If the schema lists the allowed strings, the node matches only these strings. Otherwise the
     value may be any text. Example of matching text: `<parameter=city>Paris</parameter>`.
@@ -158,7 +158,7 @@ def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bo
 def _tagged_json(
     declaration: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
 ) -> Node:
-    """Return the grammar node for an argument that cannot be a string, including its tags.
+    """Return the grammar node for the tags and the value of an argument that cannot be a string.
 
     Example of matching text: `<parameter=days>3</parameter>`.
 
@@ -201,11 +201,10 @@ def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArgume
     - In some forms, the opening tag declares the type of the value (`{type}`). If other forms
       declare no type, the forms with a type are omitted, so that the grammar stays small.
     """
-    untyped = [form for form in forms if "{type}" not in form.open]
+    untyped = tuple(form for form in forms if "{type}" not in form.open)
+    candidates = untyped if untyped else forms
     return tuple(
-        form
-        for form in untyped or forms
-        if not any(_is_quoted_form_of(form, other) for other in forms)
+        form for form in candidates if not any(_is_quoted_form_of(form, other) for other in forms)
     )
 
 
@@ -365,5 +364,5 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """For each member, return an optional node that matches the separator and then the member."""
+    """Return a list with one optional node for each member: the separator and then the member."""
     return [optional(sequence(const(separator), member)) for member in members]

@@ -28,7 +28,7 @@ from nereid_parsers.tool_declarations import TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route whose header constrained output contains for messages of the given stage.
+    """Return the route that declares the header of constrained messages with the given stage.
 
     A route declares a header, such as `<|channel|>final`, and the stage of the messages with this
     header: reasoning, content or tool calls. If several routes have the stage, the first route

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# A part of a structural tag: a dict that describes the texts which match. Example:
-# `{"type": "const_string", "value": "<a>"}` matches only `<a>`.
+# A "grammar node": a part of a structural tag, which describes a set of texts. Example:
+# `{"type": "const_string", "value": "<a>"}` matches only the text `<a>`.
 Node = dict[str, Any]
 
 # Matches only the empty text. `sequence` removes this node.
@@ -17,9 +17,9 @@ NOTHING: Node = {"type": "const_string", "value": ""}
 # space forever.
 WHITESPACE: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
-# The keywords of a JSON schema that describe a value, but do not restrict it.
+# The keywords of a JSON schema that describe a value for readers, but do not restrict the value.
 _DESCRIPTIONS = ("title", "description", "$comment")
-# The keywords whose values are JSON data, not schemas.
+# The keywords of a JSON schema whose values are JSON data, not schemas.
 _DATA_KEYWORDS = ("enum", "const", "default", "examples")
 
 # The usual node for a list contains each possible item twice. If there are more than
@@ -66,10 +66,11 @@ def json_schema(schema: object, excludes: str = "") -> Node:
 
 
 def _without_descriptions(schema: object) -> object:
-    """Return a schema without its descriptive texts, because a grammar does not need these texts.
+    """Return a copy of a schema without descriptions, because a grammar does not need them.
 
-    Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. A property
-    that is called `description` is kept, because its value is a schema and not a text.
+    Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. In the
+    keyword `properties`, the key `description` is the name of a property, and its value is a
+    schema. Such a key is not removed.
     """
     if isinstance(schema, list):
         return [_without_descriptions(item) for item in schema]
@@ -80,8 +81,7 @@ def _without_descriptions(schema: object) -> object:
         is_description = key in _DESCRIPTIONS and isinstance(value, str)
         if is_description:
             continue
-        is_data = key in _DATA_KEYWORDS  # The value of `enum`, for example, is not a schema.
-        kept[key] = value if is_data else _without_descriptions(value)
+        kept[key] = value if key in _DATA_KEYWORDS else _without_descriptions(value)
     return kept
 
 
@@ -181,10 +181,10 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_whitespace(node: Node) -> Node:
-    r"""Return a copy of `node` whose texts have no white space at the start and at the end.
+    r"""Remove the white space around the texts that `node` matches, and return the new node.
 
-    White space is removed only from a constant at the start of `node`, and from a constant at its
-    end. Example: `const("\n<a>\n")` gives `const("<a>")`.
+    White space is removed only from constants at the start and at the end of `node`. Example:
+    `const("\n<a>\n")` gives `const("<a>")`.
     """
     elements = elements_of(node)
     if _is_const(elements[0]):

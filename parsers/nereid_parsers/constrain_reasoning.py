@@ -43,7 +43,7 @@ def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
 
 
 def unclosed_reasoning_error(fmt: FormatData) -> ConstraintError:
-    """Return an error: the prompt ends inside the reasoning, but no marker can end reasoning."""
+    """Return the error for a prompt that opens the reasoning of a format without an end marker."""
     return ConstraintError(
         f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
         "ends the reasoning. The output after such a prompt cannot be constrained."

@@ -30,7 +30,11 @@ _LIMIT_OF_BOUNDS = 2**53
 
 
 def is_enforced_multiple(schema: Schema) -> bool:
-    """Return whether xgrammar enforces the keyword `multipleOf` of a schema."""
+    """Return whether xgrammar enforces the keyword `multipleOf` of a schema.
+
+    Example: the result is True for `{"type": "integer", "multipleOf": 5}`, and False if the schema
+    also has a bound, such as `minimum`.
+    """
     multiple = schema["multipleOf"]
     return (
         schema.get("type") == "integer"

@@ -19,9 +19,10 @@ from nereid_parsers.pattern_syntax import (
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of the JSON object that represents a tool call. Dots separate nested keys.
+    """The keys of a JSON object that represents a tool call, such as `{"name": .., "args": ..}`.
 
-    Example: `Keys("function.name", "function.arguments", id="id")` describes the object
+    A "path" is a list of keys, separated by dots. Example: the paths in
+    `Keys("function.name", "function.arguments", id="id")` describe the object
     `{"id": .., "function": {"name": .., "arguments": ..}}`.
 
     Attributes:
@@ -225,9 +226,11 @@ class Call:
     id: str = "{id}"
 
     def __post_init__(self) -> None:
-        """Raise FormatError if not exactly one of header and body contains the function's name.
+        """Check that the function's name is in the header or in the body, but not in both.
 
-        Also raise FormatError if `id`, the pattern of the tool call's id, is not valid.
+        Raises:
+            FormatError: Both or neither of the two contain the name. Or `id`, the pattern of the
+                tool call's id, is not valid.
         """
         head_has_name = PatternField("name") in split_pattern(self.head)
         body_has_name = not isinstance(self.body, NAMED_BY_HEAD)

@@ -49,7 +49,7 @@ def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
     for keyword in _IGNORED_KEYWORDS:
         if keyword in schema:
             yield f"{keyword} at {path}"
-    yield from _describe_partial(schema, path)
+    yield from _describe_partly_enforced(schema, path)
     for inner, inner_path in _inner_schemas(schema, path):
         yield from _describe_all(inner, inner_path, depth + 1)
 
@@ -76,7 +76,7 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
                 yield inner, f"{path}.{keyword}.{name}"
 
 
-def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     """Yield a description of `multipleOf`, `allOf` and `oneOf`, if xgrammar does not enforce them.
 
     xgrammar enforces `multipleOf` only for integers without bounds, and `allOf` only for a single

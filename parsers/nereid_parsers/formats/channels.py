@@ -1,4 +1,8 @@
-"""Formats in which the output consists of messages or typed blocks. For gpt-oss, see gpt_oss.py."""
+"""Formats whose output consists of messages or blocks. The messages of gpt-oss are in gpt_oss.py.
+
+A marker at the start of each message or block defines whether the text is reasoning, content or a
+tool call.
+"""
 
 from nereid_parsers.declarations import Messages, Reasoning, Route, Source, Stage, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

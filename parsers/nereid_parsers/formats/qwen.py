@@ -31,7 +31,12 @@ REASONING = {
 
 
 def _coder(arguments: TaggedArguments) -> ToolSection:
-    """Return the declaration of Qwen3-Coder's tool calls. `arguments` declares the arguments."""
+    """Return the declaration of tool calls in the form of Qwen3-Coder.
+
+    Example of a tool call, without its line breaks:
+    `<tool_call><function=f>..</function></tool_call>`. `arguments` declares how the model writes
+    the arguments, here `..`.
+    """
     head = "<function={name}>\n"
     close = "</function>\n</tool_call>"
     return ToolSection(

@@ -166,7 +166,11 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the registered name for an alias. Return any other name in its normalised form."""
+    """Return the registered name of a format, for a registered name or an alias in any spelling.
+
+    Example: `_key("Qwen-2.5", {"qwen_2_5": "hermes"})` gives `hermes`. A name that is not a key of
+    `aliases` is only normalised, so the result may be a name that is not registered.
+    """
     normal = normalize(name)
     return aliases.get(normal, normal)
 

@@ -200,9 +200,9 @@ def _opened_reasoning(declaration: Reasoning, text: Node) -> Node:
 def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
     """Return the grammar node that matches either reasoning with its markers, or the empty text.
 
-    Example of matching text: `<think>Hm.</think>`. If the model writes the opening marker itself
-    (`declaration.is_opened_by_model`), the node also matches `</think>` alone, because some of
-    these models write only the closing marker to skip the reasoning.
+    Example of matching text: `<think>Hm.</think>`. A model that writes the opening marker itself
+    (`declaration.is_opened_by_model`) may write only the closing marker to skip the reasoning. For
+    such a model, the node also matches `</think>` alone.
 
     Args:
         declaration: The declaration of the reasoning and its markers.
@@ -287,8 +287,8 @@ def _empty_content(wrapper: Wrapper | None) -> Node:
     may already contain the opening marker.
 
     Args:
-        wrapper: The declaration of the markers around the content. If it is None, or has no opening
-            marker, the node matches only the empty text.
+        wrapper: The declaration of the markers around the content. If `wrapper` is None, or has no
+            opening marker, the node matches only the empty text.
     """
     if wrapper is None or not wrapper.open.strip():
         return NOTHING

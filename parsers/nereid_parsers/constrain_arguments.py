@@ -150,7 +150,8 @@ def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bo
 
     Some templates write a string in quotes or in CDATA only if the string contains special
     characters, so there are two forms of an argument. Example: `<p><![CDATA[..]]></p>` is the
-    quoted form of `<p>..</p>`, because its opening text `<p><![CDATA[` starts with `<p>`.
+    quoted form of `<p>..</p>`. The text before the quoted value, `<p><![CDATA[`, starts with the
+    text before the unquoted value, `<p>`.
     """
     return quoted.open != unquoted.open and quoted.open.startswith(unquoted.open)
 

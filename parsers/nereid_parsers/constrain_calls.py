@@ -148,7 +148,7 @@ def call_node(call: Call, tool: ToolSchema) -> Node:
     """Return the node for one call of `tool`, including the markers and the header of the call.
 
     Example of matching text: `<tool_call>{"name": "f", "arguments": {}}</tool_call>`. `call`
-    declares how the tool call is written. If it declares a list, use `list_node` instead.
+    declares how the tool call is written. If `call` declares a list, use `list_node` instead.
     """
     head = _head_node(call.head, tool.name)
     return sequence(const(call.open), head, _body_node(call.body, tool), const(call.close))
@@ -252,9 +252,9 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     Example of matching text: `{"name": "f", "arguments": {"a": 1}}`. If `keys` is `NameIsKey`, the
     text is `{"f": {"a": 1}}`.
 
-    `keys` may declare an id. Some templates write the id as the first member of the object, and
-    other templates as the last member. If the id is optional, the node also matches both forms, for
-    example `{"id": "1", "name": "f", "arguments": {"a": 1}}`.
+    `keys` may declare an id of the tool call. If the id is optional, the node matches objects
+    without an id, and objects whose first or last member is the id. Example:
+    `{"id": "1", "name": "f", "arguments": {"a": 1}}`.
 
     Args:
         keys: The declaration of the object's keys.

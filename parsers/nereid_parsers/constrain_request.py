@@ -172,7 +172,7 @@ class _ToolChoice:
     is_one_function: bool = False
 
     def select(self, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
-        """Return those of `tools`, the tools of the request, that the model may call.
+        """Select the tools that the model may call from `tools`, the tools of the request.
 
         Examples for the tools f and g: the names {"f"} give f. The names None give f and g. The
         mode "none" gives an empty tuple.

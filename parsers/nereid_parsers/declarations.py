@@ -249,7 +249,8 @@ class ReasoningGate:
             reasoning must add exactly this text. A search for the marker must ignore the white
             space.
         is_open: Whether the prompt opens the reasoning and does not close the reasoning.
-        may_open: Whether the model may write reasoning after the prompt, and must open it itself.
+        may_open: Whether the model may still write the opening marker. False if the prompt opens or
+            closes the reasoning.
     """
 
     start: str

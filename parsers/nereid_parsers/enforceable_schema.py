@@ -34,7 +34,7 @@ class _Scope(NamedTuple):
 
 
 class _Resolved(NamedTuple):
-    """A schema in which references were replaced by their definitions, and its new scope."""
+    """A schema in which references were replaced by definitions, and the schema's new scope."""
 
     schema: Schema
     scope: _Scope

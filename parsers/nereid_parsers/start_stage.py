@@ -154,12 +154,14 @@ def _open_message_without_ends(fmt: FormatData, message_start: str, prompt: str)
     """Return the unfinished message at the end of a prompt whose messages have no end markers.
 
     Without end markers, the prompt does not show whether the last message is complete. The model
-    continues the last message in two cases. In all other cases, the result is "".
+    continues the last message in two cases:
 
-        end of the prompt                                      result
-        `message_start`, the marker before each message        this marker
-        a marker of `fmt.turn`, which opens the model's        the text after this marker
-        turn, and the beginning of a message
+    - The prompt ends with `message_start`, the marker before each message. The result is this
+      marker.
+    - The prompt contains a marker of `fmt.turn`, which opens the model's turn. The result is the
+      text after the last of these markers.
+
+    In all other cases, the result is "".
     """
     if prompt.rstrip().endswith(message_start):
         return message_start

@@ -229,8 +229,8 @@ class Call:
         """Check that the function's name is in the header or in the body, but not in both.
 
         Raises:
-            FormatError: Both or neither of the two contain the name. Or `id`, the pattern of the
-                tool call's id, is not valid.
+            FormatError: The name is in the header and in the body, or in neither. Or `id`, the
+                pattern of the tool call's id, is not valid.
         """
         head_has_name = PatternField("name") in split_pattern(self.head)
         body_has_name = not isinstance(self.body, NAMED_BY_HEAD)

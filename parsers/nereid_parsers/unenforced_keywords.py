@@ -77,7 +77,7 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield a description of `multipleOf`, `allOf` and `oneOf`, if xgrammar does not enforce them.
+    """Yield a description of each keyword `multipleOf`, `allOf` or `oneOf` that is not enforced.
 
     xgrammar enforces `multipleOf` only for integers without bounds, and `allOf` only for a single
     schema. xgrammar treats `oneOf` as `anyOf`. Keywords inside other schemas are not described.

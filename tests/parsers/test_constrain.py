@@ -425,7 +425,8 @@ def test_an_unmarked_object_is_recognised_by_its_first_characters(keys, start):
 def test_an_optional_id_is_a_member_of_the_outer_object():
     keys = Keys("function.name", "function.arguments", id="id")
     fmt = Format("nested", Sections(tools=ToolSection((Call(JsonObject(keys), open="<c>"),))))
-    elements = fmt.structural_tag(TOOLS[:1], "required")["format"]["elements"]
+    tag = fmt.structural_tag(TOOLS[:1], "required", parallel_tool_calls=False)
+    elements = tag["format"]["elements"]
     end_of_function, id_at_end, end_of_object = elements[-4:-1]
     assert end_of_function["value"] == end_of_object["value"] == "}"
     assert id_at_end["content"]["elements"][0]["value"] == ', "id": '

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nereid_parsers.declarations import Opener, Shown
 from nereid_parsers.policy import StrayClose
-from nereid_parsers.stream.compiled_format import MarkerKind
+from nereid_parsers.stream.marker_kinds import MarkerKind
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.reasoning_reader import ReasoningReader
 from nereid_parsers.stream.state import State

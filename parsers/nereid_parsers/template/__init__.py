@@ -6,7 +6,8 @@
 """
 
 from nereid_parsers.template.analysis import analyze_template
-from nereid_parsers.template.checkpoint import ChosenFormat, format_for_checkpoint, read_checkpoint
+from nereid_parsers.template.checkpoint import ChosenFormat, format_for_checkpoint
+from nereid_parsers.template.checkpoint_files import read_checkpoint
 from nereid_parsers.template.report import Supports, TemplateAnalysis
 from nereid_parsers.template.request_template import ContinuationRefused, RequestTemplate
 from nereid_parsers.template.response.response_template import format_of_response_template

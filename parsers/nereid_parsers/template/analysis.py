@@ -55,27 +55,31 @@ differs between the two probes, and what the analysis finds for the template of 
 For the example, the result is the layout `Sections(Reasoning("<think>", "</think>"), None, tools)`.
 Here `tools` declares that each call is a JSON object between `<tool_call>` and `</tool_call>`.
 
-The comparisons cannot show everything. The module known_formats.py declares three things: the
-formats of templates whose renderings are ambiguous, forms of tool calls that a model writes but its
-template does not render, and the formats of tool calls for templates that render no tool calls.
+The comparisons cannot show everything. The module quarantine.py declares the formats of templates
+whose renderings are ambiguous. The module known_formats.py declares the forms of tool calls that a
+model writes but its template does not render.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from nereid_parsers.errors import FormatError
-from nereid_parsers.format import Format, Messages, Reasoning, Sections, Source, Wrapper
+from nereid_parsers.format import Format, Messages
 from nereid_parsers.template.calls.call_renderer import CallRenderer
+from nereid_parsers.template.checked_format import (
+    CheckedFormat,
+    Findings,
+    check_format,
+    make_checked_format,
+)
 from nereid_parsers.template.content import compare_content, compare_content_with_call
-from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN
+from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN, InputForm
 from nereid_parsers.template.header import compare_generation_prompt
-from nereid_parsers.template.known_formats import QuarantineEntry, find_quarantined
-from nereid_parsers.template.model_turn import ModelTurn, header_after_result, turn_markers
+from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober
-from nereid_parsers.template.proof import ONE_CALL_PROOF, Proof, parse_renderings
+from nereid_parsers.template.quarantine import QuarantineEntry, find_quarantined
 from nereid_parsers.template.reasoning import find_reasoning
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
 from nereid_parsers.template.report import Supports, TemplateAnalysis
@@ -98,11 +102,10 @@ def analyze_template(
 ) -> TemplateAnalysis:
     """Infer how a model writes reasoning, content and tool calls, from its chat template.
 
-    The result contains a `Format`: the parser splits the output of the model with this format. The
-    result also contains the comparisons of rendered conversations that show this format.
-
-    Example: a template that renders `<think>REASONING</think>CONTENT` implies a format in which
-    `<think>` and `</think>` enclose reasoning.
+    The main result is a `Format`. With this format, the parser splits the output of the model into
+    reasoning, content and tool calls. Example: if the template renders an answer as
+    `<think>REASONING</think>CONTENT`, then `<think>` and `</think>` enclose reasoning in the
+    format. The result also contains the comparisons of renderings that show the format.
 
     Args:
         jinja_source: The template.
@@ -151,77 +154,77 @@ def analyze_checkpoint_template(
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
-    has_calls = _choose_message_form(prober)  # `_choose_message_form` sets `prober.form`.
+    _choose_content_form(prober)
+    call_form = prober.find_call_form()  # a variant of the chosen form, for tool calls
+    if call_form is not None:
+        prober.form = call_form
     turn = compare_generation_prompt(prober)  # the text around the model's answers
-    # The format of a few templates cannot be inferred. known_formats.py declares these formats.
+    # The format of a few templates cannot be inferred. quarantine.py declares these formats.
     known_format = find_quarantined(jinja_source)
     if known_format is None:
-        return _infer(turn)
-    return _use_known_format(turn, known_format, has_calls=has_calls)
+        checked = _infer_format(turn)
+    else:
+        checked = _check_known_format(turn, known_format, has_calls=call_form is not None)
+    return TemplateAnalysis(
+        checked.format,
+        comparisons=tuple(prober.comparisons),
+        supports=_supported_features(checked.findings, prober.form),
+        undecided=tuple(prober.undecided),
+        proofs=tuple(checked.proofs),
+    )
 
 
-def _choose_message_form(prober: Prober) -> bool:
-    """Find a form of messages that the template can render, and store the form in `prober.form`.
+def _choose_content_form(prober: Prober) -> None:
+    """Store the first form of messages whose content the template renders in `prober.form`.
 
     Templates expect a message in different forms. For example, the content of a message is a string
-    in one form and a list of parts in another form. The function first searches for a form with
-    rendered content. Then it searches the variants of this form for one with rendered tool calls.
+    in one form and a list of parts in another form.
 
-    Mutates: `prober.form`. If the template never renders content, a sentence for the report is
-    appended to `prober.undecided`.
-
-    Returns:
-        Whether the template renders tool calls.
+    Mutates: `prober.form`. If the template renders the content in no form, `prober.form` stays
+    unchanged, and a sentence for the report is appended to `prober.undecided`.
     """
     content_form = prober.find_content_form()
     if content_form is not None:
         prober.form = content_form
-    else:
-        error_messages = list(prober.refusals.values())
-        why = error_messages[0] if error_messages else "the rendering does not contain the content"
-        prober.undecided.append(f"The template does not render plain content: {why}")
-    call_form = prober.find_call_form()  # a variant of `prober.form`
-    if call_form is not None:
-        prober.form = call_form
-    return call_form is not None
+        return
+    error_messages = list(prober.refusals.values())
+    why = error_messages[0] if error_messages else "the rendering does not contain the content"
+    prober.undecided.append(f"The template does not render plain content: {why}")
 
 
-class _Findings(NamedTuple):
-    """The findings of all comparisons of renderings, for each part of a model's output.
+def _infer_format(turn: ModelTurn) -> CheckedFormat:
+    """Infer the format of a model's output from rendered conversations, and check the format.
 
-    Attributes:
-        reasoning: The findings about reasoning.
-        wrapper: The markers around the content, or None.
-        tools: The findings about tool calls.
+    Each step compares renderings of conversations to find one part of the format: reasoning, then
+    content, then tool calls. Example: a template that renders `<think>REASONING</think>CONTENT`
+    gives a format in which `<think>` and `</think>` enclose reasoning. To check the format, the
+    parser parses rendered messages with this format.
+
+    Mutates: `turn.prober`, which stores the comparisons and the open questions for the report.
+
+    Args:
+        turn: The text around the model's answers in the renderings. `turn.prober` renders the
+            conversations.
     """
-
-    reasoning: ReasoningFindings
-    wrapper: Wrapper | None
-    tools: ToolFindings
-
-
-class _CheckedFormat(NamedTuple):
-    """A format, and the rendered messages that were parsed with this format to check it.
-
-    Attributes:
-        findings: The findings from which the format was made.
-        format: The format.
-        proofs: The parsed messages. A proof lists the parts that were parsed wrongly.
-    """
-
-    findings: _Findings
-    format: Format
-    proofs: list[Proof]
+    reasoning = find_reasoning(turn)
+    content = compare_content(turn, reasoning)
+    # The comparisons of tool calls need the markers that end a turn.
+    turn_with_ends = replace(turn, end_markers=content.end_markers)
+    wrapper = content.wrapper
+    if wrapper is None:
+        # Some templates write markers around the content only in messages with tool calls.
+        wrapper = compare_content_with_call(turn_with_ends, reasoning.part)
+    tools = find_tools(turn_with_ends, reasoning.part, wrapper)
+    return make_checked_format(turn_with_ends, Findings(reasoning, wrapper, tools))
 
 
-def _use_known_format(
+def _check_known_format(
     turn: ModelTurn, known_format: QuarantineEntry, *, has_calls: bool
-) -> TemplateAnalysis:
-    """Return the analysis of a template whose format is declared in known_formats.py.
+) -> CheckedFormat:
+    """Return the format that quarantine.py declares for a template, and check this format.
 
-    The declaration replaces the inference. Rendered conversations are still compared, because the
-    report shows these comparisons. To check the declared format, the parser parses rendered
-    messages with this format.
+    Rendered conversations are compared although the format is known, because the report shows the
+    comparisons. To check the format, the parser parses rendered messages with this format.
 
     Mutates: `turn.prober`, which stores the comparisons and the sentences for the report.
 
@@ -239,11 +242,9 @@ def _use_known_format(
     # Only the markers that end a turn are inferred from this comparison. The declared format
     # contains the markers of reasoning and content, so empty findings about reasoning suffice.
     end_markers = compare_content(turn, ReasoningFindings()).end_markers
-    turn = replace(turn, end_markers=end_markers)
-    findings = _Findings(reasoning, wrapper=None, tools=tools)
     fmt = _with_turn_ends(known_format.make_format(), end_markers)
-    proofs = parse_renderings(fmt, turn, reasoning, tools)
-    return _result(turn, _CheckedFormat(findings, fmt, proofs))
+    turn_with_ends = replace(turn, end_markers=end_markers)
+    return check_format(fmt, turn_with_ends, Findings(reasoning, wrapper=None, tools=tools))
 
 
 def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
@@ -266,7 +267,7 @@ def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
 
 
 def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
-    """Add the markers that end the model's turn to a copy of a known format.
+    """Return a copy of a known format that also declares the markers that end the model's turn.
 
     If the layout of the format is `Messages`, the layout already declares some of the markers, so
     only the other markers are added. A format with another layout is returned unchanged.
@@ -277,164 +278,23 @@ def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
     return replace(fmt, ends=tuple(end for end in end_markers if end not in message_ends))
 
 
-def _infer(turn: ModelTurn) -> TemplateAnalysis:
-    """Infer the format of a model's output from rendered conversations, and check the format.
-
-    Example: a template that renders `<think>REASONING</think>CONTENT` gives a format in which
-    `<think>` and `</think>` enclose reasoning. To check the format, the parser parses rendered
-    messages with this format. If the parser does not return the rendered tool call, the result is a
-    format without tool calls.
-
-    Mutates: `turn.prober`, which stores the comparisons and the open questions for the report.
+def _supported_features(findings: Findings, form: InputForm) -> Supports:
+    """Return the features of messages that the template renders, for the report.
 
     Args:
-        turn: The text around the model's answers in the renderings. `turn.prober` renders the
-            conversations.
+        findings: The findings about reasoning and tool calls. They contain the features.
+        form: The form in which the template expects messages. For example, the arguments of a tool
+            call are an object or a JSON string.
     """
-    reasoning = find_reasoning(turn)
-    content = compare_content(turn, reasoning)
-    # The comparisons of tool calls need the markers that end a turn.
-    turn = replace(turn, end_markers=content.end_markers)
-    # Some templates write markers around the content only in messages with tool calls.
-    wrapper = content.wrapper or compare_content_with_call(turn, reasoning.part)
-    tools = find_tools(turn, reasoning.part, wrapper)
-    checked = _make_checked_format(turn, _Findings(reasoning, wrapper, tools))
-    wrong_call = _wrong_call(checked.proofs)
-    if wrong_call is not None:
-        checked = _make_format_without_calls(turn, checked.findings, wrong_call)
-    turn.prober.undecided += [_wrong_parts(proof) for proof in checked.proofs if proof.differs]
-    return _result(turn, checked)
-
-
-def _make_format_without_calls(
-    turn: ModelTurn, findings: _Findings, wrong_call: Proof
-) -> _CheckedFormat:
-    """Make a format from the findings about reasoning and content. Omit the form of tool calls.
-
-    With this format, the parser returns the text of a tool call as content.
-
-    Mutates: `turn.prober.undecided`. A sentence about `wrong_call` is appended for the report.
-
-    Args:
-        turn: The text around the model's answers in rendered conversations.
-        findings: All findings.
-        wrong_call: The rendered message whose tool call was parsed wrongly.
-    """
-    turn.prober.undecided.append(
-        "The format of the calls could not be inferred: the parser did not return the call "
-        f"that the template renders as {wrong_call.text!r}."
-    )
-    without_calls = ToolFindings(inner_headers=findings.tools.inner_headers)
-    return _make_checked_format(turn, findings._replace(tools=without_calls))
-
-
-def _make_checked_format(turn: ModelTurn, findings: _Findings) -> _CheckedFormat:
-    """Combine the findings into a format, and parse rendered messages to check this format.
-
-    Mutates: `turn.prober.undecided`. If the findings contradict each other, a sentence is appended.
-    """
-    fmt = _make_format(turn, findings)
-    proofs = parse_renderings(fmt, turn, findings.reasoning, findings.tools)
-    return _CheckedFormat(findings, fmt, proofs)
-
-
-def _wrong_call(proofs: list[Proof]) -> Proof | None:
-    """Return the proof with one tool call if the call was parsed wrongly, or else None."""
-    wrong_calls = [proof for proof in proofs if proof.name == ONE_CALL_PROOF and proof.differs]
-    return wrong_calls[0] if wrong_calls else None
-
-
-def _wrong_parts(proof: Proof) -> str:
-    """Return sentences for the report that name the wrongly parsed parts of a message."""
-    return (
-        f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
-        f"The template renders the message as {proof.text!r}."
-    )
-
-
-def _make_format(turn: ModelTurn, findings: _Findings) -> Format:
-    """Combine the findings into a `Format`. The parser splits a model's output with this format.
-
-    If the findings contradict each other, return a format in which all output is content.
-
-    Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
-
-    Args:
-        turn: The text around the model's answers in rendered conversations.
-        findings: The findings. `findings.reasoning.part` declares the markers of reasoning, and
-            `findings.tools.part` declares the form of tool calls.
-    """
-    reasoning = findings.reasoning.part
-    ends = _ends_of_format(turn, findings)
-    turn_starts = turn_markers(turn, _visible_markers(reasoning))
-    sources = (Source("inferred from the chat template"),)
-    try:
-        layout = Sections(reasoning=reasoning, content=findings.wrapper, tools=findings.tools.part)
-        return Format("inferred", layout, ends=ends, turn=turn_starts, sources=sources)
-    except FormatError as error:
-        turn.prober.undecided.append(f"The inferred parts contradict each other: {error}")
-        return Format("plain", Sections(), ends=ends, sources=sources)
-
-
-def _visible_markers(part: Reasoning | None) -> list[str]:
-    """Return the markers of reasoning without the white space around them."""
-    if part is None:
-        return []
-    return [marker.strip() for marker in (*part.opens, *part.closes)]
-
-
-def _ends_of_format(turn: ModelTurn, findings: _Findings) -> tuple[str, ...]:
-    """Return the texts that the parser removes from the output because these texts end a turn.
-
-    Some models also write a header, the text that opens a turn, inside their output. The parser
-    must remove such headers too. Example: `<|end|>` ends a turn, and `<|assistant|>` is a header,
-    so the result is ("<|end|>", "<|assistant|>").
-
-    Args:
-        turn: The text around the model's answers. `turn.end_markers` are the markers that end a
-            turn with content.
-        findings: The findings. `findings.tools.end_markers` are the markers that end a turn with
-            tool calls. The attributes `inner_headers` are the headers inside the output.
-    """
-    ends = [
-        *turn.end_markers,
-        *findings.tools.end_markers,
-        *findings.tools.inner_headers,
-        *findings.reasoning.inner_headers,
-        header_after_result(turn),  # "" if the model writes no header after a tool's result
-    ]
-    return tuple(dict.fromkeys(end for end in ends if end))  # without duplicates
-
-
-def _result(turn: ModelTurn, checked: _CheckedFormat) -> TemplateAnalysis:
-    """Return the result of the whole analysis, which the report shows to the user.
-
-    The result contains the format, the comparisons of renderings, the features that the template
-    supports, the open questions, and the messages that were parsed to check the format.
-
-    Args:
-        turn: The text around the model's answers. `turn.prober` has recorded the comparisons and
-            the open questions, and `turn.prober.form` is the form of messages that the template
-            renders.
-        checked: The format with its findings, and the parsed messages.
-    """
-    prober = turn.prober
-    reasoning = checked.findings.reasoning
-    tools = checked.findings.tools
-    supports = Supports(
+    reasoning = findings.reasoning
+    tools = findings.tools
+    return Supports(
         content=True,
         reasoning=reasoning.fields,
         switches=reasoning.switches,
         calls=tools.form,
         parallel_calls=tools.is_parallel,
         content_with_calls=tools.with_content,
-        arguments=prober.form.arguments,
-        ids=prober.form.ids,
-    )
-    return TemplateAnalysis(
-        checked.format,
-        comparisons=tuple(prober.comparisons),
-        supports=supports,
-        undecided=tuple(prober.undecided),
-        proofs=tuple(checked.proofs),
+        arguments=form.arguments,
+        ids=form.ids,
     )

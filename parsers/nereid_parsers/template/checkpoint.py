@@ -8,8 +8,8 @@ output is treated as content.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ from nereid_parsers.errors import FormatError, NereidParsersError
 from nereid_parsers.format import Format, Sections, Source
 from nereid_parsers.formats.registry import get_format
 from nereid_parsers.template.analysis import analyze_checkpoint_template
+from nereid_parsers.template.checkpoint_files import CheckpointText, read_checkpoint
 from nereid_parsers.template.report import TemplateAnalysis
 from nereid_parsers.template.response.response_template import format_of_response_template
 
 log = logging.getLogger(__name__)
-
-MAX_FILE_BYTES = 64_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,194 +44,6 @@ class ChosenFormat:
     analysis: TemplateAnalysis | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointText:
-    """The chat template, the `response_template` and the tokens that a checkpoint contains.
-
-    Attributes:
-        template: The chat template, or None if the checkpoint has no chat template.
-        response_template: The object in tokenizer_config.json that declares the format of the
-            output for transformers, or None.
-        bos_token, eos_token: The tokens of the tokenizer, or "" if the checkpoint does not define
-            them.
-        added_tokens: The tokens that were added to the tokenizer's vocabulary.
-    """
-
-    template: str | None = None
-    response_template: dict[str, Any] | None = None
-    bos_token: str = ""
-    eos_token: str = ""
-    added_tokens: frozenset[str] = frozenset()
-
-
-def read_checkpoint(path: str | Path) -> CheckpointText:
-    """Read the chat template and the special tokens from a checkpoint or from a template file.
-
-    The format of the model's output is inferred from these texts. A template file contains only the
-    chat template.
-
-    In a checkpoint, the chat template is in a .jinja file, or else in chat_template.json, or else
-    in tokenizer_config.json, as in transformers. If there are several named templates, the template
-    "tool_use" is used, or else the template "default".
-
-    Raises:
-        FormatError: The path is neither a folder nor a file, or a JSON file is malformed.
-    """
-    path = Path(path)
-    if path.is_file():
-        return CheckpointText(_read_text(path))
-    if not path.is_dir():
-        raise FormatError(
-            f"{path} is neither the folder of a checkpoint nor a file with a chat template. "
-            "Check the path."
-        )
-    config = _read_json(path / "tokenizer_config.json")
-    response_template = config.get("response_template")
-    return CheckpointText(
-        template=_select_template(_read_templates(path, config)),
-        response_template=response_template if isinstance(response_template, dict) else None,
-        bos_token=_token_text(config.get("bos_token")),
-        eos_token=_token_text(config.get("eos_token")),
-        added_tokens=_added_tokens(config, path),
-    )
-
-
-def _read_templates(path: Path, config: dict[str, Any]) -> object:
-    """Return the chat templates of a checkpoint from the first file that contains templates.
-
-    The files are, in this order: the .jinja files, chat_template.json, tokenizer_config.json. The
-    result is the source of the only template, a dict of names and sources, or a list of objects
-    with a name and a source. It is None if there are no templates.
-
-    Args:
-        path: The folder of the checkpoint.
-        config: The content of tokenizer_config.json.
-    """
-    json_file = _read_json(path / "chat_template.json")  # {} if there is no such file
-    jinja_templates = _read_jinja_templates(path)
-    if jinja_templates:
-        return jinja_templates
-    if "chat_template" in json_file:
-        return json_file["chat_template"]
-    return config.get("chat_template")
-
-
-def _read_jinja_templates(path: Path) -> dict[str, str]:
-    """Read the .jinja files of a checkpoint. Return a dict of template names and sources.
-
-    The name of a template in additional_chat_templates/ is the name of its file, such as
-    "tool_use". The template in chat_template.jinja has the name "default".
-    """
-    folder = path / "additional_chat_templates"
-    templates = {file.stem: _read_text(file) for file in sorted(folder.glob("*.jinja"))}
-    if (path / "chat_template.jinja").is_file():
-        templates.setdefault("default", _read_text(path / "chat_template.jinja"))
-    return templates
-
-
-def _select_template(templates: object) -> str | None:
-    """Return the source of the chat template for requests with tools, or None.
-
-    The template "tool_use" is used, or else the template "default", or else the first template.
-
-    >>> _select_template({"default": "source of one", "tool_use": "source of another"})
-    'source of another'
-    >>> _select_template([{"name": "default", "template": "source of one"}])
-    'source of one'
-
-    Args:
-        templates: A value from the files of a checkpoint. It is the source of the only template, a
-            dict of names and sources, or a list of objects with a name and a source. For any other
-            value, the result is None.
-    """
-    if isinstance(templates, str):
-        return templates  # The checkpoint has only one template.
-    source_by_name = _sources_by_name(templates)
-    possible_names = ("tool_use", "default", *source_by_name)
-    existing_names = [name for name in possible_names if name in source_by_name]
-    source = source_by_name[existing_names[0]] if existing_names else None
-    return source if isinstance(source, str) else None
-
-
-def _sources_by_name(templates: object) -> dict[object, object]:
-    """Return a dict that maps the name of each chat template to the source of this template.
-
-    >>> _sources_by_name([{"name": "default", "template": "source of one"}])
-    {'default': 'source of one'}
-
-    Args:
-        templates: A dict of names and sources, or a list of objects with a name and a source. The
-            result is {} for any other value.
-    """
-    if isinstance(templates, dict):
-        return templates
-    if not isinstance(templates, list):
-        return {}
-    entries = [entry for entry in templates if isinstance(entry, dict)]
-    return {entry.get("name"): entry.get("template") for entry in entries}
-
-
-def _token_text(value: object) -> str:
-    """Return the text of a token, or "" if `value` is not a token.
-
-    In tokenizer_config.json, a token is a text or an object with the key "content".
-
-    >>> _token_text("</s>"), _token_text({"content": "</s>"}), _token_text(None)
-    ('</s>', '</s>', '')
-    """
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
-
-
-def _added_tokens(config: dict[str, Any], path: Path) -> frozenset[str]:
-    """Return the texts of the tokens that were added to the vocabulary of the tokenizer.
-
-    Example: {"added_tokens_decoder": {"7": {"content": "<tool_call>"}}} gives {"<tool_call>"}.
-
-    Args:
-        config: The content of tokenizer_config.json.
-        path: The folder of the checkpoint. If `config` does not contain the added tokens, they are
-            read from the file tokenizer.json in this folder.
-    """
-    token_by_id = config.get("added_tokens_decoder")
-    if isinstance(token_by_id, dict):
-        tokens = list(token_by_id.values())
-    else:
-        tokens = _read_json(path / "tokenizer.json").get("added_tokens") or []
-    return frozenset(_token_text(token) for token in tokens)
-
-
-def _read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        FormatError: The file is longer than MAX_FILE_BYTES.
-    """
-    size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise FormatError(f"{path} has {size} bytes, but the limit is {MAX_FILE_BYTES} bytes")
-    return path.read_text(encoding="utf-8")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Return {} if the file is missing or contains no object.
-
-    Raises:
-        FormatError: The file is not a valid JSON file, or is too long.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(_read_text(path))
-    except ValueError as error:
-        raise FormatError(f"{path} is not a valid JSON file: {error}") from error
-    return data if isinstance(data, dict) else {}
-
-
-# ---- the choice ---------------------------------------------------------------------------------
-
-
 def format_for_checkpoint(
     path: str | Path,
     *,
@@ -243,10 +54,11 @@ def format_for_checkpoint(
 ) -> ChosenFormat:
     """Choose the format with which the parser reads the output of a checkpoint's model.
 
-    The first available source determines the format: the names that the user chose, the
-    response_template of the checkpoint, or the chat template of the checkpoint. If no source is
-    available, all output is treated as content, and a warning is logged. The analysis of a chat
-    template takes about 30 ms, so callers should store the result.
+    A format declares how the output is divided into reasoning, content and tool calls. It comes
+    from the first available source: the names that the user chose, the `response_template` in
+    tokenizer_config.json, or the chat template. If no source is available, all output is treated as
+    content, and a warning is logged. The analysis of a chat template takes about 30 ms, so callers
+    should store the result.
 
     Args:
         path: The folder of the checkpoint, or a file that contains only the chat template.
@@ -272,8 +84,11 @@ def format_for_checkpoint(
     if chat_template is not None:
         text = dataclasses.replace(text, template=chat_template)
     file_format = _format_of_files(text)
-    has_user_chosen = reasoning is not None or tools is not None
-    return _combine(file_format, reasoning, tools) if has_user_chosen else file_format
+    if reasoning is not None:
+        return _combine(get_format(reasoning=reasoning), reasoning, file_format, _replace_reasoning)
+    if tools is not None:
+        return _combine(get_format(tools=tools), tools, file_format, _replace_tools)
+    return file_format
 
 
 def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
@@ -291,87 +106,77 @@ def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
     return ChosenFormat(fmt, "chosen", why)
 
 
-def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
-    """Replace the reasoning or the tool section of `file_format` by a part that the user chose.
+def _combine(
+    chosen: Format,
+    chosen_name: str,
+    file_format: ChosenFormat,
+    combine_sections: Callable[[Sections, Sections], Sections],
+) -> ChosenFormat:
+    """Combine one part of a format that the user chose with the other parts from the files.
 
-    The user chose either a reasoning part or a tool section, so exactly one of `reasoning` and
-    `tools` is not None. Example: reasoning="qwen3" replaces only the reasoning part. If the chosen
-    format cannot be combined with `file_format`, the result is the whole chosen format.
-
-    Args:
-        file_format: The format from the files of the checkpoint.
-        reasoning: The name of the registered format with the chosen reasoning part, or None.
-        tools: The name of the registered format with the chosen tool section, or None.
-    """
-    chosen = get_format(reasoning=reasoning, tools=tools)
-    why_chosen = f"The user chose the format {reasoning or tools!r}."
-    is_reasoning_chosen = reasoning is not None
-    combined = _combine_formats(chosen, file_format.format, is_reasoning_chosen=is_reasoning_chosen)
-    if combined is None:
-        why_whole = "It is used completely, because formats of this kind cannot be combined."
-        return ChosenFormat(chosen, "chosen", f"{why_chosen} {why_whole}")
-    why = f"{why_chosen} The source of the other parts: {file_format.why}"
-    return ChosenFormat(combined, "chosen", why, file_format.analysis)
-
-
-def _combine_formats(
-    chosen: Format, from_files: Format, *, is_reasoning_chosen: bool
-) -> Format | None:
-    """Combine a format that the user chose with the format from the files of a checkpoint.
-
-    Only formats whose layout is `Sections` consist of parts that can be combined. Return None if
-    one of the two formats has another layout.
+    The files of the checkpoint contain or imply a whole format, and the user chose another format
+    only for its reasoning part or only for its tool section. Only formats whose layout is
+    `Sections` consist of such parts. If one of the two formats has another layout, the result is
+    the whole chosen format.
 
     Args:
         chosen: The format that the user chose.
-        from_files: The format from the files of the checkpoint.
-        is_reasoning_chosen: Whether the user chose the reasoning part. Otherwise the user chose the
-            tool section.
+        chosen_name: The name under which the user chose the format. The result contains the name in
+            a sentence for the user.
+        file_format: The format from the files of the checkpoint.
+        combine_sections: The function that combines the layouts of `chosen` and of `file_format`.
     """
+    why_chosen = f"The user chose the format {chosen_name!r}."
+    from_files = file_format.format
     if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
-        return None
-    layout = _combine_sections(
-        chosen.layout, from_files.layout, is_reasoning_chosen=is_reasoning_chosen
-    )
-    return Format(
+        why_whole = "It is used completely, because formats of this kind cannot be combined."
+        return ChosenFormat(chosen, "chosen", f"{why_chosen} {why_whole}")
+    combined = Format(
         f"{chosen.name}+{from_files.name}",
-        layout,
+        combine_sections(chosen.layout, from_files.layout),
         ends=(*chosen.ends, *from_files.ends),
         turn=from_files.turn,
         sources=(*chosen.sources, *from_files.sources),
     )
+    why = f"{why_chosen} The source of the other parts: {file_format.why}"
+    return ChosenFormat(combined, "chosen", why, file_format.analysis)
 
 
-def _combine_sections(
-    chosen: Sections, from_files: Sections, *, is_reasoning_chosen: bool
-) -> Sections:
-    """Combine the parts of a format that the user chose with the parts from the files.
+def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:
+    """Return the parts from the files of a checkpoint, but the reasoning part from `chosen`.
 
-    Args:
-        chosen: The parts of the format that the user chose.
-        from_files: The parts of the format from the files of the checkpoint.
-        is_reasoning_chosen: Whether the user chose the reasoning part. Otherwise the user chose the
-            tool section.
+    If `chosen` also declares markers around the content or a tool section, they are used too.
     """
-    if is_reasoning_chosen:
-        reasoning = chosen.reasoning
-    else:
-        # A registered format with a tool section may also contain reasoning. The user did not
-        # choose this reasoning, so the files have priority.
-        reasoning = from_files.reasoning or chosen.reasoning
     return Sections(
-        reasoning=reasoning,
+        reasoning=chosen.reasoning,
+        content=chosen.content or from_files.content,
+        tools=chosen.tools or from_files.tools,
+    )
+
+
+def _replace_tools(chosen: Sections, from_files: Sections) -> Sections:
+    """Return the parts from the files of a checkpoint, but the tool section from `chosen`.
+
+    If `chosen` also declares markers around the content, they are used too. The reasoning part of
+    `chosen` is used only if the files show no reasoning, because the user did not choose this part.
+    """
+    return Sections(
+        reasoning=from_files.reasoning or chosen.reasoning,
         content=chosen.content or from_files.content,
         tools=chosen.tools or from_files.tools,
     )
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
-    """Return the format that the files of a checkpoint show.
+    """Return the format of the model's output that the files of a checkpoint declare or imply.
 
-    A valid `response_template` declares the format. Without a valid `response_template`, the format
-    is inferred from the chat template. If the template cannot be analysed, all output is treated as
-    content. The attribute `why` of the result states why a source could not be used.
+    There are three sources, in the order of their priority:
+
+        response_template    declares the format in tokenizer_config.json
+        the chat template    The format is inferred from its renderings.
+        no source            All output is treated as content.
+
+    If a source exists but cannot be used, the attribute `why` of the result contains the reason.
     """
     if text.response_template is None:
         return _format_of_template(text, problems=[])
@@ -421,8 +226,8 @@ def _plain_format(problems: list[str]) -> ChosenFormat:
     """Return a format in which all output is content, and log a warning.
 
     Args:
-        problems: Sentences that state why no source shows the format. The warning and the attribute
-            `why` of the result contain these sentences.
+        problems: Sentences that state why the format could not be read from the files of the
+            checkpoint. The warning and the attribute `why` of the result contain these sentences.
     """
     why = " ".join([*problems, "So all output is returned as plain content."])
     log.warning("The chat format is unknown. Tool calls and reasoning will not be parsed. %s", why)

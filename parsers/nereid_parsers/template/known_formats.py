@@ -1,7 +1,5 @@
 """Declarations for templates whose renderings do not show the whole format.
 
-- `QUARANTINE` declares the formats of templates whose renderings are ambiguous. Keep this tuple
-  short.
 - `add_family_variants` adds variants of a tool call that related models write, but that the
   template does not render.
 - `recognise_tool_section` finds the format of tool calls if the template renders no tool calls.
@@ -9,127 +7,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 from nereid_parsers.format import (
     Call,
-    Format,
     JsonArray,
     JsonObject,
     Keys,
-    Messages,
-    Route,
-    Sections,
-    Source,
-    Stage,
     TaggedArguments,
     ToolSection,
 )
-from nereid_parsers.formats.registry import TOOLS, get_format
+from nereid_parsers.formats.registry import TOOLS
 from nereid_parsers.template.difference import markers
 from nereid_parsers.tool_declarations import Body
-
-# ---- templates whose format is given ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class QuarantineEntry:
-    """A template whose format is declared here, because the analysis cannot infer the format.
-
-    Attributes:
-        model: The names of the models that have the template.
-        reason: The reason why comparisons of renderings cannot infer the format.
-        matches: A function that takes the source of a template, and returns whether this entry
-            declares the format of the template.
-        make_layout: A function that returns the layout of the format. The layout declares how a
-            message is divided into reasoning, content and tool calls.
-    """
-
-    model: str
-    reason: str
-    matches: Callable[[str], bool]
-    make_layout: Callable[[], Messages | Sections]
-
-    def make_format(self) -> Format:
-        """Return the declared format."""
-        source = Source(f"recognised in its chat template: {self.model}")
-        return Format("recognised", self.make_layout(), sources=(source,))
-
-
-def is_harmony(source: str) -> bool:
-    """Return whether a chat template writes messages in Harmony, the format of gpt-oss models.
-
-    In Harmony, each message has a channel. Example: `<|channel|>analysis<|message|>` starts a
-    message in the channel `analysis`.
-
-    Args:
-        source: The source of the template.
-    """
-    return "<|channel|>analysis" in source and "<|message|>" in source
-
-
-def is_recipient_lines(source: str) -> bool:
-    r"""Return whether a template starts each message with `>>>`, the recipient and a line break.
-
-    Example: ">>>all\nHello" is content, because its recipient is `all`. The message
-    ">>>get_weather\n{..}" is a tool call, because its recipient is a function.
-
-    Args:
-        source: The source of the template.
-    """
-    # `~` joins two texts in Jinja, so a template may contain `'>>>' ~ 'all'`.
-    joined_source = source.replace("' ~ '", "")
-    if ">>>all" in joined_source:
-        return True
-    words_of_template = (">>>", "'all", "recipient")
-    return all(word in source for word in words_of_template)
-
-
-def _harmony_layout() -> Messages:
-    """Return the layout of gpt-oss from the registry."""
-    layout = get_format("gpt_oss").layout
-    assert isinstance(layout, Messages)
-    return layout
-
-
-def _recipient_lines_layout() -> Messages:
-    r"""Return the layout of messages such as ">>>all\nHello", which start with a recipient.
-
-    A message with the recipient `all` is content. Any other recipient is the name of a function.
-    """
-    return Messages(
-        start=">>>",
-        header_end="\n",
-        routes=(Route(Stage.CONTENT, "all"), Route(Stage.CALLS, "{name}")),
-    )
-
-
-QUARANTINE = (
-    QuarantineEntry(
-        model="openai/gpt-oss-20b, openai/gpt-oss-120b",
-        reason="The channel of a message depends on the whole conversation, and the recipient of "
-        "a call is written in one of two places. A rendering shows only one of them.",
-        matches=is_harmony,
-        make_layout=_harmony_layout,
-    ),
-    QuarantineEntry(
-        model="meetkai/functionary-medium-v3.2, functionary-small-v3.2",
-        reason="Content and calls are messages to recipients, and the recipient of content is "
-        "'all'. The generation prompt opens the first message, so that the first message is "
-        "rendered differently from the messages after it.",
-        matches=is_recipient_lines,
-        make_layout=_recipient_lines_layout,
-    ),
-)
-
-
-def find_quarantined(source: str) -> QuarantineEntry | None:
-    """Return the first entry of `QUARANTINE` that matches the source of a template, or None."""
-    return next((entry for entry in QUARANTINE if entry.matches(source)), None)
-
 
 # ---- the variants of a model family --------------------------------------------------------------
 

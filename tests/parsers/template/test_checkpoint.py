@@ -1,30 +1,14 @@
-"""The format of a checkpoint's folder."""
+"""The format of a checkpoint is chosen from the names and from the files."""
 
 import json
 import logging
 
 import pytest
 from nereid_parsers import FormatError, UnknownFormatError, get_format
-from nereid_parsers.template import format_for_checkpoint, read_checkpoint
+from nereid_parsers.template import format_for_checkpoint
 from parsers.template.support import TEMPLATES, source
 
 SPECS = json.loads((TEMPLATES / "response_templates.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    """Return a function that writes the files of a checkpoint and returns its folder."""
-
-    def write(config=None, **files):
-        if config is not None:
-            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-        for name, text in files.items():
-            path = tmp_path / name.replace("__", "/").replace("_DOT_", ".")
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        return tmp_path
-
-    return write
 
 
 def body_of(chosen):
@@ -105,29 +89,6 @@ def test_a_template_that_cannot_be_analysed_gives_plain_content_with_a_warning(c
         chosen = format_for_checkpoint(checkpoint({"chat_template": "{% for %}"}))
     assert chosen.source == "plain"
     assert "does not compile" in caplog.text
-
-
-def test_chat_template_jinja_precedes_the_config(checkpoint):
-    folder = checkpoint({"chat_template": "old"}, chat_template_DOT_jinja="new")
-    assert read_checkpoint(folder).template == "new"
-
-
-def test_chat_template_json_precedes_the_config(checkpoint):
-    new = json.dumps({"chat_template": "new"})
-    folder = checkpoint({"chat_template": "old"}, chat_template_DOT_json=new)
-    assert read_checkpoint(folder).template == "new"
-
-
-def test_the_template_named_tool_use_is_selected(checkpoint):
-    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
-    assert read_checkpoint(checkpoint({"chat_template": named})).template == "b"
-
-
-def test_additional_templates_are_found(checkpoint):
-    folder = checkpoint(
-        {}, chat_template_DOT_jinja="a", additional_chat_templates__tool_use_DOT_jinja="b"
-    )
-    assert read_checkpoint(folder).template == "b"
 
 
 def test_a_file_with_a_template_is_accepted():

@@ -6,7 +6,6 @@ from nereid_parsers.template.difference import (
     closing_spellings,
     common_prefix,
     common_suffix,
-    list_markup,
     markers,
     opening_spellings,
 )
@@ -23,17 +22,6 @@ def test_a_common_suffix_cuts_no_marker():
 
 def test_words_are_kept_whole():
     assert common_prefix("walking", "walker") == ""
-
-
-def test_list_markup_separates_section_call_and_separator():
-    found = list_markup("<all><one>", "</one>, <one>", "</one></all>")
-    assert (found.open, found.item_open) == ("<all>", "<one>")
-    assert (found.item_close, found.separator, found.close) == ("</one>", ", ", "</all>")
-
-
-def test_list_markup_without_a_section_has_no_open_marker():
-    found = list_markup("<one>", "</one>\n<one>", "</one>")
-    assert (found.open, found.separator, found.close) == ("", "\n", "")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 import pytest
 from nereid_parsers import ConstraintError, StreamParser, analyze_template, fold, parse
 from nereid_parsers.format import Messages, NestedTags, Sections
-from nereid_parsers.template.known_formats import QUARANTINE
+from nereid_parsers.template.quarantine import QUARANTINE
 from nereid_parsers.template.report import report_json, report_of
 from nereid_parsers.template.sandbox.limits import ANALYSIS_LIMITS
 from parsers.template.support import (

@@ -16,7 +16,8 @@ from nereid_parsers.format import (
     TaggedArguments,
 )
 from nereid_parsers.template.conversation import FIRST_TOOL, SECOND_TOOL
-from nereid_parsers.template.difference import MARKER, ListMarkup, markers
+from nereid_parsers.template.difference import MARKER, markers
+from nereid_parsers.template.list_markup import ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
 # The declarations of arguments, for tool calls in which the name precedes the arguments.

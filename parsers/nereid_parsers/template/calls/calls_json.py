@@ -14,7 +14,7 @@ from nereid_parsers.format import Call, JsonArguments, JsonArray, JsonObject, Ke
 from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts, calls_with_head
 from nereid_parsers.template.calls.json_keys import find_path, infer_keys
 from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL, SECOND_KEY, SECOND_TOOL
-from nereid_parsers.template.difference import ListMarkup, list_markup
+from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
 _DECODER = json.JSONDecoder(strict=False)
 

@@ -23,7 +23,7 @@ from nereid_parsers.template.conversation import (
     SECOND_TOOL,
     SECOND_VALUE,
 )
-from nereid_parsers.template.difference import ListMarkup, list_markup
+from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
 _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 

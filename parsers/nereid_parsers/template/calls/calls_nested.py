@@ -19,7 +19,7 @@ from nereid_parsers.template.conversation import (
     SECOND_KEY,
     SECOND_TOOL,
 )
-from nereid_parsers.template.difference import ListMarkup, list_markup
+from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
 # The tags of two arguments. The key of an argument is the name of its tags.
 _FIRST_OPEN = f"<{FIRST_KEY}>"

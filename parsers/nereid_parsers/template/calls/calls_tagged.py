@@ -27,12 +27,8 @@ from nereid_parsers.template.conversation import (
     SECOND_TOOL,
     SECOND_VALUE,
 )
-from nereid_parsers.template.difference import (
-    ListMarkup,
-    difference,
-    drop_common_suffix,
-    list_markup,
-)
+from nereid_parsers.template.difference import difference, drop_common_suffix
+from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
 _WORD_OR_CHARACTER = re.compile(r"[^\W_]+|[\W_]")
 _NUMBER_TEXT = str(NUMBER_VALUE)

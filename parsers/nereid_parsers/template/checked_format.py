@@ -1,0 +1,158 @@
+"""Combine the findings of the comparisons into a format, and check the format."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nereid_parsers.errors import FormatError
+from nereid_parsers.format import Format, Reasoning, Sections, Source, Wrapper
+from nereid_parsers.template.model_turn import ModelTurn, header_after_result, turn_markers
+from nereid_parsers.template.proof import ONE_CALL_PROOF, Proof, parse_renderings
+from nereid_parsers.template.rendered_reasoning import ReasoningFindings
+from nereid_parsers.template.tools import ToolFindings
+
+
+class Findings(NamedTuple):
+    """The findings of all comparisons of renderings, for each part of a model's output.
+
+    Attributes:
+        reasoning: The findings about reasoning.
+        wrapper: The markers around the content, or None.
+        tools: The findings about tool calls.
+    """
+
+    reasoning: ReasoningFindings
+    wrapper: Wrapper | None
+    tools: ToolFindings
+
+
+class CheckedFormat(NamedTuple):
+    """A format, and the rendered messages that were parsed with this format to check it.
+
+    Attributes:
+        findings: The findings from which the format was made.
+        format: The format.
+        proofs: The parsed messages. A proof lists the parts that were parsed wrongly.
+    """
+
+    findings: Findings
+    format: Format
+    proofs: list[Proof]
+
+
+def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
+    """Combine the findings into a format, and parse rendered messages to check this format.
+
+    If the parser does not return the tool call of a rendered message, the result is a format
+    without tool calls. With this format, the parser returns the text of a tool call as content.
+
+    Mutates: `turn.prober.undecided`. A sentence for the report is appended for each message that
+    was parsed wrongly, and for findings that contradict each other.
+
+    Args:
+        turn: The text around the model's answers in rendered conversations.
+        findings: The findings of all comparisons.
+    """
+    undecided = turn.prober.undecided
+    checked = check_format(_make_format(turn, findings), turn, findings)
+    wrong_call = _wrong_call(checked.proofs)
+    if wrong_call is not None:
+        undecided.append(
+            "The format of the calls could not be inferred: the parser did not return the call "
+            f"that the template renders as {wrong_call.text!r}."
+        )
+        without_calls = findings._replace(
+            tools=ToolFindings(inner_headers=findings.tools.inner_headers)
+        )
+        checked = check_format(_make_format(turn, without_calls), turn, without_calls)
+    undecided += [_wrong_parts(proof) for proof in checked.proofs if proof.differs]
+    return checked
+
+
+def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFormat:
+    """Parse rendered messages with a format, and return the format together with the results.
+
+    Args:
+        fmt: The format.
+        turn: The text around the model's answers. `turn.prober` renders the messages.
+        findings: The findings about the template. They show which messages the template renders.
+    """
+    proofs = parse_renderings(fmt, turn, findings.reasoning, findings.tools)
+    return CheckedFormat(findings, fmt, proofs)
+
+
+def _wrong_call(proofs: list[Proof]) -> Proof | None:
+    """Return the proof with one tool call if the call was parsed wrongly, or else None.
+
+    A proof is a rendered message that was parsed to check the format.
+    """
+    wrong_calls = [proof for proof in proofs if proof.name == ONE_CALL_PROOF and proof.differs]
+    return wrong_calls[0] if wrong_calls else None
+
+
+def _wrong_parts(proof: Proof) -> str:
+    """Return sentences for the report that name the wrongly parsed parts of a message."""
+    return (
+        f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
+        f"The template renders the message as {proof.text!r}."
+    )
+
+
+def _make_format(turn: ModelTurn, findings: Findings) -> Format:
+    """Combine the findings into a `Format`. The parser splits a model's output with this format.
+
+    If the findings contradict each other, return a format in which all output is content.
+
+    Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
+
+    Args:
+        turn: The text around the model's answers in rendered conversations.
+        findings: The findings. `findings.reasoning.part` declares the markers of reasoning, and
+            `findings.tools.part` declares the form of tool calls.
+    """
+    reasoning = findings.reasoning.part
+    ends = _ends_of_format(turn, findings)
+    turn_starts = turn_markers(turn, _visible_markers(reasoning))
+    sources = (Source("inferred from the chat template"),)
+    try:
+        layout = Sections(reasoning=reasoning, content=findings.wrapper, tools=findings.tools.part)
+        return Format("inferred", layout, ends=ends, turn=turn_starts, sources=sources)
+    except FormatError as error:
+        turn.prober.undecided.append(f"The inferred parts contradict each other: {error}")
+        return Format("plain", Sections(), ends=ends, sources=sources)
+
+
+def _visible_markers(reasoning: Reasoning | None) -> list[str]:
+    r"""Return the opening and closing markers of reasoning without the white space around them.
+
+    >>> _visible_markers(Reasoning("<think>", "</think>\n"))
+    ['<think>', '</think>']
+    """
+    if reasoning is None:
+        return []
+    return [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
+
+
+def _ends_of_format(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
+    """Return the texts around turns that the parser removes from a model's output.
+
+    There are two kinds of texts:
+
+        end markers      `<|end|>` ends a turn.
+        inner headers    `<|assistant|>` opens a turn. Some models write this header inside their
+                         output, for example between the content and a tool call.
+
+    Args:
+        turn: The text around the model's answers. `turn.end_markers` are the markers that end a
+            turn with content.
+        findings: The findings. `findings.tools.end_markers` are the markers that end a turn with
+            tool calls.
+    """
+    ends = [
+        *turn.end_markers,
+        *findings.tools.end_markers,
+        *findings.tools.inner_headers,
+        *findings.reasoning.inner_headers,
+        header_after_result(turn),  # "" if the model writes no header after a tool's result
+    ]
+    return tuple(dict.fromkeys(end for end in ends if end))  # without duplicates

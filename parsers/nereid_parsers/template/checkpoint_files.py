@@ -1,0 +1,203 @@
+"""Read the chat template and the special tokens of a checkpoint from its files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nereid_parsers.errors import FormatError
+
+MAX_FILE_BYTES = 64_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointText:
+    """The chat template, the `response_template` and the tokens that a checkpoint contains.
+
+    Attributes:
+        template: The chat template, or None if the checkpoint has no chat template.
+        response_template: The object in tokenizer_config.json that declares the format of the
+            output for transformers, or None.
+        bos_token, eos_token: The tokens of the tokenizer, or "" if the checkpoint does not define
+            them.
+        added_tokens: The tokens that were added to the tokenizer's vocabulary.
+    """
+
+    template: str | None = None
+    response_template: dict[str, Any] | None = None
+    bos_token: str = ""
+    eos_token: str = ""
+    added_tokens: frozenset[str] = frozenset()
+
+
+def read_checkpoint(path: str | Path) -> CheckpointText:
+    """Read the chat template and the special tokens from a checkpoint or from a template file.
+
+    The format of the model's output is inferred from these texts. A template file contains only the
+    chat template.
+
+    In a checkpoint, the chat template is in a .jinja file, or else in chat_template.json, or else
+    in tokenizer_config.json, as in transformers. If there are several named templates, the template
+    "tool_use" is used, or else the template "default".
+
+    Raises:
+        FormatError: The path is neither a folder nor a file, or a JSON file is malformed.
+    """
+    path = Path(path)
+    if path.is_file():
+        return CheckpointText(_read_text(path))
+    if not path.is_dir():
+        raise FormatError(
+            f"{path} is neither the folder of a checkpoint nor a file with a chat template. "
+            "Check the path."
+        )
+    config = _read_json(path / "tokenizer_config.json")
+    response_template = config.get("response_template")
+    return CheckpointText(
+        template=_select_template(_read_templates(path, config)),
+        response_template=response_template if isinstance(response_template, dict) else None,
+        bos_token=_token_text(config.get("bos_token")),
+        eos_token=_token_text(config.get("eos_token")),
+        added_tokens=_added_tokens(config, path),
+    )
+
+
+def _read_templates(path: Path, config: dict[str, Any]) -> object:
+    """Return the chat templates of a checkpoint from the first file that contains templates.
+
+    The files are, in this order: the .jinja files, chat_template.json, tokenizer_config.json.
+
+    Args:
+        path: The folder of the checkpoint.
+        config: The content of tokenizer_config.json.
+
+    Returns:
+        The value in the file. Usually, it is the source of the only template, a dict of names and
+        sources, or a list of objects with a name and a source. None if there are no templates.
+    """
+    json_file = _read_json(path / "chat_template.json")  # {} if there is no such file
+    jinja_templates = _read_jinja_templates(path)
+    if jinja_templates:
+        return jinja_templates
+    if "chat_template" in json_file:
+        return json_file["chat_template"]
+    return config.get("chat_template")
+
+
+def _read_jinja_templates(path: Path) -> dict[str, str]:
+    """Read the .jinja files of a checkpoint. Return a dict of template names and sources.
+
+    The name of a template in additional_chat_templates/ is the name of its file, such as
+    "tool_use". The template in chat_template.jinja has the name "default".
+    """
+    folder = path / "additional_chat_templates"
+    templates = {file.stem: _read_text(file) for file in sorted(folder.glob("*.jinja"))}
+    if (path / "chat_template.jinja").is_file():
+        templates.setdefault("default", _read_text(path / "chat_template.jinja"))
+    return templates
+
+
+def _select_template(templates: object) -> str | None:
+    """Select the chat template for requests with tools, and return its source.
+
+    The template with the name "tool_use" is selected, or else the template "default", or else the
+    first template.
+
+    >>> _select_template({"default": "source of one", "tool_use": "source of another"})
+    'source of another'
+    >>> _select_template([{"name": "default", "template": "source of one"}])
+    'source of one'
+
+    Args:
+        templates: A value from the files of a checkpoint. It is the source of the only template, a
+            dict of names and sources, or a list of objects with a name and a source.
+
+    Returns:
+        The source, or None if `templates` is another value or contains no template.
+    """
+    if isinstance(templates, str):
+        return templates  # The checkpoint has only one template.
+    source_by_name = _sources_by_name(templates)
+    for name in ("tool_use", "default", *source_by_name):
+        if name in source_by_name:
+            source = source_by_name[name]
+            return source if isinstance(source, str) else None
+    return None
+
+
+def _sources_by_name(templates: object) -> dict[object, object]:
+    """Return a dict that maps the name of each chat template to the source of this template.
+
+    >>> _sources_by_name([{"name": "default", "template": "source of one"}])
+    {'default': 'source of one'}
+
+    Args:
+        templates: A dict of names and sources, or a list of objects with a name and a source. The
+            result is {} for any other value.
+    """
+    if isinstance(templates, dict):
+        return templates
+    if not isinstance(templates, list):
+        return {}
+    entries = [entry for entry in templates if isinstance(entry, dict)]
+    return {entry.get("name"): entry.get("template") for entry in entries}
+
+
+def _token_text(value: object) -> str:
+    """Return the text of a token from tokenizer_config.json, or "" if `value` is not a token.
+
+    In this file, a token is a string, or an object with the key "content".
+
+    >>> _token_text("</s>"), _token_text({"content": "</s>"}), _token_text(None)
+    ('</s>', '</s>', '')
+    """
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _added_tokens(config: dict[str, Any], path: Path) -> frozenset[str]:
+    """Return the texts of the tokens that were added to the vocabulary of the tokenizer.
+
+    Example: {"added_tokens_decoder": {"7": {"content": "<tool_call>"}}} gives {"<tool_call>"}.
+
+    Args:
+        config: The content of tokenizer_config.json.
+        path: The folder of the checkpoint. If `config` does not contain the added tokens, they are
+            read from the file tokenizer.json in this folder.
+    """
+    token_by_id = config.get("added_tokens_decoder")
+    if isinstance(token_by_id, dict):
+        tokens = list(token_by_id.values())
+    else:  # In tokenizer.json, the tokens are a list.
+        tokens = _read_json(path / "tokenizer.json").get("added_tokens") or []
+    return frozenset(_token_text(token) for token in tokens)
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        FormatError: The file is longer than MAX_FILE_BYTES.
+    """
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise FormatError(f"{path} has {size} bytes, but the limit is {MAX_FILE_BYTES} bytes")
+    return path.read_text(encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Return {} if the file is missing or contains no object.
+
+    Raises:
+        FormatError: The file is not a valid JSON file, or is too long.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(_read_text(path))
+    except ValueError as error:
+        raise FormatError(f"{path} is not a valid JSON file: {error}") from error
+    return data if isinstance(data, dict) else {}

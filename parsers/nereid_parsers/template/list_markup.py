@@ -1,0 +1,65 @@
+"""The markup of a list of items, such as the tool calls of one message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nereid_parsers.template.difference import common_prefix, common_suffix
+
+
+@dataclass(frozen=True, slots=True)
+class ListMarkup:
+    """The markup of a list of items, such as the tool calls of one message.
+
+    A list with two items is written as
+
+        open  item_open ITEM item_close  separator  item_open ITEM item_close  close
+
+    Attributes:
+        open: The text before the whole list, such as "<tool_calls>".
+        item_open: The text before each item, such as "<call>".
+        item_close: The text after each item, such as "</call>".
+        separator: The text between two items, such as a line break.
+        close: The text after the whole list, such as "</tool_calls>".
+    """
+
+    open: str = ""
+    item_open: str = ""
+    item_close: str = ""
+    separator: str = ""
+    close: str = ""
+
+
+def list_markup(before: str, between: str, after: str) -> ListMarkup:
+    """Infer the markup of a list from the texts around its two items, such as two tool calls.
+
+    A template has rendered the list. The whole list is between `open` and `close`, and each item is
+    between `item_open` and `item_close`. So the three texts around the items consist of these
+    parts:
+
+        before     open, item_open
+        between    item_close, separator, item_open
+        after      item_close, close
+
+    Therefore, `between` and `after` have the common prefix `item_close`. `before` and the rest of
+    `between` have the common suffix `item_open`.
+
+    >>> list_markup("<all><call>", "</call>, <call>", "</call></all>")
+    ListMarkup(open='<all>', item_open='<call>', item_close='</call>', separator=', ',
+               close='</all>')
+
+    Args:
+        before: The text before the first item.
+        between: The text between the two items.
+        after: The text after the second item.
+    """
+    item_close = common_prefix(between, after)
+    separator_and_open = between.removeprefix(item_close)
+    item_open = common_suffix(separator_and_open, before)
+    return ListMarkup(
+        open=before.removesuffix(item_open),
+        item_open=item_open,
+        item_close=item_close,
+        separator=separator_and_open.removesuffix(item_open),
+        close=after.removeprefix(item_close),
+    )

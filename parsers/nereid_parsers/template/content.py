@@ -70,16 +70,14 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
     answer = turn.text_after_header(conversation) or ""
     before, content, after = answer.partition(CONTENT_TEXT)
-    is_rendered = bool(content)
-    if not is_rendered:
+    if not content:  # The template does not render the content.
         return ContentFindings(reasoning.wrapper)
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
-    wrapper_of_answer = _wrapper_around(markup_before, after, turn)
-    if wrapper_of_answer is not None:
-        after = after.removeprefix(wrapper_of_answer.close)
+    wrapper = _wrapper_around(markup_before, after, turn.trailing_text)
+    after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
     findings = ContentFindings(
-        wrapper=wrapper_of_answer or reasoning.wrapper,
-        end_markers=tuple(_end_markers(after, turn)),
+        wrapper=wrapper or reasoning.wrapper,
+        end_markers=tuple(_end_markers(after_wrapper, turn)),
     )
     turn.prober.record(
         "C1 content",
@@ -91,21 +89,20 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     return findings
 
 
-def _wrapper_around(markup_before: str, after: str, turn: ModelTurn) -> Wrapper | None:
+def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> Wrapper | None:
     """Return the markers around the content, or None if no marker opens the content.
 
-    Example: "<answer>" precedes the content, and "</answer><|im_end|>" follows. The result is
-    `Wrapper("<answer>", "</answer>")`.
+    >>> _wrapper_around("<answer>", "</answer><|im_end|>", after_user_message="<|im_end|>")
+    Wrapper(open='<answer>', close='</answer>')
 
     Args:
         markup_before: The text before the content, without the markers of reasoning.
         after: The text after the content.
-        turn: The text around the model's answers.
+        after_user_message: The text after a user's message. It shows which marker ends a turn.
     """
     if not markup_before:
         return None  # A marker that only follows the content ends the turn, see `_end_markers`.
-    closing = _wrapper_close(after, markup_before.strip(), turn)
-    return Wrapper(markup_before, closing)
+    return Wrapper(markup_before, _wrapper_close(after, markup_before.strip(), after_user_message))
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
@@ -146,10 +143,10 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
 
 
 def _markers_around_content(text: str) -> Wrapper | None:
-    """Return the marker before and the marker after the content in a rendered answer.
+    """Return the marker before and the marker after the content in `text`, a rendered answer.
 
-    The content of the answer is CONTENT_TEXT. Return None if the text before the content is not
-    exactly one marker, or if no marker follows the content.
+    The content of the answer is CONTENT_TEXT. Return None if the content is not between two
+    markers. Also return None if other text, or a second marker, precedes the content.
 
     >>> _markers_around_content(f"<say>{CONTENT_TEXT}</say><call>")
     Wrapper(open='<say>', close='</say>')
@@ -187,8 +184,9 @@ def _text_without_reasoning(
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     r"""Remove the markers of reasoning from the start of `text`, a rendered answer.
 
-    Some templates write the markers of reasoning even if a message has no reasoning. The result
-    starts with the content or with a tool call. If `reasoning` is None, `text` is returned.
+    Some templates write the markers of reasoning even if a message has no reasoning. Without these
+    markers, the answer starts with its content or with a tool call. If the model writes no
+    reasoning (`reasoning` is None), `text` is returned unchanged.
 
     >>> strip_reasoning_markers("<think></think>\n\nHello", Reasoning("<think>", "</think>\n\n"))
     'Hello'
@@ -198,17 +196,16 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
     rest = text
-    after_marker = _text_after_marker(rest, reasoning_markers)
-    while after_marker is not None:
+    while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
-        after_marker = _text_after_marker(rest, reasoning_markers)
     return rest
 
 
 def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None:
-    """Remove one of the markers, and the white space before this marker, from the start of `text`.
+    """Return the text after the marker with which `text` starts.
 
-    Return None if `text` does not start with one of the markers.
+    White space before the marker is ignored. Return None if `text` does not start with one of the
+    possible markers.
 
     >>> _text_after_marker(" <think>Hello", ["<think>", "</think>"])
     'Hello'
@@ -221,16 +218,15 @@ def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None
 
 
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
-    """Find the markers that end the model's turn.
+    """Return the markers that end the model's turn, or [] if no marker follows the content.
 
-    A marker that also follows a user's message ends a turn. There are three cases. The columns show
-    the text after the content of an answer, the text after a user's message, and the result:
+    The text after a user's message shows which markers end a turn. There are three cases. The
+    columns show the text after the content of an answer, the text after a user's message, and the
+    result:
 
         `<|eom|><|eot|>`        `<|eot|>`               two markers: ["<|eom|>", "<|eot|>"]
         `<|out|>turn<|of|>`     `<|out|>turn<|of|>`     markers and a word: ["<|out|>turn<|of|>"]
         `<|im_end|>`            any text                one marker: ["<|im_end|>"]
-
-    The result is [] if no marker follows the content.
 
     Args:
         after: The text after the content of an answer.
@@ -249,7 +245,7 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 
 
 def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
-    """Return whether `marker` ends the turn of a user: it is the first marker after the message.
+    """Return whether `marker` is the first marker after a user's message, and so ends the turn.
 
     A marker in `header`, the text that opens the model's turn, does not end the user's turn.
 
@@ -262,10 +258,11 @@ def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Find a turn's end that consists of markers and words, such as `<|out|>turn<|of|>`.
+    """Return the end of a turn that consists of markers and words, such as `<|out|>turn<|of|>`.
 
-    The text must follow both an answer and a user's message. If another marker follows this text in
-    both places, this marker also ends the turn. The result is [] if no such text ends a turn.
+    The end of a turn is a text that follows an answer and also follows a user's message. If one
+    more marker follows the end of the turn in both places, the result contains this marker too.
+    Return [] if no markers and words end a turn.
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
@@ -289,10 +286,10 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
-    """Return the markers and words that follow both an answer and a user's message.
+    """Return the markers and words that follow an answer and also follow a user's message.
 
-    Example: `<|out|>turn<|of|>`. The result is "" if no such text follows, or if the text contains
-    the header, because then the text belongs partly to the model's next turn.
+    Return "" if markers and words do not follow in both places. Also return "" if they contain the
+    header of the model, because the header opens the next turn.
 
     >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", "<|in|>")
     '<|out|>turn<|of|>'
@@ -325,7 +322,7 @@ def _shared_first_marker(text: str, other: str) -> str:
     return marker if other.startswith(marker) else ""
 
 
-def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
+def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
     r"""Return the markup that closes the content, with the white space before it, or "".
 
     There are three cases. In this table, every message ends with `<|im_end|>`. The columns show the
@@ -338,29 +335,33 @@ def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
     Args:
         after: The text after the content.
         opening: The markup before the content.
-        turn: The text around the model's answers. `turn.trailing_text` is the text after a user's
-            message.
+        after_user_message: The text after a user's message. It shows which marker ends a turn.
     """
     markers_and_words = compound_closing(after, opening)  # the second line of the table, or ""
     if markers_and_words:
         return markers_and_words
     marker = leading_marker(after)
-    if not marker or _ends_turn_not_content(marker, opening, turn.trailing_text):
+    if not marker or _is_turn_end(marker, opening, after_user_message):
         return ""
     before_marker, _, _ = after.partition(marker)
     return before_marker + marker
 
 
-def _ends_turn_not_content(marker: str, opening: str, after_user_message: str) -> bool:
-    """Return whether a marker after the content ends the turn, and does not close the content.
+def _is_turn_end(marker: str, opening: str, after_user_message: str) -> bool:
+    """Return whether a marker after the content ends the turn. Otherwise, it closes the content.
 
     A marker ends a turn if the marker also follows a user's message. Exception: if `<answer>` opens
     the content, `</answer>` always closes the content, because the two markers have one name.
 
-    >>> _ends_turn_not_content("<|im_end|>", "<answer>", after_user_message="<|im_end|>")
+    >>> _is_turn_end("<|im_end|>", "<answer>", after_user_message="<|im_end|>")
     True
-    >>> _ends_turn_not_content("</answer>", "<answer>", after_user_message="</answer>")
+    >>> _is_turn_end("</answer>", "<answer>", after_user_message="</answer>")
     False
+
+    Args:
+        marker: The first marker after the content.
+        opening: The markup before the content.
+        after_user_message: The text after a user's message.
     """
     follows_user_message = marker == EOS_TOKEN or marker in after_user_message
     has_name_of_opening = marker in closing_spellings(opening)

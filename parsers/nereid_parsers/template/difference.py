@@ -78,7 +78,7 @@ class Comparison:
             message has reasoning."
         left: The rendering of the conversation before the change.
         right: The rendering of the conversation after the change.
-        finding: What the analysis concludes from the difference, as a sentence for the report.
+        finding: A sentence for the report with the conclusion from the difference.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Comparison:
     finding: str
 
     def parts(self) -> Difference:
-        """Split the two renderings into a common prefix, the parts that differ, and a suffix."""
+        """Split the two renderings into their common prefix and suffix and the differing parts."""
         return difference(self.left, self.right)
 
 
@@ -143,7 +143,8 @@ def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
 def difference(left: str, right: str, split: Split = tokens) -> Difference:
     """Split two texts into a common prefix, the parts that differ, and a common suffix.
 
-    The texts are split only between tokens: markers such as `<a>`, words and single characters.
+    The texts are split only between tokens. A token is a marker such as `<a>`, a word, or a single
+    character.
 
     >>> difference("<a>yes</a>", "<a>no</a>")
     Difference(prefix='<a>', left='yes', right='no', suffix='</a>')
@@ -230,7 +231,7 @@ def leading_markers(text: str) -> list[str]:
 
 
 def first_two(found_markers: list[str]) -> tuple[str, str]:
-    """Return the first two members of a list of markers, and "" in the place of a missing member.
+    """Return the first two members of a list of markers. A missing member is replaced by "".
 
     >>> first_two(["<think>"]), first_two(["<think>", "</think>", "<answer>"])
     (('<think>', ''), ('<think>', '</think>'))
@@ -322,18 +323,15 @@ def compound_closing(text: str, opening: str) -> str:
     ''
 
     Args:
-        text: The text after the block. If it does not start with such a closing text, the result is
-            "".
+        text: The text after the content of the block. If `text` does not start with such a closing
+            text, the result is "".
         opening: The markers and words that open the block.
     """
     shared_end = _text_after_first_marker(opening)  # "think<|sep|>"
     if not markers(shared_end):
         return ""  # Only one marker opens the block.
-    before_shared_end, found_shared_end, _ = text.partition(shared_end)
-    # A closing text has only one marker before the shared end: "<|close|>". If the text before the
-    # shared end is longer than `opening`, this text contains more than the marker.
-    is_closing_text = bool(found_shared_end) and len(before_shared_end) <= len(opening)
-    return before_shared_end + shared_end if is_closing_text else ""
+    closing = re.match(rf"\s*(?:{MARKER.pattern}){re.escape(shared_end)}", text)
+    return "" if closing is None else closing.group()
 
 
 def _text_after_first_marker(text: str) -> str:

@@ -52,10 +52,9 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
     r"""Find the header, which is the text that opens every assistant message.
 
     Later comparisons need the header to find the model's answer in a rendered conversation.
-
-    Example: the generation prompt, at the end of a prompt, is "<|im_start|>assistant\n<think>\n".
-    Rendered messages without reasoning contain only "<|im_start|>assistant\n". This part is the
-    header.
+    Example: the generation prompt, which opens the answer at the end of a prompt, is
+    "<|im_start|>assistant\n<think>\n". Rendered messages without reasoning contain only the part
+    "<|im_start|>assistant\n", so this part is the header.
 
     Args:
         prober: Renders conversations with the template.
@@ -128,10 +127,10 @@ def _rendered_prompts(prober: Prober) -> list[_RenderedPrompt]:
 def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     r"""Return the header, which is the text that opens every assistant message.
 
-    The search starts with the text that the generation prompt adds at the end of a prompt. Each
-    step removes a part that does not belong to the header. Example:
+    The search starts with the generation prompt, the text that opens the model's answer at the end
+    of a prompt. Each step removes a part that does not belong to the header. Example:
 
-        text that the generation prompt adds           "<|start|>assistant\n<think></think>\n\n"
+        generation prompt                              "<|start|>assistant\n<think></think>\n\n"
         only the part that all renderings contain      "<|start|>assistant\n<think></think>\n"
         without text that belongs to the answer        "<|start|>assistant\n"
 
@@ -142,10 +141,10 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     question = prober.render(_QUESTION) or ""
     question_and_prompt = prober.render(_PROMPT) or question
     answers = _rendered_answers(prober)
-    added = _text_added_by_prompt(question, question_and_prompt)
-    if added.strip():
+    generation_prompt = _text_added_by_prompt(question, question_and_prompt)
+    if generation_prompt.strip():
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
-        shared = _part_in_renderings(added, [*answers, *prompt_ends])
+        shared = _part_in_renderings(generation_prompt, [*answers, *prompt_ends])
     else:
         # The template ignores add_generation_prompt, so only the answers contain a header.
         shared = _prefix_of_all(text_after_last(question_and_prompt, USER_TEXT), answers)
@@ -153,16 +152,16 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
 
 
 def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: str) -> str:
-    """Return only the header of `shared`, without the text that belongs to the model's answer.
+    """Return the header at the start of `shared`, without the text of the model's answer.
 
-    The header opens every assistant message. If every rendered answer starts with `<think>` or with
-    an empty block of reasoning, `shared` contains this text too:
+    The header is the text that opens every assistant message. If every rendered answer starts with
+    `<think>` or with an empty block of reasoning, `shared` contains this text too:
 
     >>> _drop_text_after_header("<|assistant|><think></think>", [], user_header="<|user|>")
     '<|assistant|>'
 
     Args:
-        shared: The text that all prompts and answers have in common. It starts with the header.
+        shared: The text that all prompts and answers have in common.
         answers: The rendered answers, each with the header.
         user_header: The text that opens a user message, or "" if it is not known. The header of an
             assistant message has a similar form.
@@ -173,11 +172,11 @@ def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: st
 
 
 def _text_added_by_prompt(without_prompt: str, with_prompt: str) -> str:
-    r"""Return the text that the generation prompt adds after the user's question.
+    r"""Return the generation prompt, which is the text that opens the model's answer.
 
-    The generation prompt opens the model's answer. Some templates also change the system message
-    when they render the generation prompt. Therefore, only the texts after the question are
-    compared.
+    A template writes the generation prompt after the user's question. Only the texts after the
+    question are compared, because some templates also change the system message when they write
+    the generation prompt.
 
     >>> _text_added_by_prompt(f"{USER_TEXT}<|end|>", f"{USER_TEXT}<|end|><|start|>assistant")
     '<|start|>assistant'
@@ -205,41 +204,41 @@ def _rendered_answers(prober: Prober) -> list[str]:
     return answers
 
 
-def _part_in_renderings(added: str, renderings: Sequence[str]) -> str:
-    r"""Return the longest prefix of `added` that occurs in all `renderings`.
+def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> str:
+    r"""Return the longest prefix of the generation prompt that occurs in all `renderings`.
 
-    The generation prompt, which opens the model's answer, adds the text `added`. This text starts
-    with the header of an assistant message. The other renderings of assistant messages show where
-    the header ends:
+    The generation prompt opens the model's answer at the end of a prompt, and starts with the
+    header of an assistant message. Other renderings of assistant messages show where the header
+    ends:
 
     >>> _part_in_renderings("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
     '<|a|>\n'
 
     Args:
-        added: The text that the generation prompt adds at the end of a prompt.
+        generation_prompt: The generation prompt.
         renderings: Rendered answers and the ends of rendered prompts. A rendering is ignored if it
-            does not contain any prefix of `added`. If all renderings are ignored, the result is
-            `added`.
+            contains no prefix of the generation prompt. If all renderings are ignored, the result
+            is the whole generation prompt.
     """
-    prefixes = [_longest_shared_prefix(added, rendering) for rendering in renderings]
+    prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # Each longer prefix of `added` starts with the shortest prefix. Therefore, every rendering that
-    # is not ignored contains the shortest prefix.
-    return min(found_prefixes, key=len, default=added)
+    # Each longer prefix starts with the shortest prefix. Therefore, every rendering that is not
+    # ignored contains the shortest prefix.
+    return min(found_prefixes, key=len, default=generation_prompt)
 
 
-def _longest_shared_prefix(added: str, rendering: str) -> str:
-    r"""Return the longest prefix of `added` that occurs at any place in `rendering`.
+def _longest_prefix_in(rendering: str, generation_prompt: str) -> str:
+    r"""Return the longest prefix of the generation prompt that occurs anywhere in `rendering`.
 
     The prefix consists of whole tokens: markers such as `<think>`, words and single characters. The
     result is "" if no prefix occurs in `rendering`, or only white space.
 
-    >>> _longest_shared_prefix("<|assistant|>\n<think>\n", "\n<|assistant|>\nHello")
+    >>> _longest_prefix_in("\n<|assistant|>\nHello", "<|assistant|>\n<think>\n")
     '<|assistant|>\n'
     """
-    added_tokens = tokens(added)
-    for num_tokens in range(len(added_tokens), 0, -1):  # Longer prefixes are tried first.
-        prefix = "".join(added_tokens[:num_tokens])
+    prompt_tokens = tokens(generation_prompt)
+    for num_tokens in range(len(prompt_tokens), 0, -1):  # Longer prefixes are tried first.
+        prefix = "".join(prompt_tokens[:num_tokens])
         if prefix.strip() and prefix in rendering:
             return prefix
     return ""
@@ -261,8 +260,8 @@ def _drop_empty_block(header: str) -> str:
     """Remove an empty block of reasoning, such as `<think></think>`, from the end of `header`.
 
     The header is the text that opens every assistant message. If a template writes an empty block
-    before every answer, the analysis has taken the block for a part of the header. The block
-    belongs to the answer, so this function removes the block.
+    before every answer, the search for the header has included the block. The block belongs to the
+    answer, so this function removes the block.
 
     >>> _drop_empty_block("<|assistant|><think></think>")
     '<|assistant|>'
@@ -274,42 +273,43 @@ def _drop_empty_block(header: str) -> str:
     is_pair = closing.group() in closing_spellings(opening.group())
     text_inside = header[opening.end() : closing.start()]
     text_after = header[closing.end() :]
-    is_other_text_blank = not (text_inside + text_after).strip()
-    return header[: opening.start()] if is_pair and is_other_text_blank else header
+    is_empty_block_at_end = is_pair and not text_inside.strip() and not text_after.strip()
+    return header[: opening.start()] if is_empty_block_at_end else header
 
 
 def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     """Remove the opening marker of reasoning, such as `<think>`, from the end of `header`.
 
     The header is the text that opens every assistant message. If every answer starts with
-    `<think>`, the analysis has taken `<think>` for a part of the header. The last marker of the
-    header opens reasoning if a rendered answer continues with the closing marker, because the two
-    markers then enclose empty reasoning:
+    `<think>`, the search for the header has included `<think>`. The answers show whether the last
+    marker of the header opens reasoning: if one answer continues with the closing marker, the two
+    markers enclose empty reasoning. Otherwise, return `header` unchanged.
 
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])
     '<|assistant|>'
 
-    Otherwise, return `header` unchanged.
-
     Args:
-        header: The header that the analysis has found.
-        answers: The rendered answers, each with the header.
+        header: The header that the search has found.
+        answers: The rendered answers, each with the header. Only answers with content are used.
     """
     opening = trailing_marker(header)
     if not opening:
         return header
-    answers_with_content = [answer for answer in answers if CONTENT_TEXT in answer]
     opens_reasoning = any(
-        _is_closed_after_header(answer, header, opening) for answer in answers_with_content
+        _is_closed_after_header(answer, header, opening)
+        for answer in answers
+        if CONTENT_TEXT in answer
     )
-    return header[: header.rfind(opening)] if opens_reasoning else header
+    before_opening, _, _ = header.rpartition(opening)
+    return before_opening if opens_reasoning else header
 
 
 def _is_closed_after_header(answer: str, header: str, opening: str) -> bool:
-    """Return whether the closing marker of `opening` directly follows the header in an answer.
+    """Return whether a closing marker directly follows the header in a rendered answer.
 
-    `opening`, such as `<think>`, is the last marker of the header.
+    The last marker of the header is `opening`, such as `<think>`. Only a closing marker that
+    belongs to `opening`, such as `</think>`, is accepted.
 
     >>> _is_closed_after_header("<|assistant|><think></think>Hi", "<|assistant|><think>", "<think>")
     True
@@ -334,12 +334,13 @@ def _user_header(question: str) -> str:
     before_question, _, _ = question.rpartition(USER_TEXT)
     # A system message may precede the question, so only the last characters are searched.
     end_of_text = before_question[-_MAX_USER_HEADER:]
-    role_starts = [role.start() for role in _USER_WORD.finditer(end_of_text)]
-    if not role_starts:
+    roles = list(_USER_WORD.finditer(end_of_text))
+    if not roles:
         return ""
+    role_start = roles[-1].start()
     # The marker precedes the role, as in `<|start|>user`, or contains the role, as in `<|user|>`.
     marker_starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
-    starts_before_role = [start for start in marker_starts if start <= role_starts[-1]]
+    starts_before_role = [start for start in marker_starts if start <= role_start]
     return end_of_text[starts_before_role[-1] :] if starts_before_role else ""
 
 
@@ -348,8 +349,8 @@ def _drop_text_after_role(header: str, user_header: str) -> str:
 
     A header is the text that opens a message. The header of an assistant message has the form of a
     user's header, but contains another role ("assistant" instead of "user"). If every answer starts
-    with `<think>`, the analysis has taken `<think>` for a part of the header. The user's header
-    shows where the header of the assistant message ends:
+    with `<think>`, the search for the header has included `<think>`. The user's header shows where
+    the header of the assistant message ends:
 
     >>> _drop_text_after_role("<|start|>assistant\n<think>\n", user_header="<|start|>user\n")
     '<|start|>assistant\n'
@@ -375,7 +376,8 @@ def _regex_for_any_role(user_header: str) -> str:
     >>> _regex_for_any_role("<|start|>user:")
     '<\\|start\\|>\\w+:'
     """
-    # `split` also returns the words, because `_WORDS` contains a capturing group.
+    # `split` returns the words too, and not only the text between them, because `_WORDS` contains
+    # a capturing group.
     pieces = _WORDS.split(user_header)
     regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
     return "".join(regexes)

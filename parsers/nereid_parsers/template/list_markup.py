@@ -33,16 +33,14 @@ class ListMarkup:
 def list_markup(before: str, between: str, after: str) -> ListMarkup:
     """Infer the markup of a list from the texts around its two items, such as two tool calls.
 
-    A template has rendered the list. The whole list is between `open` and `close`, and each item is
-    between `item_open` and `item_close`. So the three texts around the items consist of these
-    parts:
+    The three texts around the items consist of these parts:
 
         before     open, item_open
         between    item_close, separator, item_open
         after      item_close, close
 
-    Therefore, `between` and `after` have the common prefix `item_close`. `before` and the rest of
-    `between` have the common suffix `item_open`.
+    Therefore, `item_close` is the common prefix of `between` and `after`, and `item_open` is the
+    common suffix of `before` and of the rest of `between`.
 
     >>> list_markup("<all><call>", "</call>, <call>", "</call></all>")
     ListMarkup(open='<all>', item_open='<call>', item_close='</call>', separator=', ',

@@ -107,8 +107,8 @@ class _TextBeforeName(NamedTuple):
     r"""The text before a function's name, such as "<call>\n<function=".
 
     Attributes:
-        marker: The opening marker of the tool call, with the white space around it: "<call>\n". ""
-            if there is no marker.
+        marker: The opening marker of the tool call, with the white space around it: "<call>\n". If
+            there is no marker, only the white space at the start of the text.
         head_start: The start of the header: "<function=".
     """
 
@@ -165,8 +165,9 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
 def _split_text_before_name(text: str) -> _TextBeforeName:
     r"""Split the text before a function's name into the opening marker and the rest.
 
-    White space around the marker belongs to the marker. If there is no marker, white space at the
-    start of the text is returned as the marker. The result is empty if the text is white space.
+    White space around the marker belongs to the marker. If there is no marker, the white space at
+    the start of the text is returned in its place. If the whole text is white space, both parts of
+    the result are "".
 
     >>> _split_text_before_name("<call>\n<function=")
     _TextBeforeName(marker='<call>\n', head_start='<function=')
@@ -184,8 +185,9 @@ def _split_text_before_name(text: str) -> _TextBeforeName:
 def _head_pattern(before_name: str, after_name: str) -> str:
     r"""Return the pattern of a tool call's header, such as `<call id={id} name={name}>`.
 
-    Fields in braces replace the name, the number and the id of the tool call. In rendered texts,
-    the placeholder COUNTER_MARK is the number, and the placeholder ID_MARK ("\ue011") is the id.
+    In the pattern, the fields `{name}`, `{number}` and `{id}` replace the name, the number and the
+    id of the tool call. In rendered texts, the number is the placeholder character COUNTER_MARK,
+    and the id is the placeholder character ID_MARK ("\ue011").
 
     >>> _head_pattern("<call id=\ue011 name=", ">")
     '<call id={id} name={name}>'
@@ -210,7 +212,9 @@ def escape_braces(text: str) -> str:
 
 
 def unescape_braces(pattern: str) -> str:
-    """Return the text that a pattern without fields describes: replace doubled by single braces.
+    """Replace doubled braces in `pattern` by single braces, to get the text that it describes.
+
+    The pattern contains no fields.
 
     >>> unescape_braces("f{{x}}")
     'f{x}'
@@ -254,9 +258,8 @@ class TextAfterCalls(NamedTuple):
 def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
     """Split the text after the tool calls into the closing text and the markers that end the turn.
 
-    The text before the tool calls (`markup.open`) and the text after the tool calls
-    (`markup.close`) are known. Each opening marker has one closing marker. The markers after the
-    closing markers end the turn.
+    The text after the tool calls is `markup.close`. Each marker that opens the tool calls
+    (`markup.open`) has one closing marker. The markers after these closing markers end the turn.
 
     >>> split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
     TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
@@ -274,10 +277,11 @@ def _num_closing_markers(opening: str) -> int:
     """Return the number of markers that close a tool section, the list of all tool calls.
 
     `opening` is the text that opens the section. Each opening marker has one closing marker. If
-    words without a marker open the section, one marker closes the section.
+    words without a marker open the section, one marker closes the section. If no text opens the
+    section, no marker closes the section.
 
-    >>> _num_closing_markers("<calls><list>"), _num_closing_markers("Calls:")
-    (2, 1)
+    >>> [_num_closing_markers(opening) for opening in ("<calls><list>", "Calls:", "")]
+    [2, 1, 0]
     """
     num_opening_markers = len(markers(opening))
     if num_opening_markers > 0:
@@ -309,7 +313,7 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 
 
 class _NumberGaps(NamedTuple):
-    """The place of the digit that numbers a tool call, relative to the function's name.
+    """The places of the digits that number a tool call, relative to the function's name.
 
     Attributes:
         before_name: The number of characters between a digit before the name and the name. None if
@@ -325,40 +329,41 @@ class _NumberGaps(NamedTuple):
 def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """Find the digits that number the tool calls, by comparing the two tool calls of a message.
 
-    The result contains the distances between such a digit and the function's name. Example: in
-    "0 zqFirstTool, 1 zqSecondTool", one space is between the digit and the name.
+    The result contains the distances between such a digit and the function's name. In the examples,
+    a space precedes the name "zqFirstTool", and ":" follows the name:
 
     >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
     _NumberGaps(before_name=1, after_name=None)
+    >>> _find_number_gaps("zqFirstTool:0, zqSecondTool:1")
+    _NumberGaps(before_name=None, after_name=1)
     """
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
     return _NumberGaps(
         # The texts before the names are reversed, because the distance is counted from the name.
-        before_name=_index_of_number(before_first_name[::-1], before_second_name[::-1]),
-        after_name=_index_of_number(after_first_name, after_second_name),
+        before_name=_index_of_next_number(before_first_name[::-1], before_second_name[::-1]),
+        after_name=_index_of_next_number(after_first_name, after_second_name),
     )
 
 
-def _index_of_number(first: str, second: str) -> int | None:
-    """Return the index of the first difference of two texts, if the texts differ in their number.
+def _index_of_next_number(first: str, second: str) -> int | None:
+    """Return the index at which two texts first differ, if the difference is the next number.
 
-    The texts are from a first and a second tool call. Return None if the first differing characters
-    are not two digits, or if the digit in `second` is not one higher than the digit in `first`.
+    The texts are from a first and a second tool call. The difference is the next number if the two
+    different characters are digits, and the digit in `second` is one higher. Otherwise, return
+    None. Also return None if the texts do not differ.
 
-    >>> _index_of_number(" index=0>", " index=1>")
+    >>> _index_of_next_number(" index=0>", " index=1>")
     7
-    >>> _index_of_number(" index=0>", " index=5>") is None
+    >>> _index_of_next_number(" index=0>", " index=5>") is None
     True
     """
     pairs = zip(first, second, strict=False)  # The texts may have different lengths.
-    differing = [index for index, (char, other) in enumerate(pairs) if char != other]
-    if not differing:
-        return None
-    index = differing[0]
-    are_digits = first[index].isdigit() and second[index].isdigit()
-    is_next_number = are_digits and int(second[index]) == int(first[index]) + 1
-    return index if is_next_number else None
+    for index, (character, other) in enumerate(pairs):
+        if character != other:
+            are_digits = character.isdigit() and other.isdigit()
+            return index if are_digits and int(other) == int(character) + 1 else None
+    return None
 
 
 def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
@@ -370,14 +375,15 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
     '\ue010 zqFirstTool, \ue010 zqSecondTool'
     """
     for name in (FIRST_TOOL, SECOND_TOOL):
-        name_start = text.find(name)
-        if name_start < 0:
+        before, found_name, after = text.partition(name)
+        if not found_name:
             continue
-        name_end = name_start + len(name)
         if gaps.before_name is not None:
-            text = _mask_digit(text, name_start - gaps.before_name - 1)
+            # The text is reversed, because the distance is counted from the name.
+            before = _mask_digit(before[::-1], gaps.before_name)[::-1]
         if gaps.after_name is not None:
-            text = _mask_digit(text, name_end + gaps.after_name)
+            after = _mask_digit(after, gaps.after_name)
+        text = before + found_name + after
     return text
 
 

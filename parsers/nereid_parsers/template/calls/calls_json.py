@@ -64,7 +64,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _compare_with_two_calls(
     texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonSpan
 ) -> CallFormat | None:
-    """Infer the format of tool calls by comparing a message with one call and one with two calls.
+    """Infer the format of tool calls from a message with one call and a message with two calls.
 
     In the message with one call, the tool call is a JSON object. The message with two calls has one
     of two forms:
@@ -133,6 +133,8 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonSp
         for all tool calls     `<calls>[{..}, {..}]</calls>`
         for each tool call     `<call>[{..}]</call><call>[{..}]</call>`
 
+    If the template renders only one tool call in a message, the first case is assumed.
+
     Args:
         texts: The rendered tool calls.
         keys: The keys of the name and the arguments in an object of the array.
@@ -141,10 +143,7 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonSp
     # FIRST_TOOL and SECOND_TOOL are the names of the functions in the two tool calls.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
-    if first is None or second is None:  # The template renders only one tool call in a message.
-        return _read_one_array(texts.one_call, keys, json_of_call)
-    is_one_array = first.start == second.start
-    if is_one_array:
+    if first is None or second is None or first.start == second.start:
         return _read_one_array(texts.one_call, keys, json_of_call)
     markup = _markup_of_two(texts.two_calls, first, second)
     return CallFormat("JSON array", (_call(JsonArray(keys), markup),), markup)
@@ -153,10 +152,10 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonSp
 def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
     """Return the format of tool calls that are the members of one JSON array.
 
-    There are two cases:
+    The list of all tool calls in a message is called the tool section. There are two cases:
 
         `<calls>[{..}, {..}]</calls>`    `<calls>` and `</calls>` are declared as the markers of the
-                                         tool section, the list of all tool calls.
+                                         tool section.
         `[TOOL_CALLS][{..}, {..}]`       A tool section requires a closing marker, so `[TOOL_CALLS]`
                                          is declared as the opening marker of a tool call.
 
@@ -169,8 +168,8 @@ def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> Call
     closing = text[array.end :]
     has_only_opening = bool(opening.strip()) and not closing.strip()
     if has_only_opening:
-        call = Call(JsonArray(keys), open=opening)
-        return CallFormat("JSON array", (call,), ListMarkup())
+        call_with_marker = Call(JsonArray(keys), open=opening)
+        return CallFormat("JSON array", (call_with_marker,), ListMarkup())
     # The members of a JSON array are separated by commas.
     markup = ListMarkup(open=opening, separator=", ", close=closing)
     return CallFormat("JSON array", (Call(JsonArray(keys)),), markup)
@@ -255,6 +254,10 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
     Return None if no JSON object with the argument follows the name. Example: the result for
     `<call>f<args>{"a": 1}</call>` declares the opening marker `<call>`, the header `{name}<args>`
     (the text before the JSON) and the closing marker `</call>`.
+
+    Args:
+        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
+            call in a message.
     """
     text = texts.one_call
     json_of_call = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)  # `{"a": 1}`
@@ -283,13 +286,9 @@ def _markup_of_two_named(text: str) -> ListMarkup | None:
     second_json = _find_json_arguments(text, SECOND_TOOL, SECOND_KEY)
     if first_json is None or second_json is None:
         return None
-    first_name_start = text.find(FIRST_TOOL)
-    second_name_start = text.find(SECOND_TOOL)
-    return list_markup(
-        before=text[:first_name_start],
-        between=text[first_json.end : second_name_start],
-        after=text[second_json.end :],
-    )
+    before_first_name, _, _ = text.partition(FIRST_TOOL)
+    before_second_name, _, _ = text[first_json.end :].partition(SECOND_TOOL)
+    return list_markup(before_first_name, between=before_second_name, after=text[second_json.end :])
 
 
 def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:

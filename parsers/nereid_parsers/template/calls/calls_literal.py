@@ -43,12 +43,12 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     suffix = _suffix_of_name(texts.one_call)
     if suffix is None:
         return None
-    markup = _markup_of_calls(texts, last_character=")")
     if not texts.two_calls:
+        around = _cut_out_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
         # One tool call shows no separator, so the usual separator of a Python list is assumed.
-        markup_of_list = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
-        return _read_python_section(markup_of_list, suffix)
-    # `item_open` and `item_close` are the texts before and after each call.
+        markup = ListMarkup(open=around.before, separator=", ", close=around.after)
+        return _read_python_section(markup, suffix)
+    markup = _markup_of_two_calls(texts.two_calls, last_character=")")
     has_markers_around_each = bool(markup.item_open.strip() or markup.item_close.strip())
     if not has_markers_around_each:
         return _read_python_section(markup, suffix)
@@ -58,9 +58,10 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 
 
 def _suffix_of_name(one_call: str) -> str | None:
-    """Return the text between the function's name and the parenthesis of a call in Python syntax.
+    """Return the text between the function's name and the parenthesis, in a Python call.
 
-    Usually the text is "". Return None if the call is not written in Python syntax.
+    Most templates write no text there, so the result is "". Return None if the tool call is not
+    written in Python syntax.
 
     >>> _suffix_of_name('zqFirstTool.call(zqKeyOne="zqValueOne")')
     '.call'
@@ -85,14 +86,15 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """Return the format of Python calls for a template whose markers enclose the list of all calls.
 
     Example: for `<calls>[f(a="x"), g(b="y")]</calls>`, the result declares the markers `<calls>`
-    and `</calls>`, and calls with and without the brackets of a Python list.
+    and `</calls>`. Between the markers, a model may write the calls with or without the brackets of
+    a Python list.
 
     Args:
         markup: The texts before and after all calls, and the separator between two calls.
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
-    # There may be white space before each call. The white space before the first call belongs to
-    # the text before all calls.
+    # A template may write white space before each call (`item_open`). The white space before the
+    # first call belongs to the text before all calls.
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
@@ -147,39 +149,39 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     Some templates write a marker instead of the quotes around a string. Example: the result for
     `<call>f{a:<q>x<q>}</call>` declares the quote `<q>` and the markers `<call>` and `</call>`.
     Return None if the keys have quotes, or if the strings have no quotes.
+
+    Args:
+        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
+            call in a message.
     """
     pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
     if pieces is None:
         return None
     # `<call>f{a:<q>x<q>}</call>` is split into `<call>`, `{`, `:<q>` and `<q>}</call>`.
-    _, before_key, before_value, after_value = pieces
+    before_name, before_key, before_value, after_value = pieces
     colon_and_quote = before_value.strip()
     has_unquoted_key = before_key.endswith("{") and colon_and_quote.startswith(":")
     quote = colon_and_quote.removeprefix(":").strip()
     is_quoted = bool(quote) and after_value.startswith(quote)
     if not has_unquoted_key or not is_quoted:
         return None
-    markup = _markup_of_calls(texts, last_character="}")
+    if texts.two_calls:
+        markup = _markup_of_two_calls(texts.two_calls, last_character="}")
+    else:
+        _, _, after_call = after_value.partition("}")
+        markup = ListMarkup(item_open=before_name, item_close=after_call)
     after_name = before_key.removesuffix("{")
     calls = calls_with_head(markup, after_name, BareKeyArguments(quote))
     return CallFormat("bare keys", calls, markup)
 
 
-def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
-    """Return the markup before, between and after the tool calls of a message.
+def _markup_of_two_calls(two_calls: str, last_character: str) -> ListMarkup:
+    """Return the markup before, between and after the two tool calls of a message.
 
     Example: for `[f(a="x"), g(b="y")]`, in which ")" is the last character of a tool call, `open`
     is "[", `separator` is ", " and `close` is "]".
-
-    Args:
-        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
-            call in a message.
-        last_character: The last character of a tool call.
     """
-    if not texts.two_calls:
-        single = _cut_out_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character)
-        return ListMarkup(item_open=single.before, item_close=single.after)
-    first = _cut_out_call(texts.two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
+    first = _cut_out_call(two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
     second = _cut_out_call(first.after, SECOND_TOOL, SECOND_VALUE, last_character)
     return list_markup(first.before, between=second.before, after=second.after)
 
@@ -200,6 +202,6 @@ def _cut_out_call(text: str, name: str, value: str, last_character: str) -> _Tex
     _TextAroundCall(before='[', after=', g()]')
     """
     before, _, after_name = text.partition(name)
-    value_start = after_name.find(value)
-    call_end = after_name.find(last_character, value_start) + len(last_character)
-    return _TextAroundCall(before, after_name[call_end:])
+    _, _, after_value = after_name.partition(value)
+    _, _, after = after_value.partition(last_character)
+    return _TextAroundCall(before, after)

@@ -58,10 +58,12 @@ class _TaggedCall(NamedTuple):
 def read_tagged(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls in which a tag contains the key of each argument.
 
-    Return None if the tool calls have another form. Example: the result for
-    `<call f><arg key="a">1</arg></call>` declares the header `<call {name}>` (the text before the
-    arguments), the opening tag `<arg key="{key}">` and the closing tag `</arg>` of an argument, and
-    the closing text `</call>` of the tool call.
+    Return None if the tool calls have another form. Example: the tool call
+    `<call f><arg key="a">1</arg></call>` gives these declarations:
+
+        header, the text before the arguments    `<call {name}>`
+        tags of an argument                      `<arg key="{key}">` and `</arg>`
+        closing text of the tool call            `</call>`
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -76,10 +78,11 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         markup = ListMarkup(item_open=call.before_name, item_close=call.after)
     if markup is None:
         return None
-    after_last_value = markup.item_close  # `</arg></call>`
-    arguments = list_markup(call.before_first_key, call.between_arguments, after_last_value)
-    # Of the text after the last value, `</arg>` belongs to the argument (`arguments.item_close`),
-    # and `</call>` belongs to the tool call (`arguments.close`).
+    # The text after the last value, `</arg></call>`, consists of `arguments.item_close`, which
+    # belongs to the argument, and of `arguments.close`, which belongs to the tool call.
+    arguments = list_markup(
+        before=call.before_first_key, between=call.between_arguments, after=markup.item_close
+    )
     markup_of_calls = replace(markup, item_close=arguments.close)
     tags = _infer_value_tags(texts, arguments, call.before_value)
     quotes = _find_quotes(texts, call.before_value)
@@ -93,10 +96,9 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
     """Cut a tool call with two arguments at its name, its keys and its values.
 
     Example: `<c f><k>a</k>1<k>b</k>2</c>` is cut into `<c `, `><k>`, `</k>`, `<k>` and `</c>`. The
-    `</k>` before the second value is omitted, because it is equal to the text before the first
-    value.
+    text before the second value is omitted, because it is equal to the text before the first value.
 
-    Return None if the name, the keys and the values have another order. Also return None if the
+    Return None if a key precedes the name, or if a value precedes its key. Also return None if the
     closing tag of an argument repeats the key, as in `<a>1</a>`. The module `calls_nested` infers
     the format of such elements.
     """
@@ -142,15 +144,17 @@ def _infer_value_tags(
 ) -> TaggedArguments:
     """Infer the tags before and after the value of an argument, for strings and for numbers.
 
-    There are three cases. Each example shows the argument `a` with the string "x", the argument `a`
-    with the number 41, and the opening tag in the result:
+    There are three kinds of templates. The table shows the argument `a` with the string "x" and
+    with the number 41:
 
-        <arg key="a">x</arg>                 <arg key="a">41</arg>
-            open='<arg key="{key}">'
-        <arg key="a" type="string">x</arg>   <arg key="a" type="number">41</arg>
-            open='<arg key="{key}" type="{type}">'
-        <text key="a">x</text>               <json key="a">41</json>
-            open='<text key="{key}">', and a variant in `also` with open='<json key="{key}">'
+        equal tags               <arg key="a">x</arg>                 <arg key="a">41</arg>
+        tags that name the type  <arg key="a" type="string">x</arg>   <arg key="a" type="number">41
+        different tags           <text key="a">x</text>               <json key="a">41</json>
+
+    The result declares the opening tag `<arg key="{key}">` in the first case, and
+    `<arg key="{key}" type="{type}">` in the second case. In the third case, the result declares the
+    tags of a string, and its attribute `also`, a list of alternatives, declares the tags of a
+    number.
 
     Args:
         texts: The rendered tool calls. The argument is a string in `texts.one_call` and the number
@@ -159,24 +163,26 @@ def _infer_value_tags(
         before_string: The text between a key and its value, if the value is a string.
     """
     string = _TextAroundArgument(arguments.item_open, before_string, _text_after_string(texts))
+    # The text between two arguments is a part of the closing tag.
     close = arguments.item_close + arguments.separator
     string_tags = TaggedArguments(_open_pattern(string), close)
     number = _cut_at_number(texts.number, arguments)
     if number is None:  # The template does not render the number as the text "41".
         return string_tags
     number_tags = TaggedArguments(_open_pattern(number), _closing_tag(number, string) or close)
-    if number_tags == string_tags:  # the first example
+    if number_tags == string_tags:  # equal tags
         return string_tags
     open_with_type = _open_pattern_with_type(string, number)
-    if open_with_type is not None:  # the second example
+    if open_with_type is not None:  # tags that name the type
         return TaggedArguments(open_with_type, close)
-    return replace(string_tags, also=(number_tags,))  # the third example
+    return replace(string_tags, also=(number_tags,))  # different tags
 
 
 def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> str:
     """Return the closing tag of a number, or "" if a string has an equal closing tag.
 
-    The texts after both values end with the end of the tool call, which is not a part of the tag.
+    The text after a value consists of the closing tag and of the end of the tool call. The end of
+    the tool call is equal after a number and after a string, so it is removed.
 
     >>> string = _TextAroundArgument('<text key="', '">', "</text></call>")
     >>> number = _TextAroundArgument('<json key="', '">', "</json></call>")
@@ -189,26 +195,22 @@ def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> st
 def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | None:
     """Cut a tool call whose argument is the number 41 into the texts around the key and the number.
 
-    Example: if `arguments.open` is `>`, the tool call `<call f><json key="a">41</json></call>` is
-    cut into `<json key="`, `">` and `</json></call>`.
+    Return None if the template does not render the number as "41". Example: if `arguments.open` is
+    `>`, the tool call `<call f><json key="a">41</json></call>` is cut into `<json key="`, `">` and
+    `</json></call>`.
 
     Args:
         text: The rendered tool call.
         arguments: The markup of a list of arguments that are strings. `arguments.open` is the text
-            between the name and the first argument. This text is not a part of the result.
-
-    Returns:
-        The texts around the key and the number, or None if the template does not render the number
-        as "41".
+            between the name and the first argument, which is not a part of the result.
+            `arguments.item_open` is the text before the key of a string. It is also used for the
+            number if no other text precedes the key of the number.
     """
     pieces = split_at_words(text, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
-    before_key = after_name.removeprefix(arguments.open)
-    if not before_key:
-        # No other text precedes the key of the number. The text before the key of a string is used.
-        before_key = arguments.item_open
+    before_key = after_name.removeprefix(arguments.open) or arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 
 
@@ -232,11 +234,11 @@ def _text_after_string(texts: CallTexts) -> str:
 
 
 def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgument) -> str | None:
-    """Return the pattern of an opening tag that states the type of the value.
+    """Return the pattern of an opening tag that names the type of the value.
 
-    In the pattern, fields such as `{type}` replace the words that vary. The type is the only word
-    that differs between the tag before a string and the tag before a number. Return None if the two
-    tags differ in another way.
+    In the pattern, the field `{key}` replaces the key, and the field `{type}` replaces the type.
+    The type is the only word that differs between the tag before a string and the tag before a
+    number. Return None if the two tags differ in another way.
 
     >>> string = _TextAroundArgument('<arg key="', '" type="string">', "</arg>")
     >>> number = _TextAroundArgument('<arg key="', '" type="number">', "</arg>")
@@ -245,14 +247,16 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
     """
     if string.before_key != number.before_key:
         return None
-    # In the example, `parts` contains the common texts `" type="` (`prefix`) and `">` (`suffix`),
-    # and the differing words `string` (`left`) and `number` (`right`).
+    # In the example, the words "string" (`left`) and "number" (`right`) differ between the common
+    # texts `" type="` (`prefix`) and `">` (`suffix`).
     parts = difference(string.before_value, number.before_value, split=_split_into_words)
     field = _type_field(string_word=parts.left, number_word=parts.right)
     if field is None:
         return None
-    before_type = f"{escape_braces(string.before_key)}{{key}}{escape_braces(parts.prefix)}"
-    return f"{before_type}{field}{escape_braces(parts.suffix)}"
+    before_key = escape_braces(string.before_key)
+    before_type = escape_braces(parts.prefix)
+    after_type = escape_braces(parts.suffix)
+    return f"{before_key}{{key}}{before_type}{field}{after_type}"
 
 
 def _split_into_words(text: str) -> list[str]:
@@ -265,14 +269,18 @@ def _split_into_words(text: str) -> list[str]:
 
 
 def _type_field(string_word: str, number_word: str) -> str | None:
-    """Return the field that replaces the type in the pattern of a tag, or None if no type differs.
+    """Return the field that replaces the type in the pattern of a tag, such as `type="{type}"`.
 
-    The two words differ between the tag of a string and the tag of a number. `{type}` is the field
-    for the name of the type, as in `type="number"`. `{string}` is the field for a flag that states
-    whether the value is a string, as in `string="false"`.
+    The field `{type}` replaces the name of the type, as in `type="number"`. The field `{string}`
+    replaces a flag that states whether the value is a string, as in `string="false"`. Return None
+    if the words are neither types nor flags.
 
     >>> _type_field("string", "number"), _type_field("true", "false"), _type_field("a", "b")
     ('{type}', '{string}', None)
+
+    Args:
+        string_word: The word that occurs only in the tag of a string.
+        number_word: The word that occurs in the tag of a number in the place of `string_word`.
     """
     if string_word == "true" and number_word == "false":
         return "{string}"
@@ -317,19 +325,19 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
 
 
 def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
-    """Declare that a model may write quotes between the tags and the value of an argument.
+    """Return a copy of `tags` which declares that a model may put the value into quotes.
 
-    The result declares the value with quotes. Its attribute `also`, which lists the alternatives,
-    declares the value without quotes.
+    The opening quote is added to the tag before the value, and the closing quote to the tag after
+    the value. The tags without quotes are an alternative, in the attribute `also` of the result.
 
     >>> quoted = _add_quotes(TaggedArguments("<{key}>", "</v>"), _Quotes("<![CDATA[", "]]>"))
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
-    # An alternative has no alternatives of its own, so `unquoted` does not contain `tags.also`.
-    unquoted = TaggedArguments(tags.open, tags.close)
+    # An alternative has no alternatives of its own.
+    unquoted = replace(tags, also=())
     return TaggedArguments(
-        tags.open + escape_braces(quotes.open),
-        quotes.close + tags.close,
+        open=tags.open + escape_braces(quotes.open),
+        close=quotes.close + tags.close,
         also=(unquoted, *tags.also),
     )

@@ -69,8 +69,8 @@ def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
 def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
     """Return the order of the name, the arguments and the id in the JSON object of a tool call.
 
-    If the output of a model is constrained, the model must write these members in this order. An id
-    after the other members is omitted, because a constraint contains the id only before the
+    If the output of a model is constrained, the model must write these members in this order. If
+    the id is the last member, it is omitted, because a constraint can require an id only before the
     arguments.
 
     >>> paths = _MemberPaths(name=("function",), arguments=("args",), id=("call_id",))
@@ -84,23 +84,22 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     if name_key == arguments_key:  # One inner object contains the name and the arguments.
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
-    # An id in an inner object with the name or the arguments is not listed, because the result
-    # contains only one member for each outer key.
-    if paths.id is not None and paths.id[0] not in member_by_key:
-        member_by_key[paths.id[0]] = "id"
-    order = [member_by_key[key] for key in call if key in member_by_key]
-    if order and order[-1] == "id":
-        order.pop()
-    return tuple(order)
+    if paths.id is not None:
+        # An id in an inner object with the name or the arguments has no outer key of its own.
+        member_by_key.setdefault(paths.id[0], "id")
+    order = tuple(member_by_key[key] for key in call if key in member_by_key)
+    return order[:-1] if order[-1] == "id" else order
 
 
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the path of the tool call's id in `call`, the JSON object of a rendered tool call.
+    """Return the path of the id in `call`, the JSON object of a rendered tool call.
 
-    A path is the sequence of keys that leads to a value. In most renderings, the id contains the
-    placeholder character ID_MARK. If no value contains ID_MARK, the path is the first outer key
-    with the word "id", such as "call_id". The key of the function's name is skipped. Return None if
-    there is no id.
+    A path is the sequence of keys that leads to a value. The id is the first value that contains
+    ID_MARK, a placeholder character for ids. If there is no such value, the id is the value of the
+    first outer key with the word "id", such as "call_id". Return None if there is no such key.
+
+    A template may write the function's name under the key "id". Therefore, the key of the name is
+    skipped, as in the second example:
 
     >>> _find_id_path({"name": "f", "call": {"id": ID_MARK}}, name_path=("name",))
     ('call', 'id')

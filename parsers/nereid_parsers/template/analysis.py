@@ -175,7 +175,7 @@ def analyze_checkpoint_template(
 
 
 def _choose_content_form(prober: Prober) -> None:
-    """Store the first form of messages whose content the template renders in `prober.form`.
+    """Set `prober.form` to the first form of messages in which the template renders content.
 
     Templates expect a message in different forms. For example, the content of a message is a string
     in one form and a list of parts in another form.
@@ -239,8 +239,8 @@ def _check_known_format(
     )
     reasoning = find_rendered_reasoning(turn)
     tools = _compare_known_calls(turn, has_calls=has_calls)
-    # Only the markers that end a turn are inferred from this comparison. The declared format
-    # contains the markers of reasoning and content, so empty findings about reasoning suffice.
+    # This comparison shows the markers that end a turn. The empty findings about reasoning suffice,
+    # because the declared format contains the markers of reasoning and content.
     end_markers = compare_content(turn, ReasoningFindings()).end_markers
     fmt = _with_turn_ends(known_format.make_format(), end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)
@@ -250,8 +250,8 @@ def _check_known_format(
 def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
     """Compare rendered tool calls whose format is already known, and return the findings.
 
-    The report shows two comparisons: an answer with and without a tool call (the label is T1), and
-    a message with one and with two tool calls (T2).
+    The report shows two comparisons. T1 compares an answer without a tool call and an answer with a
+    tool call. T2 compares a message with one tool call and a message with two tool calls.
 
     Mutates: `turn.prober`, which records the comparisons for the report.
 
@@ -279,10 +279,11 @@ def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
 
 
 def _supported_features(findings: Findings, form: InputForm) -> Supports:
-    """Return the features of messages that the template renders, for the report.
+    """Return the parts of messages that the template can render. The report lists these parts.
 
     Args:
-        findings: The findings about reasoning and tool calls. They contain the features.
+        findings: The findings about reasoning and tool calls. They state, for example, whether the
+            template renders several tool calls in a message.
         form: The form in which the template expects messages. For example, the arguments of a tool
             call are an object or a JSON string.
     """

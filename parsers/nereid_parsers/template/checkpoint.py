@@ -145,7 +145,8 @@ def _combine(
 def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:
     """Return the parts from the files of a checkpoint, but the reasoning part from `chosen`.
 
-    If `chosen` also declares markers around the content or a tool section, they are used too.
+    If `chosen` also declares markers around the content or a tool section, the result contains
+    these markers or this tool section.
     """
     return Sections(
         reasoning=chosen.reasoning,
@@ -157,8 +158,9 @@ def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:
 def _replace_tools(chosen: Sections, from_files: Sections) -> Sections:
     """Return the parts from the files of a checkpoint, but the tool section from `chosen`.
 
-    If `chosen` also declares markers around the content, they are used too. The reasoning part of
-    `chosen` is used only if the files show no reasoning, because the user did not choose this part.
+    If `chosen` also declares markers around the content, the result contains these markers. The
+    reasoning part of `chosen` is used only if the files declare no reasoning, because the user did
+    not choose this part.
     """
     return Sections(
         reasoning=from_files.reasoning or chosen.reasoning,
@@ -172,8 +174,8 @@ def _format_of_files(text: CheckpointText) -> ChosenFormat:
 
     There are three sources, in the order of their priority:
 
-        response_template    declares the format in tokenizer_config.json
-        the chat template    The format is inferred from its renderings.
+        response_template    This object in tokenizer_config.json declares the format.
+        the chat template    The format is inferred from the renderings of the template.
         no source            All output is treated as content.
 
     If a source exists but cannot be used, the attribute `why` of the result contains the reason.

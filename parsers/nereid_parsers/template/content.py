@@ -27,13 +27,13 @@ from nereid_parsers.template.difference import (
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 
-# Markers with a word between them: `<|out|>turn<|of|>`.
+# Matches markers that alternate with words, such as `<|out|>turn<|of|>`.
 _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}))+")
 
 
 @dataclass(frozen=True, slots=True)
 class ContentFindings:
-    """The result of comparing a conversation without an answer and one with an answer.
+    """The markup around the content of a rendered answer.
 
     Attributes:
         wrapper: The markers around the content of the answer, or None if there are no markers.
@@ -101,7 +101,7 @@ def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> 
         after_user_message: The text after a user's message. It shows which marker ends a turn.
     """
     if not markup_before:
-        return None  # A marker that only follows the content ends the turn, see `_end_markers`.
+        return None  # Without an opening marker, the marker after the content ends the turn.
     return Wrapper(markup_before, _wrapper_close(after, markup_before.strip(), after_user_message))
 
 
@@ -280,7 +280,7 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     next_marker = _shared_first_marker(
         after_content.removeprefix(turn_end), after_user_message.removeprefix(turn_end)
     )
-    # EOS_TOKEN is a placeholder for an unknown token, and a marker of the header opens a turn.
+    # A marker of the header opens a turn. EOS_TOKEN is a placeholder for an unknown token.
     is_end_marker = next_marker not in ("", EOS_TOKEN, *markers(header))
     return [turn_end, next_marker] if is_end_marker else [turn_end]
 
@@ -323,7 +323,9 @@ def _shared_first_marker(text: str, other: str) -> str:
 
 
 def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
-    r"""Return the markup that closes the content, with the white space before it, or "".
+    r"""Return the markup that closes the content, including the white space before this markup.
+
+    Return "" if no markup closes the content.
 
     There are three cases. In this table, every message ends with `<|im_end|>`. The columns show the
     opening markup, the text after the content, and the result:

@@ -145,15 +145,15 @@ def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversatio
 
 # ---- the messages that a template reads ---------------------------------------------------------
 
-# The names under which templates read the reasoning of an assistant message.
+# The fields of an assistant message from which templates read the reasoning.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 # The values of `InputForm.reasoning` that are not the name of a message field.
 ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
 
-# Templates expect a message without content in one of three forms. A key of this dict is a value of
-# `InputForm.empty_content`. A value of this dict contains the field `content` of the message.
+# Templates expect a message without content in one of three forms. Each value of this dict contains
+# the field `content` in one form, and its key is the name of the form (`InputForm.empty_content`).
 _EMPTY_CONTENT: dict[str, dict[str, Any]] = {
     "text": {"content": ""},
     "null": {"content": None},

@@ -12,8 +12,15 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
     """Yield the lines of the report that describe a format or a part of a format.
 
     A part is a dataclass, and its attributes may contain inner parts. Attributes with default
-    values are omitted. Example: `Reasoning("<think>", "</think>")` gives the lines "Reasoning",
-    "  open: '<think>'" and "  close: '</think>'".
+    values are omitted.
+
+    >>> from nereid_parsers.format import Reasoning, Sections
+    >>> for line in part_lines(Sections(reasoning=Reasoning("<think>", "</think>"))): print(line)
+    Sections
+      reasoning:
+        Reasoning
+          open: '<think>'
+          close: '</think>'
 
     Args:
         part: The format or the part.
@@ -25,13 +32,13 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
         if value == _default_of(declared):
             continue
         inner_parts = _inner_parts(value)
-        if not inner_parts:
+        if inner_parts:
+            yield f"{indent}  {declared.name}:"
+            for inner_part in inner_parts:
+                yield from part_lines(inner_part, indent + "    ")
+        else:
             shown_value = value.value if isinstance(value, Enum) else value
             yield f"{indent}  {declared.name}: {shown_value!r}"
-            continue
-        yield f"{indent}  {declared.name}:"
-        for inner_part in inner_parts:
-            yield from part_lines(inner_part, indent + "    ")
 
 
 def _inner_parts(value: object) -> tuple[object, ...]:

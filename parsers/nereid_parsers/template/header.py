@@ -36,7 +36,7 @@ from nereid_parsers.template.thinking_switches import thinking_switches
 
 _USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
 _WORDS = re.compile(r"(\w+)")
-_MAX_USER_HEADER = 80  # the largest length of the header of a user message, in characters
+_MAX_USER_HEADER = 80  # the maximum length of the header of a user message, in characters
 
 _QUESTION = Conversation()
 _PROMPT = Conversation(generation_prompt=True)
@@ -345,12 +345,12 @@ def _user_header(question: str) -> str:
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Cut the header of an assistant message at the place where a user's header would end.
+    r"""Remove the start of an answer, such as `<think>`, from the end of an assistant's header.
 
-    A header is the text that opens a message. The header of an assistant message has the form of a
-    user's header, but contains another role ("assistant" instead of "user"). If every answer starts
-    with `<think>`, the search for the header has included `<think>`. The user's header shows where
-    the header of the assistant message ends:
+    A header is the text that opens a message. If every answer starts with `<think>`, the search for
+    the header has included `<think>`. The header of an assistant message has the form of a user's
+    header, but contains the role "assistant" instead of "user". Therefore, the user's header shows
+    where the header of the assistant message ends:
 
     >>> _drop_text_after_role("<|start|>assistant\n<think>\n", user_header="<|start|>user\n")
     '<|start|>assistant\n'

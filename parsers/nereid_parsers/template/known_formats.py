@@ -31,8 +31,9 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     """Return a copy of a tool section that also accepts the tool calls of related models.
 
     A tool section declares how a model writes tool calls. A template renders only one variant of a
-    tool call, but models of one family also write other variants. The registry of formats declares
-    the variants of the known model families.
+    tool call, but models of one family also write other variants. The registry of formats contains
+    the tool sections of the known model families, and each section declares the variants of its
+    family.
 
     Example: a template renders `<tool_call><function=f>..</function></tool_call>`. Models of this
     family sometimes omit `<tool_call>`, so the result has a second variant that starts with
@@ -64,8 +65,8 @@ def _families_of(section: ToolSection) -> list[ToolSection]:
     `<tool_call>{"name": .., "arguments": ..}</tool_call>`, the result contains every registered
     section with these markers and these JSON keys.
 
-    Return [] if no marker starts the tool calls of `section`, because tool calls without a marker
-    are too similar to each other.
+    Return [] if no marker starts the tool calls of `section`. Such tool calls of different families
+    look alike, so they do not show the family.
     """
     # A trigger is the text at which a single tool call starts, such as `<tool_call>`.
     has_marker = bool(section.opens or section.calls[0].trigger)
@@ -85,23 +86,20 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
         variants: The ways in which related models write a tool call. If several of them have equal
             markers and keys, only the first of them is returned.
     """
-    new_variants: list[Call] = []
     known_markup = {_markup_of(call) for call in calls}
+    variant_by_markup: dict[_Markup, Call] = {}
     for variant in variants:
-        markup = _markup_of(variant)
-        if markup not in known_markup:
-            known_markup.add(markup)
-            new_variants.append(variant)
-    return new_variants
+        variant_by_markup.setdefault(_markup_of(variant), variant)
+    return [variant for markup, variant in variant_by_markup.items() if markup not in known_markup]
 
 
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
-    """Yield each way to write a tool call that a model family declares, except the first way.
+    """Yield the ways to write a tool call that a model family declares, except the first way.
 
-    A `Call` declares one way to write a tool call: the markers, and the body between the markers.
-    The first `Call` of the family has the markers of `inferred_call`, which the template renders.
-    Another `Call` may have the body of the first `Call`, but other markers. This body is replaced
-    by the body of `inferred_call`, because `inferred_call` shows how this template writes the body.
+    A `Call` declares one way to write a tool call: the markers, and the body with the arguments.
+    The family and `inferred_call` have the first way in common, but the template may write another
+    body between the markers. Therefore, if another way of the family has the body of the first way,
+    this body is replaced by the body of `inferred_call`.
 
     Example: the family declares `<call>BODY</call>` and `[call]BODY`, and the template renders
     `<call>OTHER</call>`. The function yields `[call]OTHER`.
@@ -124,8 +122,8 @@ def _registered_sections() -> Iterator[ToolSection]:
 def _has_equal_markup(section: ToolSection, other: ToolSection) -> bool:
     """Return whether the tool calls of two sections have equal markers and equal JSON keys.
 
-    A tool section may declare several ways to write a tool call. Only the first tool calls of the
-    two sections are compared. White space around the markers is ignored.
+    A tool section may declare several ways to write a tool call. Only the first way of each section
+    is compared. White space around the markers is ignored.
     """
     return (
         section.open.strip() == other.open.strip()
@@ -207,25 +205,25 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
 
     Example: `call` writes the arguments under the key "arguments", and a family also writes them
     under the key "parameters". The result accepts both keys (`Keys.also`). The result also accepts
-    the keys that the parser ignores in tool calls of a family, such as "type" (`Keys.extra`). A
-    tool call that is not JSON is returned unchanged.
+    the keys that the parser ignores in tool calls of a family, such as "type" (`Keys.extra`).
+    Return `call` unchanged if it is not JSON, or if the function's name is itself a key.
 
     Args:
         call: The tool call that was inferred from the template.
         families: The tool sections of the model families. Each section declares how models of the
             family write tool calls.
     """
-    keys = _keys_of(call)
-    if keys is None or not isinstance(call.body, JsonObject | JsonArray):
+    body = call.body
+    if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
         return call
     keys_of_families = [_keys_of(family.calls[0]) for family in families]
-    all_keys = [keys, *(declared for declared in keys_of_families if declared is not None)]
+    all_keys = [body.keys, *(keys for keys in keys_of_families if keys is not None)]
     accepted_keys = replace(
-        keys,
-        also=_union(declared.also for declared in all_keys),
-        extra=_union(declared.extra for declared in all_keys),
+        body.keys,
+        also=_union(keys.also for keys in all_keys),
+        extra=_union(keys.extra for keys in all_keys),
     )
-    return replace(call, body=replace(call.body, keys=accepted_keys))
+    return replace(call, body=replace(body, keys=accepted_keys))
 
 
 def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -239,28 +237,26 @@ def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 # ---- tool calls that a template does not render --------------------------------------------------
 
+# Some templates offer tools, but contain no markers of tool calls. A key of this dict is a phrase
+# with which such a template starts the list of the offered tools. The value contains the markers
+# that the models with this template write around tool calls.
 _MARKERS_OF_PHRASES = {
     # The templates of LFM2.5 contain this phrase. Older templates of the family contain markers
     # around the offered tools instead of this phrase.
     "List of tools: [": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
-"""The markers of tool calls in some model families, by a phrase in the templates of the family.
-
-The templates of these families contain no markers of tool calls. With the phrase, a template starts
-the list of the tools that the model may call.
-"""
 
 
 def markers_of_phrases(text: str) -> list[str]:
     """Search a template's text for known phrases, and return the tool call markers for each phrase.
 
-    `_MARKERS_OF_PHRASES` contains the known phrases. Example: if `text` contains
-    "List of tools: [", the result is ["<|tool_call_start|>", "<|tool_call_end|>"].
+    >>> markers_of_phrases("List of tools: [")
+    ['<|tool_call_start|>', '<|tool_call_end|>']
 
     Args:
         text: The literal text of the template.
     """
-    groups = (found for phrase, found in _MARKERS_OF_PHRASES.items() if phrase in text)
+    groups = (group for phrase, group in _MARKERS_OF_PHRASES.items() if phrase in text)
     return list(chain.from_iterable(groups))
 
 
@@ -272,8 +268,8 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
     contains the tool sections of known models. Example: the known markers `<|tool_call_start|>` and
     `<|tool_call_end|>` belong to the section of the LFM2 models.
 
-    If the markers of several sections are known, the section with the most markers is returned. If
-    two of them have equally many markers, the choice is ambiguous, and the result is None.
+    If several sections match, the section with the most markers is returned. If two of these
+    sections have equally many markers, the choice is ambiguous, and the result is None.
 
     Args:
         known_markers: The markers in a template's text or in a model's vocabulary.
@@ -293,7 +289,7 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
 
 
 def _markers_of(section: ToolSection) -> set[str]:
-    """Return the markers that the first tool call of a tool section contains.
+    """Return the markers of a tool section: around all tool calls, and in its first tool call.
 
     Example: if a tool call is written as `<tool_call>{name}<arg_key>{key}</arg_key>..</tool_call>`,
     the markers are `<tool_call>`, `<arg_key>`, `</arg_key>` and `</tool_call>`. A marker with a

@@ -108,12 +108,11 @@ class ModelTurn:
             return None
         after_input = _text_after_input(rendering, conversation)
         header = _header_in(after_input, self.header)
-        if header:
-            _, _, after_header = after_input.partition(header)
-            return after_header
-        # Without a header, the answer starts after the markup that ends the user's message.
-        end_of_user_message = common_prefix(after_input, self.trailing_text)
-        return after_input.removeprefix(end_of_user_message)
+        if not header:  # Then the answer starts after the markup that ends the user's message.
+            end_of_user_message = common_prefix(after_input, self.trailing_text)
+            return after_input.removeprefix(end_of_user_message)
+        _, _, after_header = after_input.partition(header)
+        return after_header
 
     def generated_text(self, conversation: Conversation) -> str | None:
         r"""Render a conversation, and return the part that a model would generate.
@@ -166,7 +165,7 @@ def _text_after_input(rendering: str, conversation: Conversation) -> str:
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Return the header in the spelling that occurs in `text`.
+    r"""Return the header as it occurs in `text`: unchanged, or without the white space around it.
 
     A header is the text that opens a message. Some templates omit the white space around the header
     in some messages. In this example, the line break is missing in `text`:
@@ -174,8 +173,7 @@ def _header_in(text: str, header: str) -> str:
     >>> _header_in("<|im_start|>assistant <think>", header="<|im_start|>assistant\n")
     '<|im_start|>assistant'
 
-    If `text` contains `header` unchanged, return `header`. If `text` does not even contain the
-    header without the white space, return "".
+    Return "" if `text` contains the header in neither form.
     """
     if header in text:
         return header
@@ -184,56 +182,56 @@ def _header_in(text: str, header: str) -> str:
 
 
 def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
-    r"""Remove all given suffixes from the end of `text`, and the white space after each of them.
+    r"""Remove all given suffixes from the end of `text`, and the white space after each suffix.
 
     The suffixes may occur in any order, and several times.
 
     >>> _strip_suffixes("Hello\n<e1>\n<e2>\n", ("<e1>", "<e2>"))
     'Hello\n'
     """
+    rest = text
     while True:  # Each pass removes one suffix.
-        stripped = text.rstrip()
+        stripped = rest.rstrip()
         found_suffixes = [suffix for suffix in suffixes if suffix and stripped.endswith(suffix)]
         if not found_suffixes:
-            return text
-        text = stripped.removesuffix(found_suffixes[0])
+            return rest
+        rest = stripped.removesuffix(found_suffixes[0])
 
 
 def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
-    r"""Remove all given prefixes from the start of `text`, and the white space after each of them.
+    r"""Remove all given prefixes from the start of `text`, and the white space after each prefix.
 
     The prefixes may occur in any order, and several times.
 
     >>> _strip_prefixes("<end>\n<start>assistant", ("<end>",))
     '<start>assistant'
     """
+    rest = text
     while True:  # Each pass removes one prefix.
-        found_prefixes = [prefix for prefix in prefixes if prefix and text.startswith(prefix)]
+        found_prefixes = [prefix for prefix in prefixes if prefix and rest.startswith(prefix)]
         if not found_prefixes:
-            return text
-        text = text.removeprefix(found_prefixes[0]).lstrip()
+            return rest
+        rest = rest.removeprefix(found_prefixes[0]).lstrip()
 
 
 # ---- turns after a tool's result ----------------------------------------------------------------
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the message header that a model writes between a tool's result and the answer.
+    """Return the header that a model itself writes between a tool's result and the answer, or "".
 
-    A message header is the text that opens an assistant message, such as `<|assistant|>`. Usually
-    the prompt ends with the header, so that the model starts directly with the answer. Some
-    templates omit the header from a prompt that ends with a tool's result, but write the header
-    before a rendered answer. The model then writes the header itself, and the parser must remove
-    the header from the output.
+    A header is the text that opens an assistant message, such as `<|assistant|>`. Usually the
+    prompt ends with the header, so the model starts directly with the answer. Some templates omit
+    the header only at the end of a prompt with a tool's result:
 
-    Example: the prompt ends with "RESULT</result>", and the rendered conversation ends with
-    "RESULT</result><|assistant|>CONTENT". The function returns `<|assistant|>`.
+        End of the prompt                 RESULT</result>
+        End of a rendered conversation    RESULT</result><|assistant|>CONTENT
+
+    The model then writes the header `<|assistant|>`, and the parser must remove the header from the
+    output. In all other cases, the function returns "".
 
     Args:
         turn: The header, and the prober that renders the conversations.
-
-    Returns:
-        The header, or "" if the model does not write the header.
     """
     header = turn.header.strip()
     if not markers(header):
@@ -257,15 +255,15 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     """Return the texts that can open the model's answer at the end of a prompt.
 
     The parser searches a prompt for these texts, because the text after them is the start of the
-    answer. After a question, the answer is opened by the header, such as `<|assistant|>`. A prompt
-    that ends with a tool's result has one of three forms:
+    answer. After a question, the header opens the answer. After a tool's result, there are three
+    cases. In this table, the header is `<|assistant|>`:
 
         End of the prompt          Returned texts
         </result><|assistant|>     ("<|assistant|>",)
         </result><|answer|>        ("<|assistant|>", "<|answer|>")
         </result>                  ()
 
-    In the third form, no text opens the answer. If the header were returned, the parser would find
+    In the third case, no text opens the answer. If the header were returned, the parser would find
     the header of an earlier message in the prompt.
 
     Args:
@@ -291,7 +289,7 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
 def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) -> str:
     """Return the marker that opens the model's answer after a tool's result, or "".
 
-    This marker is the last marker of the prompt, if the markers of reasoning are ignored:
+    The marker is at the end of the prompt, or precedes the markers of reasoning there:
 
     >>> _marker_after_result("</result><|answer|><think>", ["<think>"])
     '<|answer|>'

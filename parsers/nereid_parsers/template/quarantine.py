@@ -62,6 +62,7 @@ def is_recipient_lines(source: str) -> bool:
     joined_source = source.replace("' ~ '", "")
     if ">>>all" in joined_source:
         return True
+    # A template may also write `>>>` and the recipient 'all' in separate expressions.
     words_of_template = (">>>", "'all", "recipient")
     return all(word in source for word in words_of_template)
 

@@ -61,10 +61,10 @@ _CALL_CHANGES = (
 
 
 def compare_changed_calls(prober: Prober) -> None:
-    """Render tool calls that differ in one part from the call in `ONE_CALL`, for the report.
+    """Compare the tool call in `ONE_CALL` with tool calls that differ in one part, for the report.
 
-    The report explains the format of tool calls with these comparisons, which have the labels T3 to
-    T7b. Example: if the changed tool call has a second argument, the recorded finding is
+    The comparisons have the labels T3 to T7b. They explain to the user how the template writes tool
+    calls. Example: if the changed tool call has a second argument, the recorded finding is
     `', "b": 2' is added.`
 
     Mutates: `prober.comparisons`. One comparison is appended for each changed tool call.

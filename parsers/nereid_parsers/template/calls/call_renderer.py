@@ -13,7 +13,7 @@ from nereid_parsers.template.model_turn import ModelTurn
 
 @dataclass(frozen=True, slots=True)
 class CallRenderer:
-    """Renders messages with tool calls.
+    """Renders messages with tool calls, and extracts the text of the tool calls.
 
     Attributes:
         turn: The text around the model's answers in the renderings. `turn.prober` renders the
@@ -27,7 +27,7 @@ class CallRenderer:
     wrapper: Wrapper | None = None
 
     def text_of_calls(self, *calls: ProbeCall) -> str:
-        """Return the text that a model would generate to make these tool calls.
+        """Return the text that a model would generate to make the given tool calls.
 
         The markers of empty reasoning and of empty content before the tool calls are removed.
         Return "" if the template fails to render the tool calls. Example:
@@ -35,27 +35,31 @@ class CallRenderer:
         """
         text = self.turn.generated_text(conversation_with_calls(*calls)) or ""
         text = strip_reasoning_markers(text, self.reasoning)
-        return text if self.wrapper is None else _strip_wrapper(text, self.wrapper)
+        return text if self.wrapper is None else _strip_empty_content(text, self.wrapper)
 
 
-def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
-    """Remove the markers around the content from the start of `text` if the content is empty.
+def _strip_empty_content(text: str, wrapper: Wrapper) -> str:
+    """Remove the markers of empty content, such as `<answer></answer>`, from the start of `text`.
 
-    Some templates write these markers even if a message has only tool calls. If the markers enclose
-    content, `text` is returned unchanged. If no marker closes the content, the opening marker is
-    removed.
+    Some templates write the markers of content even if a message has only tool calls. A text that
+    starts with other content is returned unchanged.
 
-    >>> _strip_wrapper("<answer></answer><call>..", Wrapper("<answer>", "</answer>"))
+    >>> _strip_empty_content("<answer></answer><call>..", Wrapper("<answer>", "</answer>"))
     '<call>..'
-    >>> _strip_wrapper("<answer>Hi.</answer><call>..", Wrapper("<answer>", "</answer>"))
+    >>> _strip_empty_content("<answer>Hi.</answer><call>..", Wrapper("<answer>", "</answer>"))
     '<answer>Hi.</answer><call>..'
+
+    Args:
+        text: The rendered message.
+        wrapper: The markers around the content. If `wrapper.close` is "", no marker closes the
+            content, and only the opening marker is removed.
     """
     opening = wrapper.open.strip()
-    closing = wrapper.close.strip()  # "" if no marker closes the content
+    closing = wrapper.close.strip()
     if not opening:
         return text
-    empty_content = rf"\s*{re.escape(opening)}"
+    regex = rf"\s*{re.escape(opening)}"
     if closing:
-        empty_content += rf"\s*{re.escape(closing)}"
-    match = re.match(empty_content, text)
+        regex += rf"\s*{re.escape(closing)}"
+    match = re.match(regex, text)
     return text if match is None else text[match.end() :]

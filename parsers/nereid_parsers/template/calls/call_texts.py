@@ -20,10 +20,11 @@ from nereid_parsers.template.difference import MARKER, markers
 from nereid_parsers.template.list_markup import ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# The declarations of arguments, for tool calls in which the name precedes the arguments.
+# The types that declare how arguments are written in tool calls whose name precedes the arguments.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
-# Some templates do not render the function's name `f`, but an id such as `functions.f:0`.
+# The pattern of ids such as `functions.f:0`. Some templates render such an id instead of the
+# function's name `f`.
 _NUMBERED_ID = "functions.{name}:{number}"
 
 
@@ -68,8 +69,8 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     """Declare a tool call in which a header with the function's name precedes the arguments.
 
     Such a tool call consists of an opening marker (`<call>`), a header (`<function=f>`), the
-    arguments and a closing marker (`</call>`). In the declaration, the header is a pattern: the
-    field `{name}` replaces the name.
+    arguments and a closing marker (`</call>`). In the declaration, the header is a pattern in which
+    the field `{name}` replaces the name.
 
     >>> markup = ListMarkup(item_open="<call><function=", item_close="</call>")
     >>> [call] = calls_with_head(markup, ">", JsonArguments())
@@ -126,10 +127,14 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
 
 
 class _HeadVariant(NamedTuple):
-    """A form of a tool call's header (the text before the arguments), and the form of the id.
+    """The patterns of a tool call's header and id, for one form of the header.
 
-    Example: `_HeadVariant("<call>{name}:{number}", "{name}:{number}")`. The fields in braces
-    replace the name and the number of the tool call.
+    Fields in braces replace the name, the number and the id of the tool call.
+
+    Attributes:
+        head: The pattern of the header, which is the text before the arguments:
+            "<call>{name}:{number}".
+        call_id: The pattern of the id: "{name}:{number}". "{id}" is the pattern of any id.
     """
 
     head: str
@@ -137,20 +142,22 @@ class _HeadVariant(NamedTuple):
 
 
 def _variants_of_head(head: str) -> list[_HeadVariant]:
-    """Return the forms in which a model may write the header, the text before the arguments.
+    """Return the forms in which a model may write the header, which is the text before the body.
 
-    `head` is a pattern: the field `{name}` replaces the name of the function. Most headers have
-    only one form. But some templates render an id such as "functions.f:0" instead of the name `f`,
-    so `head` contains `functions.{name}:{number}`. Then there are three forms:
+    `head` is a pattern in which the field `{name}` replaces the name of the function. Most headers
+    have only one form. But some templates render an id such as "functions.f:0" instead of the name
+    `f`, so `head` contains `functions.{name}:{number}`. Then there are three forms:
 
         functions.f:0    The model writes the id.
         f:0              The model writes the id without "functions.".
         f                The model writes only the name.
 
-    >>> for variant in _variants_of_head("<call>functions.{name}:{number}"): print(*variant)
-    <call>functions.{name}:{number} functions.{name}:{number}
-    <call>{name}:{number} {name}:{number}
-    <call>{name} {id}
+    Each member of the result contains the patterns of the header and of the id:
+
+    >>> for variant in _variants_of_head("<call>functions.{name}:{number}"): print(tuple(variant))
+    ('<call>functions.{name}:{number}', 'functions.{name}:{number}')
+    ('<call>{name}:{number}', '{name}:{number}')
+    ('<call>{name}', '{id}')
     """
     if _NUMBERED_ID not in head:
         return [_HeadVariant(head, "{id}")]

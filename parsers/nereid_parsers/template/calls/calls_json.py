@@ -58,7 +58,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     before_object = texts.one_call[: json_of_call.start]
     after_object = texts.one_call[json_of_call.end :]
     markup = ListMarkup(item_open=before_object, item_close=after_object)
-    return CallFormat("JSON", (_call(JsonObject(keys), markup),), markup)
+    return CallFormat("JSON", (_declare_call(JsonObject(keys), markup),), markup)
 
 
 def _compare_with_two_calls(
@@ -79,7 +79,7 @@ def _compare_with_two_calls(
         keys: The keys of the name and the arguments in a JSON object.
         json_of_call: The object in `texts.one_call`.
     """
-    # FIRST_TOOL and SECOND_TOOL are the names of the functions in the two tool calls.
+    # FIRST_TOOL and SECOND_TOOL are the functions' names in the first and the second tool call.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
@@ -88,11 +88,11 @@ def _compare_with_two_calls(
     if is_one_array:
         return _read_object_or_array(texts, keys, json_of_call, array_span=first)
     markup = _markup_of_two(texts.two_calls, first, second)
-    calls: tuple[Call, ...] = (_call(JsonObject(keys), markup),)
+    calls: tuple[Call, ...] = (_declare_call(JsonObject(keys), markup),)
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
     if is_call_enclosed:
         # Some models write an array of several tool calls between the markers of one tool call.
-        calls += (_call(JsonArray(keys), markup),)
+        calls += (_declare_call(JsonArray(keys), markup),)
     return CallFormat("JSON", calls, markup)
 
 
@@ -140,13 +140,13 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonSp
         keys: The keys of the name and the arguments in an object of the array.
         json_of_call: The array in `texts.one_call`.
     """
-    # FIRST_TOOL and SECOND_TOOL are the names of the functions in the two tool calls.
+    # FIRST_TOOL and SECOND_TOOL are the functions' names in the first and the second tool call.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None or first.start == second.start:
         return _read_one_array(texts.one_call, keys, json_of_call)
     markup = _markup_of_two(texts.two_calls, first, second)
-    return CallFormat("JSON array", (_call(JsonArray(keys), markup),), markup)
+    return CallFormat("JSON array", (_declare_call(JsonArray(keys), markup),), markup)
 
 
 def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
@@ -188,19 +188,21 @@ def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup
     )
 
 
-def _call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
+def _declare_call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
     """Declare a tool call with the markers `item_open` and `item_close` of `markup`."""
     return Call(body, open=markup.item_open, close=markup.item_close)
 
 
 def _find_json_call(text: str, name: str) -> _JsonSpan | None:
-    """Find the first JSON object or array that contains a tool call with the name `name`.
+    """Find the first JSON object or array that contains a tool call of the function `name`.
+
+    Return None if there is no such object or array.
 
     >>> _find_json_call('<call>{"name": "f"}</call>', "f")
     _JsonSpan(start=6, end=19, value={'name': 'f'})
     """
     name_start = text.find(name)
-    # A JSON value that contains the name starts with a bracket. The bracket precedes the name.
+    # A JSON object or array that contains the name starts with a bracket before the name.
     possible_starts = [index for index in range(name_start) if text[index] in "{["]
     for start in possible_starts:
         span = _decode_json(text, start)
@@ -233,7 +235,9 @@ def _decode_json(text: str, start: int) -> _JsonSpan | None:
 
 
 def _is_call(member: object, name: str) -> bool:
-    """Return whether `member` is a JSON object that contains `name` as a string or as a key.
+    """Return whether `member` is the JSON object of a tool call of the function `name`.
+
+    The object contains the name as a string, or as the key of the object with the arguments.
 
     >>> _is_call({"name": "f"}, "f"), _is_call({"f": {"a": 1}}, "f"), _is_call({"f": 1}, "f")
     (True, True, False)

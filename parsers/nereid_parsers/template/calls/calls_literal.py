@@ -187,7 +187,7 @@ def _markup_of_two_calls(two_calls: str, last_character: str) -> ListMarkup:
 
 
 class _TextAroundCall(NamedTuple):
-    """The text before and after one tool call."""
+    """The texts before and after one tool call."""
 
     before: str
     after: str

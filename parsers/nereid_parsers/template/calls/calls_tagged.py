@@ -78,8 +78,8 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         markup = ListMarkup(item_open=call.before_name, item_close=call.after)
     if markup is None:
         return None
-    # The text after the last value, `</arg></call>`, consists of `arguments.item_close`, which
-    # belongs to the argument, and of `arguments.close`, which belongs to the tool call.
+    # `list_markup` divides the text after the last value, `</arg></call>`, into `</arg>`, which
+    # closes the argument (`item_close`), and `</call>`, which closes the tool call (`close`).
     arguments = list_markup(
         before=call.before_first_key, between=call.between_arguments, after=markup.item_close
     )
@@ -115,9 +115,9 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
 def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
     """Return the markup around two tool calls in which tags enclose the arguments.
 
-    Return None if a name, a key and a value do not follow one another in each tool call. Example:
-    for `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `, `item_close` is `</k></c>`
-    and `separator` is `;`.
+    Example: for `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `, `item_close` is
+    `</k></c>` and `separator` is `;`. Return None unless each tool call contains its name, its key
+    and its value in this order.
     """
     words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
     pieces = split_at_words(two_calls, *words)
@@ -325,10 +325,10 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
 
 
 def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
-    """Return a copy of `tags` which declares that a model may put the value into quotes.
+    """Return the tags and quotes around a quoted value, and as an alternative, `tags` alone.
 
-    The opening quote is added to the tag before the value, and the closing quote to the tag after
-    the value. The tags without quotes are an alternative, in the attribute `also` of the result.
+    The opening quote is added to the tag before the value, and the closing quote is added to the
+    tag after the value. The attribute `also` of the result contains the alternatives.
 
     >>> quoted = _add_quotes(TaggedArguments("<{key}>", "</v>"), _Quotes("<![CDATA[", "]]>"))
     >>> quoted.open, quoted.close, quoted.also[0].open

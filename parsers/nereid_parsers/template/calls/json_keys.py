@@ -55,7 +55,9 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
 
 def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
-    """Return the keys of a tool call's JSON object that the parser ignores, and the key "type".
+    """Return the keys that the parser ignores in the JSON object of a tool call.
+
+    The result always contains the key "type".
 
     >>> _other_keys({"index": 0, "name": "f", "args": {}}, _MemberPaths(("name",), ("args",), None))
     ('index', 'type')

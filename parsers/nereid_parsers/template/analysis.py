@@ -93,6 +93,9 @@ from nereid_parsers.template.tools import (
     find_tools,
 )
 
+# The report shows this word as the form of the tool calls if quarantine.py declares the format.
+_KNOWN_FORM = "recognised"
+
 
 def analyze_template(
     jinja_source: str,
@@ -154,13 +157,25 @@ def analyze_checkpoint_template(
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
+    # The format of a few templates cannot be inferred. quarantine.py declares these formats.
+    return _analyze(prober, known_format=find_quarantined(jinja_source))
+
+
+def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAnalysis:
+    """Infer the format of a template's model, or check the known format, and collect the results.
+
+    Mutates: `prober.form`, the form of messages that the template can render. `prober` also stores
+    the comparisons and the open questions, which are copied into the result.
+
+    Args:
+        prober: Renders test conversations with the template.
+        known_format: The declared format of a template whose format cannot be inferred, or None.
+    """
     _choose_content_form(prober)
     call_form = prober.find_call_form()  # a variant of the chosen form, for tool calls
     if call_form is not None:
         prober.form = call_form
     turn = compare_generation_prompt(prober)  # the text around the model's answers
-    # The format of a few templates cannot be inferred. quarantine.py declares these formats.
-    known_format = find_quarantined(jinja_source)
     if known_format is None:
         checked = _infer_format(turn)
     else:
@@ -262,7 +277,7 @@ def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
     renderer = CallRenderer(turn)
     compare_call_presence(renderer)  # Only the report needs this comparison.
     two_calls = compare_two_calls(renderer)  # "" if a message can have only one tool call
-    form_of_calls = "recognised" if has_calls else NO_CALLS  # The report shows this word.
+    form_of_calls = _KNOWN_FORM if has_calls else NO_CALLS
     return ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
 
 

@@ -54,20 +54,24 @@ def format_for_checkpoint(
 ) -> ChosenFormat:
     """Choose the format with which the parser reads the output of a checkpoint's model.
 
-    A format declares how the output is divided into reasoning, content and tool calls. It comes
-    from the first available source: the names that the user chose, the `response_template` in
-    tokenizer_config.json, or the chat template. If no source is available, all output is treated as
-    content, and a warning is logged. The analysis of a chat template takes about 30 ms, so callers
-    should store the result.
+    A format declares how the output is divided into reasoning, content and tool calls. The first
+    available source determines the format:
+
+        name                  The user chose a registered format.
+        reasoning, tools      The user chose parts of registered formats. If the user chose only one
+                              part, the sources below determine the other parts.
+        response_template     This object in tokenizer_config.json declares the format.
+        the chat template     The format is inferred from the renderings of the template.
+        no source             All output is treated as content, and a warning is logged.
+
+    The analysis of a chat template takes about 30 ms, so callers should store the result.
 
     Args:
         path: The folder of the checkpoint, or a file that contains only the chat template.
         reasoning: The name of a registered format, such as "qwen3". Only the reasoning part of that
-            format is used. The other sources determine the other parts.
-        tools: The name of a registered format. Only the tool section of that format is used. The
-            other sources determine the other parts.
-        name: The name of a registered format. The whole format is used, and the other sources are
-            ignored.
+            format is used.
+        tools: The name of a registered format. Only the tool section of that format is used.
+        name: The name of a registered format. The whole format is used.
         chat_template: The source of a chat template. It replaces the checkpoint's chat template.
 
     Returns:
@@ -131,15 +135,25 @@ def _combine(
     if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
         why_whole = "It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", f"{why_chosen} {why_whole}")
-    combined = Format(
+    layout = combine_sections(chosen.layout, from_files.layout)
+    why = f"{why_chosen} The source of the other parts: {file_format.why}"
+    combined = _join_formats(chosen, from_files, layout)
+    return ChosenFormat(combined, "chosen", why, file_format.analysis)
+
+
+def _join_formats(chosen: Format, from_files: Format, layout: Sections) -> Format:
+    """Return a format with the given layout, and with the names, ends and sources of both formats.
+
+    The ends are the texts that the parser removes because they end a turn. The texts that open a
+    turn (`turn`) are those of `from_files`, because the template of the checkpoint writes them.
+    """
+    return Format(
         f"{chosen.name}+{from_files.name}",
-        combine_sections(chosen.layout, from_files.layout),
+        layout,
         ends=(*chosen.ends, *from_files.ends),
         turn=from_files.turn,
         sources=(*chosen.sources, *from_files.sources),
     )
-    why = f"{why_chosen} The source of the other parts: {file_format.why}"
-    return ChosenFormat(combined, "chosen", why, file_format.analysis)
 
 
 def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:

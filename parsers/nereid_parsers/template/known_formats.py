@@ -144,15 +144,15 @@ class _Markup(NamedTuple):
         open: The marker before the tool call.
         head: The text between the opening marker and the body. It contains the function's name.
         close: The marker after the tool call.
-        around_arguments: If the body is JSON, the keys of the name and of the arguments. If the
-            body writes each argument between two tags, these tags. () for all other bodies.
+        keys_or_tags: If the body is JSON, the keys of the name and of the arguments. If the body
+            writes each argument between two tags, these tags. () for all other bodies.
     """
 
     body_type: type[Body]
     open: str
     head: str
     close: str
-    around_arguments: tuple[str, ...] = ()
+    keys_or_tags: tuple[str, ...] = ()
 
 
 def _markup_of(call: Call) -> _Markup:
@@ -161,7 +161,7 @@ def _markup_of(call: Call) -> _Markup:
     White space around the markers is removed, because the comparison ignores white space.
 
     >>> markup = _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))
-    >>> markup.open, markup.close, markup.around_arguments
+    >>> markup.open, markup.close, markup.keys_or_tags
     ('<call>', '</call>', ('name', 'arguments'))
     """
     return _Markup(
@@ -169,17 +169,17 @@ def _markup_of(call: Call) -> _Markup:
         open=call.open.strip(),
         head=call.head.strip(),
         close=call.close.strip(),
-        around_arguments=_keys_or_tags_of_arguments(call),
+        keys_or_tags=_keys_or_tags(call),
     )
 
 
-def _keys_or_tags_of_arguments(call: Call) -> tuple[str, ...]:
+def _keys_or_tags(call: Call) -> tuple[str, ...]:
     """Return the JSON keys, or the tags, with which a tool call writes its arguments.
 
     A JSON body gives the keys of the function's name and of the arguments. A body that writes each
     argument between two tags gives these tags. Any other body gives ().
 
-    >>> _keys_or_tags_of_arguments(Call(JsonObject(), open="<call>"))
+    >>> _keys_or_tags(Call(JsonObject(), open="<call>"))
     ('name', 'arguments')
     """
     keys = _keys_of(call)

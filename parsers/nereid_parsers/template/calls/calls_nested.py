@@ -59,10 +59,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     call = _cut_at_elements(texts.two_arguments)
     if call is None:
         return None
-    if texts.two_calls:
-        markup = _markup_of_two_nested(texts.two_calls)
-    else:
-        markup = ListMarkup(item_open=call.before_name, item_close=call.after)
+    markup = _markup_of_calls(texts, call)
     if markup is None:
         return None
     markup_of_calls = _move_marker_to_next_tag(markup, call.tag_marker)
@@ -93,14 +90,21 @@ def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
     )
 
 
-def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
-    """Return the markup around two tool calls whose arguments are elements (`<a>1</a>`).
+def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
+    """Return the markup around the tool calls of a message, whose arguments are elements.
 
-    Return None if a name and an element do not follow each other in each tool call. Example: for
-    `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`, `item_close` is `</c>` and
-    `separator` is `;`.
+    Example: for the two tool calls `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`,
+    `item_close` is `</c>` and `separator` is `;`. Return None unless an element follows the name in
+    each of the two tool calls.
+
+    Args:
+        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
+            call in a message.
+        call: The texts of a single tool call. They are the result if there are no two tool calls.
     """
-    pieces = split_at_words(two_calls, FIRST_TOOL, _FIRST_CLOSE, SECOND_TOOL, _SECOND_CLOSE)
+    if not texts.two_calls:
+        return ListMarkup(item_open=call.before_name, item_close=call.after)
+    pieces = split_at_words(texts.two_calls, FIRST_TOOL, _FIRST_CLOSE, SECOND_TOOL, _SECOND_CLOSE)
     if pieces is None:
         return None
     before_first_call, _, between_calls, _, after_second_call = pieces
@@ -119,7 +123,8 @@ def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
     >>> _move_marker_to_next_tag(markup, "~")
     ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~</all>')
 
-    If `item_close` does not end with the marker, the markup is already correct.
+    If `item_close` does not end with the marker, the markup is already correct. The separator of
+    the tool calls never changes.
     """
     if not marker or not calls.item_close.endswith(marker):
         return calls

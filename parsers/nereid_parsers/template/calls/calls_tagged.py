@@ -72,10 +72,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     call = _cut_at_arguments(texts.two_arguments)
     if call is None:
         return None
-    if texts.two_calls:
-        markup = _markup_of_two_calls(texts.two_calls)
-    else:
-        markup = ListMarkup(item_open=call.before_name, item_close=call.after)
+    markup = _markup_of_calls(texts, call)
     if markup is None:
         return None
     # `list_markup` divides the text after the last value, `</arg></call>`, into `</arg>`, which
@@ -84,9 +81,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         before=call.before_first_key, between=call.between_arguments, after=markup.item_close
     )
     markup_of_calls = replace(markup, item_close=arguments.close)
-    tags = _infer_value_tags(texts, arguments, call.before_value)
-    quotes = _find_quotes(texts, call.before_value)
-    body = tags if quotes is None else _add_quotes(tags, quotes)
+    body = _infer_arguments(texts, arguments, call.before_value)
     after_name = arguments.open  # `>`, the text between the name and the first argument
     calls = calls_with_head(markup_of_calls, after_name, body)
     return CallFormat("tagged arguments", calls, markup_of_calls)
@@ -112,19 +107,42 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
     return _TaggedCall(before_name, before_first_key, before_value, between_arguments, after)
 
 
-def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
-    """Return the markup around two tool calls in which tags enclose the arguments.
+def _markup_of_calls(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
+    """Return the markup around the tool calls of a message, in which tags enclose the arguments.
 
-    Example: for `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `, `item_close` is
-    `</k></c>` and `separator` is `;`. Return None unless each tool call contains its name, its key
-    and its value in this order.
+    Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `,
+    `item_close` is `</k></c>` and `separator` is `;`. Return None unless each of the two tool calls
+    contains its name, its key and its value in this order.
+
+    Args:
+        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
+            call in a message.
+        call: The texts of a single tool call. They are the result if there are no two tool calls.
     """
+    if not texts.two_calls:
+        return ListMarkup(item_open=call.before_name, item_close=call.after)
     words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
-    pieces = split_at_words(two_calls, *words)
+    pieces = split_at_words(texts.two_calls, *words)
     if pieces is None:
         return None
     before_first_name, _, _, after_first_value, _, _, after_second_value = pieces
     return list_markup(before_first_name, after_first_value, after_second_value)
+
+
+def _infer_arguments(
+    texts: CallTexts, arguments: ListMarkup, before_string: str
+) -> TaggedArguments:
+    """Infer the tags around the value of an argument, and the quotes around strings with markup.
+
+    Args:
+        texts: The rendered tool calls, with a string, a number or a string with markup as the value
+            of the argument.
+        arguments: The markup of the list of arguments. `item_open` is the text before a key.
+        before_string: The text between a key and its value, if the value is a string.
+    """
+    tags = _infer_value_tags(texts, arguments, before_string)
+    quotes = _find_quotes(texts, before_string)
+    return tags if quotes is None else _add_quotes(tags, quotes)
 
 
 class _TextAroundArgument(NamedTuple):
@@ -165,17 +183,15 @@ def _infer_value_tags(
     string = _TextAroundArgument(arguments.item_open, before_string, _text_after_string(texts))
     # The text between two arguments is a part of the closing tag.
     close = arguments.item_close + arguments.separator
-    string_tags = TaggedArguments(_open_pattern(string), close)
+    tags = TaggedArguments(_open_pattern(string), close)
     number = _cut_at_number(texts.number, arguments)
     if number is None:  # The template does not render the number as the text "41".
-        return string_tags
-    number_tags = TaggedArguments(_open_pattern(number), _closing_tag(number, string) or close)
-    if number_tags == string_tags:  # equal tags
-        return string_tags
+        return tags
     open_with_type = _open_pattern_with_type(string, number)
-    if open_with_type is not None:  # tags that name the type
-        return TaggedArguments(open_with_type, close)
-    return replace(string_tags, also=(number_tags,))  # different tags
+    if open_with_type is not None:
+        return replace(tags, open=open_with_type)
+    number_tags = TaggedArguments(_open_pattern(number), _closing_tag(number, string) or close)
+    return tags if number_tags == tags else replace(tags, also=(number_tags,))
 
 
 def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> str:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nereid_parsers.format import Call, JsonArguments, JsonArray, JsonObject, Keys, NameIsKey
-from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts, calls_with_head
+from nereid_parsers.template.calls.call_heads import calls_with_head
+from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts
 from nereid_parsers.template.calls.json_keys import find_path, infer_keys
 from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL, SECOND_KEY, SECOND_TOOL
 from nereid_parsers.template.list_markup import ListMarkup, list_markup

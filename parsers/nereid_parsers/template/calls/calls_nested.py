@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from nereid_parsers.format import NestedTags
+from nereid_parsers.template.calls.call_heads import calls_with_head
 from nereid_parsers.template.calls.call_texts import (
     CallFormat,
     CallTexts,
-    calls_with_head,
     split_at_words,
 )
 from nereid_parsers.template.conversation import (

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from nereid_parsers.format import TaggedArguments
+from nereid_parsers.template.calls.call_heads import calls_with_head
 from nereid_parsers.template.calls.call_texts import (
     CallFormat,
     CallTexts,
-    calls_with_head,
     escape_braces,
     split_at_words,
 )

@@ -1,0 +1,169 @@
+"""Declare tool calls in which a header with the function's name precedes the arguments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nereid_parsers.format import (
+    BareKeyArguments,
+    Call,
+    JsonArguments,
+    NestedTags,
+    TaggedArguments,
+)
+from nereid_parsers.template.calls.call_texts import escape_braces
+from nereid_parsers.template.conversation import FIRST_TOOL
+from nereid_parsers.template.difference import MARKER
+from nereid_parsers.template.list_markup import ListMarkup
+from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
+
+# The types that declare how arguments are written in tool calls whose name precedes the arguments.
+ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
+
+# The pattern of ids such as `functions.f:0`. Some templates render such an id instead of the
+# function's name `f`.
+_NUMBERED_ID = "functions.{name}:{number}"
+
+
+def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
+    """Declare a tool call in which a header with the function's name precedes the arguments.
+
+    Such a tool call consists of an opening marker (`<call>`), a header (`<function=f>`), the
+    arguments and a closing marker (`</call>`). In the declaration, the header is a pattern in which
+    the field `{name}` replaces the name.
+
+    >>> markup = ListMarkup(item_open="<call><function=", item_close="</call>")
+    >>> [call] = calls_with_head(markup, ">", JsonArguments())
+    >>> call.open, call.head, call.close
+    ('<call>', '<function={name}>', '</call>')
+
+    Args:
+        markup: The markup of the list of tool calls. `item_open` is the text before the name.
+        after_name: The text between the name and the arguments.
+        body: The declaration of the arguments.
+
+    Returns:
+        One declaration for each form in which a model may write the header. Most headers have only
+        one form. A header with an id such as "functions.f:0" has three forms.
+    """
+    before_name = _split_text_before_name(markup.item_open)
+    if _starts_each_argument(before_name.marker.strip(), body):
+        # Example: `<|sep|>` precedes the name and each argument. This marker does not show where a
+        # tool call starts, so the marker is declared as a part of the header.
+        before_name = _TextBeforeName(marker="", head_start=markup.item_open)
+    head = _head_pattern(before_name.head_start, after_name)
+    return tuple(
+        Call(
+            body,
+            open=before_name.marker,
+            head=variant.head,
+            close=markup.item_close,
+            id=variant.call_id,
+        )
+        for variant in _variants_of_head(head)
+    )
+
+
+class _TextBeforeName(NamedTuple):
+    r"""The text before a function's name, such as "<call>\n<function=".
+
+    Attributes:
+        marker: The opening marker of the tool call, with the white space around it: "<call>\n". If
+            there is no marker, only the white space at the start of the text.
+        head_start: The start of the header: "<function=".
+    """
+
+    marker: str
+    head_start: str
+
+
+def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
+    """Return whether `body` declares that the tag of each argument starts with `marker`.
+
+    >>> _starts_each_argument("<|sep|>", TaggedArguments("<|sep|>{key}=", "<|end|>"))
+    True
+    """
+    return bool(marker) and isinstance(body, TaggedArguments) and body.open.startswith(marker)
+
+
+class _HeadVariant(NamedTuple):
+    """The patterns of a tool call's header and id, for one form of the header.
+
+    Fields in braces replace the name, the number and the id of the tool call.
+
+    Attributes:
+        head: The pattern of the header, which is the text before the arguments:
+            "<call>{name}:{number}".
+        call_id: The pattern of the id: "{name}:{number}". "{id}" is the pattern of any id.
+    """
+
+    head: str
+    call_id: str
+
+
+def _variants_of_head(head: str) -> list[_HeadVariant]:
+    """Return the forms in which a model may write the header, which is the text before the body.
+
+    `head` is a pattern in which the field `{name}` replaces the name of the function. Most headers
+    have only one form. But some templates render an id such as "functions.f:0" instead of the name
+    `f`, so `head` contains `functions.{name}:{number}`. Then there are three forms:
+
+        functions.f:0    The model writes the id.
+        f:0              The model writes the id without "functions.".
+        f                The model writes only the name.
+
+    Each member of the result contains the patterns of the header and of the id:
+
+    >>> for variant in _variants_of_head("<call>functions.{name}:{number}"): print(tuple(variant))
+    ('<call>functions.{name}:{number}', 'functions.{name}:{number}')
+    ('<call>{name}:{number}', '{name}:{number}')
+    ('<call>{name}', '{id}')
+    """
+    if _NUMBERED_ID not in head:
+        return [_HeadVariant(head, "{id}")]
+    before_id, _, after_id = head.partition(_NUMBERED_ID)
+    return [
+        _HeadVariant(head, _NUMBERED_ID),
+        _HeadVariant(f"{before_id}{{name}}:{{number}}{after_id}", "{name}:{number}"),
+        _HeadVariant(f"{before_id}{{name}}{after_id}", "{id}"),
+    ]
+
+
+def _split_text_before_name(text: str) -> _TextBeforeName:
+    r"""Split the text before a function's name into the opening marker and the rest.
+
+    White space around the marker belongs to the marker. If there is no marker, the white space at
+    the start of the text is returned in its place. If the whole text is white space, both parts of
+    the result are "".
+
+    >>> _split_text_before_name("<call>\n<function=")
+    _TextBeforeName(marker='<call>\n', head_start='<function=')
+    >>> _split_text_before_name("\nAction: ")
+    _TextBeforeName(marker='\n', head_start='Action: ')
+    """
+    without_space = text.lstrip()
+    if not without_space:
+        return _TextBeforeName("", "")  # White space alone does not open a tool call.
+    match = MARKER.match(without_space)
+    head_start = without_space if match is None else without_space[match.end() :].lstrip()
+    return _TextBeforeName(text.removesuffix(head_start), head_start)
+
+
+def _head_pattern(before_name: str, after_name: str) -> str:
+    r"""Return the pattern of a tool call's header, such as `<call id={id} name={name}>`.
+
+    In the pattern, the fields `{name}`, `{number}` and `{id}` replace the name, the number and the
+    id of the tool call. In rendered texts, the number is the placeholder character COUNTER_MARK,
+    and the id is the placeholder character ID_MARK ("\ue011").
+
+    >>> _head_pattern("<call id=\ue011 name=", ">")
+    '<call id={id} name={name}>'
+
+    Args:
+        before_name: The rendered text between the opening marker and the name.
+        after_name: The rendered text between the name and the arguments.
+    """
+    # A template may write the name twice. Then `after_name` contains the second name.
+    after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")
+    head = f"{escape_braces(before_name)}{{name}}{after}"
+    return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")

@@ -20,12 +20,29 @@ from nereid_parsers.template.list_markup import ListMarkup, list_markup
 _DECODER = json.JSONDecoder(strict=False)
 
 
-class _JsonSpan(NamedTuple):
-    """A JSON value in a text: `text[start:end]` is the JSON, and `value` is the decoded value."""
+class _JsonInText(NamedTuple):
+    """A JSON value in a text, such as `{"a": 1}` in `<call>{"a": 1}</call>`.
 
+    Attributes:
+        value: The decoded value.
+        text: The whole text.
+        start, end: The indices of the JSON in the text: `text[start:end]` is the JSON.
+    """
+
+    value: Any
+    text: str
     start: int
     end: int
-    value: Any
+
+    @property
+    def before(self) -> str:
+        """The text before the JSON, such as `<call>`."""
+        return self.text[: self.start]
+
+    @property
+    def after(self) -> str:
+        """The text after the JSON, such as `</call>`."""
+        return self.text[self.end :]
 
 
 # ---- JSON that contains the name ----------------------------------------------------------------
@@ -56,14 +73,12 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     if texts.two_calls:
         return _compare_with_two_calls(texts, keys, json_of_call)
     # The template renders only one tool call in a message, so no second call can be compared.
-    before_object = texts.one_call[: json_of_call.start]
-    after_object = texts.one_call[json_of_call.end :]
-    markup = ListMarkup(item_open=before_object, item_close=after_object)
+    markup = ListMarkup(item_open=json_of_call.before, item_close=json_of_call.after)
     return CallFormat("JSON", (_declare_call(JsonObject(keys), markup),), markup)
 
 
 def _compare_with_two_calls(
-    texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonSpan
+    texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonInText
 ) -> CallFormat | None:
     """Infer the format of tool calls from a message with one call and a message with two calls.
 
@@ -87,8 +102,8 @@ def _compare_with_two_calls(
         return None
     is_one_array = first.start == second.start and isinstance(first.value, list)
     if is_one_array:
-        return _read_object_or_array(texts, keys, json_of_call, array_span=first)
-    markup = _markup_of_two(texts.two_calls, first, second)
+        return _read_object_or_array(keys, json_of_call, array=first)
+    markup = _markup_of_two(first, second)
     calls: tuple[Call, ...] = (_declare_call(JsonObject(keys), markup),)
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
     if is_call_enclosed:
@@ -98,9 +113,9 @@ def _compare_with_two_calls(
 
 
 def _read_object_or_array(
-    texts: CallTexts, keys: Keys | NameIsKey, object_span: _JsonSpan, array_span: _JsonSpan
+    keys: Keys | NameIsKey, json_object: _JsonInText, array: _JsonInText
 ) -> CallFormat:
-    """Infer the format of a template that writes one call as an object, and two calls as an array.
+    """Return the format of a template that writes one call as an object, and two calls as an array.
 
     The result declares the array and the object as two forms of tool calls. There are two cases.
     The columns show one tool call and two tool calls:
@@ -109,24 +124,21 @@ def _read_object_or_array(
         a marker for each form       `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`
 
     Args:
-        texts: The rendered tool calls.
         keys: The keys of the name and the arguments in an object.
-        object_span: The object in `texts.one_call`.
-        array_span: The array in `texts.two_calls`.
+        json_object: The object in a message with one tool call.
+        array: The array in a message with two tool calls.
     """
-    array_format = _read_one_array(texts.two_calls, keys, array_span)
-    opening = texts.one_call[: object_span.start]
-    closing = texts.one_call[object_span.end :]
-    has_same_opening = opening.strip() == array_format.markup.open.strip()
+    array_format = _read_one_array(keys, array)
+    has_same_opening = json_object.before.strip() == array_format.markup.open.strip()
     if has_same_opening:
         # `array_format.markup` already declares this marker around all tool calls.
         object_call = Call(JsonObject(keys))
     else:
-        object_call = Call(JsonObject(keys), open=opening, close=closing)
+        object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)
     return replace(array_format, calls=(*array_format.calls, object_call))
 
 
-def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonSpan) -> CallFormat:
+def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonInText) -> CallFormat:
     """Infer the format of tool calls that are objects in JSON arrays.
 
     A template writes one array for all tool calls, or one array for each tool call:
@@ -145,12 +157,12 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonSp
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None or first.start == second.start:
-        return _read_one_array(texts.one_call, keys, json_of_call)
-    markup = _markup_of_two(texts.two_calls, first, second)
+        return _read_one_array(keys, json_of_call)
+    markup = _markup_of_two(first, second)
     return CallFormat("JSON array", (_declare_call(JsonArray(keys), markup),), markup)
 
 
-def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
+def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
     """Return the format of tool calls that are the members of one JSON array.
 
     The list of all tool calls in a message is called the tool section. There are two cases:
@@ -161,32 +173,26 @@ def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> Call
                                          is declared as the opening marker of a tool call.
 
     Args:
-        text: The rendered tool calls of a message.
         keys: The keys of the name and the arguments in an object of the array.
-        array: The array in `text`.
+        array: The array in the rendered tool calls of a message.
     """
-    opening = text[: array.start]
-    closing = text[array.end :]
-    has_only_opening = bool(opening.strip()) and not closing.strip()
+    has_only_opening = bool(array.before.strip()) and not array.after.strip()
     if has_only_opening:
-        call_with_marker = Call(JsonArray(keys), open=opening)
+        call_with_marker = Call(JsonArray(keys), open=array.before)
         return CallFormat("JSON array", (call_with_marker,), ListMarkup())
     # The members of a JSON array are separated by commas.
-    markup = ListMarkup(open=opening, separator=", ", close=closing)
+    markup = ListMarkup(open=array.before, separator=", ", close=array.after)
     return CallFormat("JSON array", (Call(JsonArray(keys)),), markup)
 
 
-def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup:
-    """Return the markup around the JSON of two tool calls.
+def _markup_of_two(first: _JsonInText, second: _JsonInText) -> ListMarkup:
+    """Return the markup around the JSON of two tool calls in one text.
 
     Example: for `<c>{..}</c>, <c>{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and
     `separator` is ", ".
     """
-    return list_markup(
-        before=text[: first.start],
-        between=text[first.end : second.start],
-        after=text[second.end :],
-    )
+    between = first.text[first.end : second.start]
+    return list_markup(first.before, between, second.after)
 
 
 def _declare_call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
@@ -194,21 +200,22 @@ def _declare_call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
     return Call(body, open=markup.item_open, close=markup.item_close)
 
 
-def _find_json_call(text: str, name: str) -> _JsonSpan | None:
+def _find_json_call(text: str, name: str) -> _JsonInText | None:
     """Find the first JSON object or array that contains a tool call of the function `name`.
 
     Return None if there is no such object or array.
 
-    >>> _find_json_call('<call>{"name": "f"}</call>', "f")
-    _JsonSpan(start=6, end=19, value={'name': 'f'})
+    >>> found = _find_json_call('<call>{"name": "f"}</call>', "f")
+    >>> found.before, found.value, found.after
+    ('<call>', {'name': 'f'}, '</call>')
     """
     name_start = text.find(name)
     # A JSON object or array that contains the name starts with a bracket before the name.
     possible_starts = [index for index in range(name_start) if text[index] in "{["]
     for start in possible_starts:
-        span = _decode_json(text, start)
-        if span is not None and span.end > name_start and _contains_call(span.value, name):
-            return span
+        found = _decode_json(text, start)
+        if found is not None and _contains_call(found.value, name):
+            return found
     return None
 
 
@@ -222,17 +229,17 @@ def _contains_call(value: object, name: str) -> bool:
     return any(_is_call(member, name) for member in members)
 
 
-def _decode_json(text: str, start: int) -> _JsonSpan | None:
-    """Decode the JSON value that starts at `start`. Return None if the text there is not JSON.
+def _decode_json(text: str, start: int) -> _JsonInText | None:
+    """Decode the JSON value that starts at `text[start]`. Return None if no JSON starts there.
 
     >>> _decode_json('<call>{"a": 1}</call>', 6)
-    _JsonSpan(start=6, end=14, value={'a': 1})
+    _JsonInText(value={'a': 1}, text='<call>{"a": 1}</call>', start=6, end=14)
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
         return None
-    return _JsonSpan(start, end, value)
+    return _JsonInText(value, text, start, end)
 
 
 def _is_call(member: object, name: str) -> bool:
@@ -264,45 +271,46 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
-    text = texts.one_call
-    json_of_call = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)  # `{"a": 1}`
+    json_of_call = _find_json_arguments(texts.one_call, FIRST_TOOL, FIRST_KEY)  # `{"a": 1}`
     if json_of_call is None:
         return None
-    before_json = text[: json_of_call.start]  # `<call>f<args>`
-    before_name, _, after_name = before_json.partition(FIRST_TOOL)  # `<call>` and `<args>`
+    before_name, _, after_name = json_of_call.before.partition(FIRST_TOOL)  # `<call>` and `<args>`
     if texts.two_calls:
         markup = _markup_of_two_named(texts.two_calls)
     else:
-        markup = ListMarkup(item_open=before_name, item_close=text[json_of_call.end :])
+        markup = ListMarkup(item_open=before_name, item_close=json_of_call.after)
     if markup is None:
         return None
     calls = calls_with_head(markup, after_name, JsonArguments())
     return CallFormat("name, then JSON", calls, markup)
 
 
-def _markup_of_two_named(text: str) -> ListMarkup | None:
+def _markup_of_two_named(two_calls: str) -> ListMarkup | None:
     """Return the markup around two tool calls that consist of a name and JSON.
 
     Return None if the JSON of one of the two tool calls is not found. Example: for
     `<c>f{..}</c>, <c>g{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and `separator` is
     ", ".
     """
-    first_json = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
-    second_json = _find_json_arguments(text, SECOND_TOOL, SECOND_KEY)
-    if first_json is None or second_json is None:
+    first = _find_json_arguments(two_calls, FIRST_TOOL, FIRST_KEY)
+    if first is None:
         return None
-    before_first_name, _, _ = text.partition(FIRST_TOOL)
-    before_second_name, _, _ = text[first_json.end :].partition(SECOND_TOOL)
-    return list_markup(before_first_name, between=before_second_name, after=text[second_json.end :])
+    second = _find_json_arguments(first.after, SECOND_TOOL, SECOND_KEY)
+    if second is None:
+        return None
+    before_first_name, _, _ = first.before.partition(FIRST_TOOL)
+    before_second_name, _, _ = second.before.partition(SECOND_TOOL)
+    return list_markup(before_first_name, between=before_second_name, after=second.after)
 
 
-def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:
+def _find_json_arguments(text: str, name: str, key: str) -> _JsonInText | None:
     """Find the JSON object with the arguments of a tool call: the first object after the name.
 
     Return None if no JSON object follows the name, or if the object has no argument `key`.
 
-    >>> _find_json_arguments('f<args>{"a": 1}', "f", "a")
-    _JsonSpan(start=7, end=15, value={'a': 1})
+    >>> found = _find_json_arguments('f<args>{"a": 1}</args>', "f", "a")
+    >>> found.before, found.value, found.after
+    ('f<args>', {'a': 1}, '</args>')
     """
     name_start = text.find(name)
     if name_start < 0:
@@ -310,6 +318,6 @@ def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:
     object_start = text.find("{", name_start)
     if object_start < 0:
         return None
-    span = _decode_json(text, object_start)
-    has_key = span is not None and key in span.value
-    return span if has_key else None
+    found = _decode_json(text, object_start)
+    has_key = found is not None and key in found.value
+    return found if has_key else None

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the report on a template or a checkpoint, and return the exit status of the command.
 
-    The report contains samples: messages that the template rendered, and that the parser parsed.
+    The report contains samples, which are rendered messages that were parsed to check the format.
     The status is 0 if all samples were parsed correctly, 1 if a sample was parsed wrongly, and 2 if
     the arguments are wrong.
 
@@ -99,14 +99,22 @@ def run(options: argparse.Namespace) -> int:
         )
         return _WRONG_ARGUMENTS
     report = inspect(paths[0])
+    _write_report(report, options)
+    is_parsed_wrongly = any(sample.differs for sample in report.samples)
+    return _PARSED_WRONGLY if is_parsed_wrongly else _PARSED_CORRECTLY
+
+
+def _write_report(report: Report, options: argparse.Namespace) -> None:
+    """Write a report as HTML to the file of --html, and as JSON to stdout if --json is set.
+
+    Without these two options, write the report as text to stdout.
+    """
     if options.html:
         Path(options.html).write_text(report_page(report), encoding="utf-8")
     if options.json:
         sys.stdout.write(report_json(report))
-    elif not options.html:
+    if not options.html and not options.json:
         sys.stdout.write(report_text(report, paint_for(options.colour)))
-    is_parsed_wrongly = any(sample.differs for sample in report.samples)
-    return _PARSED_WRONGLY if is_parsed_wrongly else _PARSED_CORRECTLY
 
 
 def _without_inspect(words: list[str]) -> list[str]:

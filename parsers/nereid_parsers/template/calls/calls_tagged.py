@@ -165,14 +165,13 @@ def _infer_value_tags(
     There are three kinds of templates. The table shows the argument `a` with the string "x" and
     with the number 41:
 
-        equal tags               <arg key="a">x</arg>                 <arg key="a">41</arg>
-        tags that name the type  <arg key="a" type="string">x</arg>   <arg key="a" type="number">41
-        different tags           <text key="a">x</text>               <json key="a">41</json>
+        equal tags                 <p k="a">x</p>                 <p k="a">41</p>
+        tags that name the type    <p k="a" type="string">x</p>   <p k="a" type="number">41</p>
+        different tags             <text k="a">x</text>           <json k="a">41</json>
 
-    The result declares the opening tag `<arg key="{key}">` in the first case, and
-    `<arg key="{key}" type="{type}">` in the second case. In the third case, the result declares the
-    tags of a string, and its attribute `also`, a list of alternatives, declares the tags of a
-    number.
+    In the first case, the result declares the opening tag `<p k="{key}">`. In the second case, it
+    declares `<p k="{key}" type="{type}">`. In the third case, it declares the tags of a string, and
+    its attribute `also`, which contains alternatives, declares the tags of a number.
 
     Args:
         texts: The rendered tool calls. The argument is a string in `texts.one_call` and the number

@@ -194,7 +194,8 @@ def _rendered_answers(prober: Prober) -> list[str]:
     """Render conversations with an answer, and return the texts after the user's question.
 
     Example: "...QUESTION<|end|><|assistant|>Hello" gives "<|end|><|assistant|>Hello". Conversations
-    that the template fails to render are omitted.
+    that the template fails to render are omitted. EOS_TOKEN, the placeholder for an unknown token
+    at the end of an answer, is removed.
     """
     answers = []
     for conversation in _ANSWERED:

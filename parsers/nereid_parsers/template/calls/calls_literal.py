@@ -124,16 +124,17 @@ def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
 def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
     """Declare the markers around all tool calls, and the forms in which a model writes the calls.
 
-    There are two cases:
+    The list of all tool calls in a message is called the tool section. There are two cases:
 
         `<calls>f(a="x")</calls>`    `<calls>` and `</calls>` are declared as the markers of the
-                                     tool section, the list of all tool calls.
+                                     tool section.
         `<calls>f(a="x")`            A tool section requires a closing marker, so `<calls>` is
                                      declared as the opening marker of a tool call.
 
     Args:
         around: The texts before and after all tool calls.
-        bodies: The forms of the calls. The form that the template writes is first.
+        bodies: The forms of the calls. The form that the template writes is first. In the second
+            case, only this form is declared.
     """
     has_closing_marker = bool(around.close.strip())
     if has_closing_marker:

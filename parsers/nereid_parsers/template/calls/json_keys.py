@@ -42,6 +42,7 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         return NameIsKey()
     paths = _MemberPaths(
         name=name_path,
+        # If the arguments are not found, the usual key is assumed.
         arguments=find_path(call, _has_first_argument) or ("arguments",),
         id=_find_id_path(call, name_path),
     )

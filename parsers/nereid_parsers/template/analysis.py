@@ -172,7 +172,7 @@ def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAn
         known_format: The declared format of a template whose format cannot be inferred, or None.
     """
     _choose_content_form(prober)
-    call_form = prober.find_call_form()  # a variant of the chosen form, for tool calls
+    call_form = prober.find_call_form()  # the form of messages with tool calls, or None
     if call_form is not None:
         prober.form = call_form
     turn = compare_generation_prompt(prober)  # the text around the model's answers

@@ -82,7 +82,7 @@ def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFor
 
 
 def _wrong_call(proofs: list[Proof]) -> Proof | None:
-    """Return the proof with one tool call if the call was parsed wrongly, or else None.
+    """Return the parsed message with one tool call if this call was parsed wrongly, or else None.
 
     A proof is a rendered message that was parsed to check the format.
     """

@@ -157,7 +157,7 @@ def _join_formats(chosen: Format, from_files: Format, layout: Sections) -> Forma
 
 
 def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:
-    """Return the parts from the files of a checkpoint, but the reasoning part from `chosen`.
+    """Return the parts of `from_files`, with the reasoning part replaced by the part of `chosen`.
 
     If `chosen` also declares markers around the content or a tool section, the result contains
     these markers or this tool section.
@@ -170,7 +170,7 @@ def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:
 
 
 def _replace_tools(chosen: Sections, from_files: Sections) -> Sections:
-    """Return the parts from the files of a checkpoint, but the tool section from `chosen`.
+    """Return the parts of `from_files`, with the tool section replaced by the section of `chosen`.
 
     If `chosen` also declares markers around the content, the result contains these markers. The
     reasoning part of `chosen` is used only if the files declare no reasoning, because the user did

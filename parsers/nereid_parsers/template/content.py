@@ -195,7 +195,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
-    # The space is also removed after an opening marker. There, white space is not significant.
+    # After an opening marker, this white space is removed too, because it has no meaning there.
     rest = text
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)

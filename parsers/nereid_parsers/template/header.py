@@ -141,7 +141,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     question = prober.render(_QUESTION) or ""
     question_and_prompt = prober.render(_PROMPT) or question
     answers = _rendered_answers(prober)
-    generation_prompt = _text_added_by_prompt(question, question_and_prompt)
+    generation_prompt = _generation_prompt(question, question_and_prompt)
     if generation_prompt.strip():
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
         shared = _part_in_renderings(generation_prompt, [*answers, *prompt_ends])
@@ -171,14 +171,14 @@ def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: st
     return _drop_text_after_role(without_marker, user_header)
 
 
-def _text_added_by_prompt(without_prompt: str, with_prompt: str) -> str:
+def _generation_prompt(without_prompt: str, with_prompt: str) -> str:
     r"""Return the generation prompt, which is the text that opens the model's answer.
 
     A template writes the generation prompt after the user's question. Only the texts after the
     question are compared, because some templates also change the system message when they write
     the generation prompt.
 
-    >>> _text_added_by_prompt(f"{USER_TEXT}<|end|>", f"{USER_TEXT}<|end|><|start|>assistant")
+    >>> _generation_prompt(f"{USER_TEXT}<|end|>", f"{USER_TEXT}<|end|><|start|>assistant")
     '<|start|>assistant'
 
     Args:

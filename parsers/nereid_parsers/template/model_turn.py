@@ -108,7 +108,8 @@ class ModelTurn:
             return None
         after_input = _text_after_input(rendering, conversation)
         header = _header_in(after_input, self.header)
-        if not header:  # Then the answer starts after the markup that ends the user's message.
+        if not header:
+            # Without a header, the answer starts after the markup that ends the user's message.
             end_of_user_message = common_prefix(after_input, self.trailing_text)
             return after_input.removeprefix(end_of_user_message)
         _, _, after_header = after_input.partition(header)
@@ -218,11 +219,11 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the header that a model itself writes between a tool's result and the answer, or "".
+    """Return the message header that a model itself writes after a tool's result, or "".
 
-    A header is the text that opens an assistant message, such as `<|assistant|>`. Usually the
-    prompt ends with the header, so the model starts directly with the answer. Some templates omit
-    the header only at the end of a prompt with a tool's result:
+    A message header is the text that opens an assistant message, such as `<|assistant|>`. Usually
+    the prompt ends with the header, so the model starts directly with the answer. Some templates
+    omit the header only at the end of a prompt with a tool's result:
 
         End of the prompt                 RESULT</result>
         End of a rendered conversation    RESULT</result><|assistant|>CONTENT

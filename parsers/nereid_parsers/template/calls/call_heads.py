@@ -102,7 +102,7 @@ class _HeadVariant(NamedTuple):
 
 
 def _variants_of_head(head: str) -> list[_HeadVariant]:
-    """Return the forms in which a model may write the header, which is the text before the body.
+    """Return the forms in which a model may write a tool call's header, the text before the body.
 
     `head` is a pattern in which the field `{name}` replaces the name of the function. Most headers
     have only one form. But some templates render an id such as "functions.f:0" instead of the name

@@ -53,7 +53,7 @@ class CallFormat:
 
 
 def escape_braces(text: str) -> str:
-    """Double the braces in `text`, so that a pattern with this text contains no further fields.
+    """Double the braces in `text`, so that the braces are not read as fields of a pattern.
 
     >>> escape_braces("f{x}")
     'f{{x}}'
@@ -62,9 +62,9 @@ def escape_braces(text: str) -> str:
 
 
 def unescape_braces(pattern: str) -> str:
-    """Replace doubled braces in `pattern` by single braces, to get the text that it describes.
+    """Return the text that a pattern without fields describes, with single braces.
 
-    The pattern contains no fields.
+    In a pattern, braces that do not enclose a field are doubled.
 
     >>> unescape_braces("f{{x}}")
     'f{x}'
@@ -124,11 +124,11 @@ def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
 
 
 def _num_closing_markers(opening: str) -> int:
-    """Return the number of markers that close a tool section, the list of all tool calls.
+    """Return how many markers close the list of all tool calls of a message.
 
-    `opening` is the text that opens the section. Each opening marker has one closing marker. If
-    words without a marker open the section, one marker closes the section. If no text opens the
-    section, no marker closes the section.
+    `opening` is the text that opens the list. Each opening marker has one closing marker. If words
+    without a marker open the list, one marker closes the list. If no text opens the list, no marker
+    closes the list.
 
     >>> [_num_closing_markers(opening) for opening in ("<calls><list>", "Calls:", "")]
     [2, 1, 0]
@@ -146,11 +146,11 @@ def _num_closing_markers(opening: str) -> int:
 
 
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
-    r"""Replace the numbers of tool calls in `texts` with COUNTER_MARK, a placeholder character.
+    r"""Replace the digits that number the tool calls in `texts` with a placeholder character.
 
     Some templates number the tool calls of a message: "0 zqFirstTool, 1 zqSecondTool". Comparing
-    the two tool calls in `texts.two_calls` shows these digits. After the replacement, two tool
-    calls differ only in their names and arguments.
+    the two tool calls in `texts.two_calls` shows these digits. COUNTER_MARK replaces the digits, so
+    that two tool calls differ only in their names and arguments.
 
     >>> texts = CallTexts("0 zqFirstTool", "", "", two_calls="0 zqFirstTool, 1 zqSecondTool")
     >>> mask_call_numbers(texts).one_call
@@ -191,21 +191,21 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
     return _NumberGaps(
         # The texts before the names are reversed, because the distance is counted from the name.
-        before_name=_index_of_next_number(before_first_name[::-1], before_second_name[::-1]),
-        after_name=_index_of_next_number(after_first_name, after_second_name),
+        before_name=_index_of_number(before_first_name[::-1], before_second_name[::-1]),
+        after_name=_index_of_number(after_first_name, after_second_name),
     )
 
 
-def _index_of_next_number(first: str, second: str) -> int | None:
-    """Return the index at which two texts first differ, if the difference is the next number.
+def _index_of_number(first: str, second: str) -> int | None:
+    """Return the index at which two texts first differ, if they differ in consecutive digits.
 
-    The texts are from a first and a second tool call. The difference is the next number if the two
-    different characters are digits, and the digit in `second` is one higher. Otherwise, return
-    None. Also return None if the texts do not differ.
+    The texts are from a first and a second tool call. If the first tool call has the number 0, the
+    second tool call has the number 1. Return None if the first differing characters are other
+    characters, or if no characters differ.
 
-    >>> _index_of_next_number(" index=0>", " index=1>")
+    >>> _index_of_number(" index=0>", " index=1>")
     7
-    >>> _index_of_next_number(" index=0>", " index=5>") is None
+    >>> _index_of_number(" index=0>", " index=5>") is None
     True
     """
     pairs = zip(first, second, strict=False)  # The texts may have different lengths.
@@ -217,9 +217,9 @@ def _index_of_next_number(first: str, second: str) -> int | None:
 
 
 def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
-    r"""Replace the number of each tool call in `text` with the placeholder COUNTER_MARK.
+    r"""Replace each digit that numbers a tool call in `text` with the placeholder COUNTER_MARK.
 
-    A number is one digit. `gaps` contains the distance between this digit and the function's name.
+    `gaps` contains the distance between such a digit and the function's name.
 
     >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", _NumberGaps(before_name=1, after_name=None))
     '\ue010 zqFirstTool, \ue010 zqSecondTool'

@@ -115,7 +115,7 @@ def _compare_with_two_calls(
 def _read_object_or_array(
     keys: Keys | NameIsKey, json_object: _JsonInText, array: _JsonInText
 ) -> CallFormat:
-    """Return the format of a template that writes one call as an object, and two calls as an array.
+    """Return the format if one call is written as a JSON object, and two calls as a JSON array.
 
     The result declares the array and the object as two forms of tool calls. There are two cases.
     The columns show one tool call and two tool calls:
@@ -131,7 +131,7 @@ def _read_object_or_array(
     array_format = _read_one_array(keys, array)
     has_same_opening = json_object.before.strip() == array_format.markup.open.strip()
     if has_same_opening:
-        # `array_format.markup` already declares this marker around all tool calls.
+        # The opening marker is already declared in `array_format.markup`.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)

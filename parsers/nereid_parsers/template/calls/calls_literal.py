@@ -58,7 +58,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 
 
 def _suffix_of_name(one_call: str) -> str | None:
-    """Return the text between the function's name and the parenthesis, in a Python call.
+    """Return the text between the function's name and the opening parenthesis of a Python call.
 
     Most templates write no text there, so the result is "". Return None if the tool call is not
     written in Python syntax.

@@ -28,7 +28,7 @@ _SECOND_CLOSE = f"</{SECOND_KEY}>"
 
 
 class _NestedCall(NamedTuple):
-    """The texts around the name and the arguments of a tool call. Each argument is an element.
+    """The texts around the name and the arguments of a tool call. Each argument is an XML element.
 
     The examples are the texts of `<c>f ~<a>1~</a>~<b>2~</b></c>`, in which the marker `~` precedes
     every tag.
@@ -68,11 +68,11 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
 
 def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
-    """Cut a tool call with two arguments at its name and at the elements of its arguments.
+    """Cut a tool call with two arguments at its name and at the XML elements of its arguments.
 
     A template may write a marker before every tag. Example: the result for
     `<c>f ~<a>1~</a>~<b>2~</b></c>` is `_NestedCall("<c>", " ", "~", "</c>")`. Return None if the
-    arguments are not elements.
+    arguments are not XML elements.
     """
     # In the example, the words are `f`, `<a>`, `1`, `</a>` and `</b>`.
     words = (FIRST_TOOL, _FIRST_OPEN, FIRST_VALUE, _FIRST_CLOSE, _SECOND_CLOSE)
@@ -91,7 +91,7 @@ def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
 
 
 def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
-    """Return the markup around the tool calls of a message, whose arguments are elements.
+    """Return the markup around tool calls whose arguments are XML elements.
 
     Example: for the two tool calls `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`,
     `item_close` is `</c>` and `separator` is `;`. Return None unless an element follows the name in

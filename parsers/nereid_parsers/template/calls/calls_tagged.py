@@ -35,7 +35,7 @@ _NUMBER_TEXT = str(NUMBER_VALUE)
 
 
 class _TaggedCall(NamedTuple):
-    """The texts between the words of a tool call with two tagged arguments.
+    """The texts around the name, the keys and the values of a tool call with two arguments.
 
     The examples are the texts of `<c f><k>a</k>1<k>b</k>2</c>`, a call of `f` with the arguments
     `a` and `b`.
@@ -108,7 +108,7 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
 
 
 def _markup_of_calls(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
-    """Return the markup around the tool calls of a message, in which tags enclose the arguments.
+    """Return the markup around tool calls whose arguments are enclosed by tags.
 
     Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `,
     `item_close` is `</k></c>` and `separator` is `;`. Return None unless each of the two tool calls
@@ -180,7 +180,7 @@ def _infer_value_tags(
         before_string: The text between a key and its value, if the value is a string.
     """
     string = _TextAroundArgument(arguments.item_open, before_string, _text_after_string(texts))
-    # The text between two arguments is a part of the closing tag.
+    # The text between two arguments is declared as a part of the closing tag.
     close = arguments.item_close + arguments.separator
     tags = TaggedArguments(_open_pattern(string), close)
     number = _cut_at_number(texts.number, arguments)
@@ -194,7 +194,7 @@ def _infer_value_tags(
 
 
 def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> str:
-    """Return the closing tag of a number, or "" if a string has an equal closing tag.
+    """Return the closing tag after a number, or "" if an equal tag follows a string.
 
     The text after a value consists of the closing tag and of the end of the tool call. The end of
     the tool call is equal after a number and after a string, so it is removed.
@@ -340,7 +340,7 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
 
 
 def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
-    """Return the tags and quotes around a quoted value, and as an alternative, `tags` alone.
+    """Return tags for a quoted value, with `tags` as the alternative for a value without quotes.
 
     The opening quote is added to the tag before the value, and the closing quote is added to the
     tag after the value. The attribute `also` of the result contains the alternatives.

@@ -6,6 +6,7 @@ from nereid_parsers.template.difference import (
     closing_spellings,
     common_prefix,
     common_suffix,
+    compound_closing,
     markers,
     opening_spellings,
 )
@@ -39,6 +40,12 @@ def test_opening_and_closing_spellings_match(opened, closed):
     assert markers(f"a{opened}b{closed}c") == [opened, closed]
     assert closed in closing_spellings(opened)
     assert opened in opening_spellings(closed) or "◁" in opened
+
+
+def test_only_a_marker_replaces_the_first_marker_of_an_opening_text():
+    opening = "<|open|>think<|sep|>"
+    assert compound_closing("\n<|close|>think<|sep|>a", opening) == "\n<|close|>think<|sep|>"
+    assert compound_closing("I think<|sep|>a", "<|open|> think<|sep|>") == ""
 
 
 def test_a_comparison_shows_what_changed():

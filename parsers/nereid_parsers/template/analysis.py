@@ -52,7 +52,8 @@ differs between the two probes, and what the analysis finds for the template of 
     proof.py       Parse the renderings with the format. The result must be equal to the probes.
     report.py      Show the comparisons, the format and the samples.
 
-For the example, the result is the layout `Sections(Reasoning("<think>", "</think>"), None, tools)`.
+The module checked_format.py combines the findings into a format. For the example, the format has
+the layout `Sections(Reasoning("<think>", "</think>"), None, tools)`.
 Here `tools` declares that each call is a JSON object between `<tool_call>` and `</tool_call>`.
 
 The comparisons cannot show everything. The module quarantine.py declares the formats of templates

@@ -51,8 +51,11 @@ class KVCache:
             dtype: the data type of keys and values.
             device: the device of the cache.
             groups: the group of each layer, and its place in the blocks of the group; None if all
-                layers form one group. Layers with the same place share tensors, so they must have
-                the same number of heads and the same head sizes.
+                layers form one group. A block stores the keys and values of the layers of one
+                group, each layer at its own place. Example: layers 0 and 2 form group 0, and layers
+                1 and 3 form group 1. Layers 0 and 1 have place 0, and layers 2 and 3 have place 1.
+                There is one tensor for each place, so layers with the same place must have the same
+                number of heads and the same head sizes.
         """
         groups = groups or single_group(layers)
         self.group_of = [group for group, _ in groups.places]

@@ -41,7 +41,12 @@ class ScaledKVCache(KVCache):
         device: torch.device,
         groups: LayerGroups | None = None,
     ) -> None:
-        """Allocate the blocks, filled with zeros; see `KVCache.__init__`."""
+        """Allocate the blocks, filled with zeros.
+
+        The keys and values are stored as 8-bit numbers (`stored_dtype`), and each vector has a
+        factor. `dtype` is the data type of the restored vectors. `KVCache.__init__` describes the
+        other arguments.
+        """
         super().__init__(
             layers,
             num_blocks=num_blocks,
@@ -51,16 +56,17 @@ class ScaledKVCache(KVCache):
             groups=groups,
         )
         self.dtype = dtype
-        # One tensor for each place in a block. `_for_layers` assigns the tensors to the layers.
-        # Layers with the same place share a tensor.
+        # Layers can share a tensor (see `KVCache`). `_first_layers` returns the first layer of each
+        # tensor, and `_for_layers` converts the list of tensors to a list with one tensor for each
+        # layer.
         shapes = [
             (num_blocks + 1, layers[index].num_kv_heads, block_size)
             for index in self._first_layers()
         ]
-        self.key_scales = self._for_layers([torch.zeros(shape, device=device) for shape in shapes])
-        self.value_scales = self._for_layers(
-            [torch.zeros(shape, device=device) for shape in shapes]
-        )
+        key_scales = [torch.zeros(shape, device=device) for shape in shapes]
+        value_scales = [torch.zeros(shape, device=device) for shape in shapes]
+        self.key_scales = self._for_layers(key_scales)
+        self.value_scales = self._for_layers(value_scales)
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:

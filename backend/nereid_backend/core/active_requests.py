@@ -125,7 +125,7 @@ class ActiveRequests:
         """
         request = self.of(sequence)
         if request.waits_for_prompt:
-            self._tables.hold_prompt(request, sequence)
+            self._tables.share_prompt(request, sequence)
             self._enqueue_followers(request)
 
     def remove(self, sequence: Sequence) -> None:
@@ -197,7 +197,7 @@ class ActiveRequests:
         """
         request.followers.remove(sequence)
         if not request.followers:
-            self._tables.drop_prompt(request)
+            self._tables.prompts.drop(request)
 
 
 def _is_queued(request: Request, sequence: Sequence) -> bool:

@@ -45,8 +45,8 @@ class InvalidBlocks:
             return
         for block_hash in sequence.block_hashes:
             cache.snapshots.delete(block_hash)
-        if cache.unsaved is not None:
-            cache.invalid += sequence.block_hashes
+        if cache.disk_changes is not None:
+            cache.disk_changes.invalid += sequence.block_hashes
 
     def purge(self) -> None:
         """Remove the blocks of failed sequences from the prefix cache and from all block tables.
@@ -58,7 +58,7 @@ class InvalidBlocks:
             return
         invalid_blocks = self._blocks
         self._blocks = set()
-        self._tables.drop_prompts_with(invalid_blocks)
+        self._tables.prompts.drop_with(invalid_blocks)
         for sequence in list(self._running):
             has_ended = sequence in self._pending_plans.leaving
             has_invalid_block = not invalid_blocks.isdisjoint(sequence.all_blocks())

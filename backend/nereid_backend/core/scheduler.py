@@ -320,7 +320,7 @@ class Scheduler:
             AssertionError: if a block, a row or a sequence was lost.
         """
         tables = [table for sequence in self._running for table in sequence.block_tables]
-        self.pool.check([*tables, *self._tables.held_tables()])
+        self.pool.check([*tables, *self._tables.prompts.block_tables()])
         self._tables.check(self._running)
         if self.cache is not None:
             self.cache.check()

@@ -24,7 +24,7 @@ the order is never preempted for another sequence, so it always finishes.
 
 If several clients have requests, each client may use a fair share of the rows, the blocks and the
 token budget. If a client has less than its share, sequences of other clients are preempted or get
-fewer tokens (`_make_room` and `_prefill_shares`). The short request of one client therefore does
+fewer tokens (`_make_room`, and prefill_shares.py). The short request of one client therefore does
 not wait for the long requests of another client.
 
 With async scheduling, a step is planned ahead while the previous step is running (async_plans.py).
@@ -33,7 +33,6 @@ step may still use the blocks. If such a plan would need a preemption or a copy,
 to True.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from nereid_backend.core.active_requests import ActiveRequests
@@ -42,7 +41,7 @@ from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.block_tables import BlockTables
 from nereid_backend.core.draft_tokens.drafter import Drafter
 from nereid_backend.core.preemption import cheapest_victim, fair_victim
-from nereid_backend.core.queues.fair_queue import fair_shares
+from nereid_backend.core.prefill_shares import PrefillShares
 from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan, make_chunk
@@ -66,9 +65,7 @@ class StepPlanner:
         is_held_up: whether the last plan was made ahead and needed a preemption or a block copy.
         has_overdue_prompt: whether the next plan must start with the first waiting prompt. This is
             true if the prompt did not fit into the last plan and must be computed in one step.
-        shares: for each client, the number of prompt tokens that the current step may still
-            compute. Empty if only one client has requests, or if prompts cannot be divided into
-            chunks.
+        shares: limits the prompt tokens of each client in the current step.
     """
 
     pool: BlockPool
@@ -82,7 +79,7 @@ class StepPlanner:
     num_preemptions: int = 0
     is_held_up: bool = False
     has_overdue_prompt: bool = False
-    shares: dict[str, int] = field(default_factory=dict)
+    shares: PrefillShares = field(default_factory=PrefillShares)
 
     def plan(self) -> StepPlan:
         """Return the plan of the next step. Every sequence in the plan has a row and blocks.
@@ -97,7 +94,7 @@ class StepPlanner:
         if self.requests.waiting.has_several_clients:
             chunks = self._plan_fair_chunks()
         else:
-            self.shares = {}
+            self.shares.clear()
             chunks = self._plan_chunks()
         return self._make_plan(chunks)
 
@@ -110,11 +107,25 @@ class StepPlanner:
         waiting = self.requests.waiting
         if waiting:
             self._make_room(waiting.first())
-        self.shares = self._prefill_shares()
+        self._divide_budget()
         chunks = self._plan_chunks()
         for chunk in chunks:
             waiting.charge(chunk.sequence, chunk.num_tokens)
         return chunks
+
+    def _divide_budget(self) -> None:
+        """Divide the token budget of this step among the clients that have uncomputed prompts.
+
+        If every prompt must be computed in one step (`whole_prefill`), the budget is not divided.
+        """
+        if self.whole_prefill:
+            self.shares.clear()
+            return
+        sequences = list(self.running)
+        if self.running.free_rows:
+            sequences += self.requests.waiting.firsts()
+        # Every running sequence gets at least one token of the budget.
+        self.shares.divide(self.max_num_batched_tokens - len(self.running), sequences)
 
     def _make_plan(self, chunks: list[Chunk]) -> StepPlan:
         """Return the plan of a step that computes `chunks`, which may be reordered.
@@ -136,10 +147,10 @@ class StepPlanner:
     def _plan_chunks(self) -> list[Chunk]:
         """Plan the running sequences, then plan waiting sequences, and return the chunks.
 
-        The overdue prompt is a prompt that must be computed in one step, but did not fit into the
-        previous step. If there is an overdue prompt, plan only this prompt. If the free blocks do
-        not suffice for this prompt, plan the running sequences, because these sequences free blocks
-        when they end.
+        A prompt is overdue if it must be computed in one step, but did not fit into the previous
+        step. If there is an overdue prompt, the step computes only this prompt. If the free blocks
+        do not suffice for the prompt, the step computes the running sequences, because these
+        sequences free blocks when they end.
         """
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
@@ -166,8 +177,9 @@ class StepPlanner:
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
         """Append a chunk for each running sequence to `chunks`, as long as the budget suffices.
 
-        The budget is the number of tokens that the step may still compute. The method stops if a
-        sequence gets no blocks.
+        A chunk is the part of a sequence that the step computes. The budget is the number of tokens
+        that the step may still compute. The method also stops if there are not enough free blocks
+        for a sequence.
 
         Returns:
             The rest of the budget.
@@ -182,16 +194,12 @@ class StepPlanner:
                 index += 1
                 continue
             start = sequence.num_computed_tokens
-            is_usual_decode = (
-                start + 1 == len(sequence.token_ids)
-                and self.tables.has_block(sequence, start)
-                and self.drafter is None
-            )
+            needs_one_token = start + 1 == len(sequence.token_ids) and self.drafter is None
             chunk: Chunk | None
-            if is_usual_decode:
-                # Most chunks contain one token and need no new block. `_plan_next_tokens` and
-                # keyword arguments would take more time. The arguments after `start` are
-                # num_tokens, samples, is_first and num_logits.
+            if needs_one_token and self.tables.has_block(sequence, start):
+                # Most chunks are like this: one token, and no new block. `_plan_next_tokens` would
+                # return an equal chunk, but takes more time, and so do keyword arguments. The
+                # arguments after `start` are num_tokens, samples, is_first and num_logits.
                 chunk = Chunk(sequence, start, 1, True, False, 1)
             else:
                 chunk = self._plan_next_tokens(index, budget)
@@ -205,8 +213,10 @@ class StepPlanner:
     def _plan_next_tokens(self, index: int, budget: int) -> Chunk | None:
         """Plan the next chunk of the running sequence at `index`, and allocate its blocks.
 
-        Other sequences are preempted if there are not enough free blocks. If speculative decoding
-        is on, a chunk with the last known token also gets draft tokens.
+        A known token is a token of the prompt or a sampled token. If there are not enough free
+        blocks, other sequences are preempted. If speculative decoding is on and the chunk contains
+        the last known token, the sequence also gets draft tokens, which are guesses for the next
+        tokens.
 
         Example: the last running sequence has 100 known tokens, 64 of them are computed, and
         `budget` is 16. The chunk consists of the 16 tokens from index 64 on.
@@ -224,8 +234,8 @@ class StepPlanner:
         limit = max(1, budget - num_later)
         sequence = self.running[index]
         num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-        # If `whole_prefill` is true, the first step of a sequence has computed its whole prompt.
-        # Only the last sampled token has not been computed yet.
+        # With `whole_prefill`, the first step of a sequence computes its whole prompt, and each
+        # later step computes one token.
         max_tokens = 1 if self.whole_prefill else limit
         num_tokens = self._chunk_length(sequence, min(num_remaining, max_tokens))
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
@@ -239,23 +249,28 @@ class StepPlanner:
     def _chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the number of tokens in the next chunk of a sequence, at most `num_tokens`.
 
-        The share of the sequence's client and the positions of snapshots can shorten the chunk.
+        Two things can shorten the chunk: the share of the sequence's client in the token budget,
+        and a snapshot, because a snapshot is saved only at the end of a chunk.
         """
-        num_tokens = self._take_share(sequence, num_tokens)
+        num_tokens = self.shares.take(sequence, num_tokens)
         if self.tables.snapshots is None:
             return num_tokens
         return self.tables.snapshots.chunk_length(sequence, num_tokens)
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
-        """Give rows and blocks to waiting sequences, and append their chunks to `chunks`.
+        """Start waiting sequences, and append the first chunk of each sequence to `chunks`.
 
-        Stop at the first sequence for which the budget, the rows or the blocks do not suffice. The
-        budget is the number of tokens that the step may still compute. With `whole_prefill`, a
-        prompt must be computed in one step. A prompt that exceeds the rest of the budget then
-        becomes the overdue prompt, with which the next step starts.
+        A started sequence gets a row of the batch, and blocks for all its known tokens at once.
+        Otherwise, two sequences could each get half of the blocks that they need, and wait for each
+        other forever.
 
-        A sequence gets blocks for all its known tokens at once. Otherwise, two sequences could each
-        get half of the blocks that they need, and wait for each other forever.
+        Stop at the first sequence for which the rows, the blocks or the budget do not suffice. The
+        budget is the number of tokens that the step may still compute. It does not suffice if it is
+        0. With `whole_prefill`, a prompt must be computed in one step. Then the budget also does
+        not suffice for a longer prompt, unless the prompt is the only chunk of the step.
+
+        Mutates: `has_overdue_prompt`. If the budget does not suffice for a whole prompt, the
+            attribute becomes True, and the next step starts with this prompt.
         """
         if self.is_held_up:
             # A running sequence needs more blocks, but this plan is made before the previous step
@@ -267,8 +282,8 @@ class StepPlanner:
         waiting = self.requests.waiting
         while waiting and self.running.free_rows and budget > 0:
             sequence = waiting.first()
-            exceeds_budget = len(sequence.token_ids) > budget
-            if self.whole_prefill and exceeds_budget and chunks:
+            exceeds_budget = self.whole_prefill and len(sequence.token_ids) > budget
+            if exceeds_budget and chunks:
                 self.has_overdue_prompt = True
                 break
             if not self._try_admit(sequence):
@@ -294,17 +309,18 @@ class StepPlanner:
         return make_chunk(sequence, num_tokens, is_first=True)
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Give a row of the batch and blocks of the KV cache to a waiting sequence, if possible.
+        """Start a waiting sequence: give it a row of the batch and blocks of the KV cache.
 
         The sequence then runs and is no longer in the waiting queue.
 
         Returns:
-            True if the sequence got a row and blocks. False if there are not enough free blocks.
-            Also False if the plan is made ahead and the sequence might need a block copy.
+            Whether the sequence was started. False if there are not enough free blocks. Also False
+            if the plan is made before the previous step ends, and the sequence might need a copy of
+            a block.
         """
         request = self.requests.of(sequence)
-        # A follower shares the prompt blocks of its request. If the prompt ends within a block, the
-        # follower gets a copy of this block.
+        # A follower is a sequence that shares the prompt blocks of another sequence of its request.
+        # If the prompt ends within a block, the follower gets a copy of this block.
         may_need_copy = sequence in request.followers
         if self.pending_plans.is_planning and may_need_copy:
             # A plan that is made before the previous step ends must not copy blocks, so the
@@ -319,15 +335,17 @@ class StepPlanner:
         return True
 
     def _free_kept_prompt(self) -> bool:
-        """If no sequence is running, free the blocks of the oldest prompt that a request keeps.
+        """If no sequence is running, free the blocks of one prompt.
 
-        Requests keep prompts for their waiting sequences. If no sequence is running, only such
-        prompts use blocks. The waiting sequences of the request then compute the prompt again.
+        A request with several sequences keeps the blocks of its prompt for its waiting sequences.
+        The blocks that were kept for the longest time are freed. The waiting sequences of this
+        request must then compute the prompt again. This is done only if no sequence is running,
+        because a running sequence will free its blocks when it ends.
 
         Returns:
             Whether blocks were freed.
         """
-        return not self.running and self.tables.drop_oldest_prompt()
+        return not self.running and self.tables.prompts.drop_oldest()
 
     def _make_room(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if a waiting sequence needs their rows or blocks.
@@ -357,56 +375,6 @@ class StepPlanner:
             return fair_victim(sequence, num_blocks, self.running, ended_sequences, by_rows=False)
         return None
 
-    def _prefill_shares(self) -> dict[str, int]:
-        """Divide the token budget of this step among the clients that have uncomputed prompts.
-
-        Return a dictionary that maps each of these clients to a number of tokens. If fewer than two
-        clients have uncomputed prompts, or if prompts must be computed in one step, return an empty
-        dictionary.
-        """
-        if self.whole_prefill:
-            return {}
-        sequences = list(self.running)
-        if self.running.free_rows:
-            sequences += self.requests.waiting.firsts()
-        demands: Counter[str] = Counter()
-        weights: dict[str, float] = {}
-        for sequence in sequences:
-            num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-            # Ignore sequences with one remaining token, because every running sequence gets at
-            # least one token of the budget anyway.
-            if num_remaining > 1:
-                params = sequence.params
-                demands[params.client_id] += num_remaining
-                weights[params.client_id] = params.client_weight
-        if len(demands) < 2:
-            return {}
-        # Every running sequence gets at least one token of the budget.
-        budget_for_prompts = self.max_num_batched_tokens - len(self.running)
-        return fair_shares(demands, weights, budget_for_prompts)
-
-    def _take_share(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return the number of tokens that a sequence may compute, at most `num_tokens`.
-
-        The number is at most the rest of the client's share of the budget, but at least 1. If only
-        one client has prompts, there are no shares, and the result is `num_tokens`.
-
-        Mutates: `self.shares`. The result is subtracted from the client's share, unless
-            `num_tokens` is 1.
-        """
-        if num_tokens <= 1 or not self.shares:
-            # Before the budget was divided into shares, one token was reserved for each running
-            # sequence. A chunk of one token uses this reserved token, so the share of the client
-            # does not change.
-            return num_tokens
-        client = sequence.params.client_id
-        # A client has no share if its sequence was not considered when the budget was divided. The
-        # first chunk of such a client is not limited.
-        remaining_share = self.shares.get(client, num_tokens)
-        num_allowed = min(num_tokens, max(1, remaining_share))
-        self.shares[client] = remaining_share - num_allowed
-        return num_allowed
-
     def _free_some_blocks(self, index: int) -> bool:
         """Free blocks of the KV cache for the running sequence at `index`.
 
@@ -418,7 +386,7 @@ class StepPlanner:
             False if the sequence at `index` was preempted. Also False if a preemption is needed,
             but the plan is made ahead.
         """
-        if self.tables.drop_oldest_prompt():
+        if self.tables.prompts.drop_oldest():
             return True
         if self.pending_plans.is_planning:
             # A plan that is made ahead must not preempt a sequence.

@@ -11,5 +11,6 @@ request_preparation.py, pending_grammars.py
 step_loop.py            plans, runs and commits the steps
 offline.py              generates the outputs of a list of prompts
 disk_tier.py            the prefix cache on disk
+open_disk_tier.py       opens the folder of the prefix cache on disk
 prefix_sessions.py      the sessions of the prefix cache
 """

@@ -9,29 +9,20 @@ have been read are added to the prefix cache in memory, and the engine computes 
 The scheduler does not distinguish these blocks from other cached blocks.
 """
 
-import hashlib
 import itertools
-import os
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from nereid_backend.config import EngineConfig
 from nereid_backend.core.blocks.disk_store import DiskStore
 from nereid_backend.core.blocks.prefix_cache import PrefixCache
-from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.errors import ConfigError
 from nereid_backend.paths.stored_prefixes import StoredPrefixes
-from nereid_backend.runner import ForwardPath
 
 _MAX_WAIT_S = 5.0
 _NUM_READERS = 2
 # The time limit in seconds for writing the remaining files when the engine is closed.
 _CLOSE_TIMEOUT_S = 10.0
-# Patterns for the names of the files in a checkpoint that determine the keys and values.
-_MODEL_FILES = ("*.safetensors", "*.gguf", "*.bin", "*.json", "*.py")
 
 
 @dataclass(slots=True)
@@ -63,6 +54,12 @@ class _PrefixRead:
     def is_ready(self, now: float) -> bool:
         """Return whether the thread has finished, or the time `now` has reached the deadline."""
         return now >= self.deadline or (self.future is not None and self.future.done())
+
+    @property
+    def has_all_files(self) -> bool:
+        """Whether all missing blocks were read, and also the snapshot if it is needed."""
+        has_snapshot = not self.needs_snapshot or self.state is not None
+        return has_snapshot and len(self.contents) == len(self.missing)
 
     def contents_by_hash(self) -> dict[bytes, bytes]:
         """Return a mapping from the hash of each block that has been read to its bytes."""
@@ -156,14 +153,13 @@ class DiskTier:
         read = self._reads.pop(request_id, None)
         if read is None:
             return
-        read.is_cancelled = True
-        contents = read.contents_by_hash()
-        has_everything = read.state is not None and len(contents) == len(read.missing)
-        if read.needs_snapshot and not has_everything:
-            # A recurrent model can use these blocks only together with the snapshot of the last
-            # block.
+        read.is_cancelled = True  # If the deadline has passed, the thread may still read files.
+        if read.needs_snapshot and not read.has_all_files:
+            # The snapshot is the recurrent state after the last block. Without the snapshot, a
+            # recurrent model cannot use the blocks, and without all blocks, it cannot use the
+            # snapshot.
             return
-        self._insert_blocks(read.hashes, contents)
+        self._insert_blocks(read.hashes, read.contents_by_hash())
         # The memory may have been too small for all blocks.
         has_all_blocks = all(self._is_in_memory(block_hash) for block_hash in read.hashes)
         if read.state is not None and has_all_blocks:
@@ -210,23 +206,23 @@ class DiskTier:
 
     def save(self) -> None:
         """Pass the new blocks and snapshots to the writer thread, and delete invalid blocks."""
-        for block_hash in self._cache.invalid:
+        changes = self._cache.disk_changes
+        assert changes is not None
+        for block_hash in changes.invalid:
             self._store.delete(_block(block_hash))
             self._store.delete(_state(block_hash))
-        self._cache.invalid.clear()
-        if self._save_blocks():
+        changes.invalid.clear()
+        if self._save_blocks(changes.unsaved):
             self._save_snapshots()
 
-    def _save_blocks(self) -> bool:
-        """Pass the new blocks to the writer thread.
+    def _save_blocks(self, unsaved: dict[bytes, None]) -> bool:
+        """Pass the new blocks, whose hashes are the keys of `unsaved`, to the writer thread.
 
         Return False if too many bytes are waiting to be written. The next call then passes the
         remaining blocks.
 
-        Mutates: `unsaved` of the cache. Each block that was passed is removed.
+        Mutates: `unsaved`. Each block that was passed is removed.
         """
-        unsaved = self._cache.unsaved
-        assert unsaved is not None
         while unsaved:
             block_hash = next(iter(unsaved))  # the oldest block
             block = self._cache.block_of(block_hash)
@@ -332,69 +328,6 @@ class DiskTier:
         if not self._prefixes.has_blocks:
             return b""  # The blocks of a model without a KV cache contain no data.
         return self._store.read(_block(block_hash))
-
-
-def prepare_folder(folder: str) -> None:
-    """Create the folder of the setting prefix_cache_disk if the folder does not exist.
-
-    Raises:
-        ConfigError: if the folder cannot be created, read or written.
-    """
-    reason = None
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            reason = "Permission denied"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    if reason is not None:
-        raise ConfigError(
-            f"prefix_cache_disk: the folder {folder} cannot be used: {reason}. Choose a folder "
-            "that can be created, read and written."
-        )
-
-
-def open_disk_tier(
-    config: EngineConfig, info: EngineInfo, cache: PrefixCache, path: ForwardPath
-) -> DiskTier:
-    """Return the prefix cache on disk of a loaded model.
-
-    Args:
-        config: the settings. prefix_cache_disk must be set.
-        info: the description of the loaded model.
-        cache: the prefix cache in memory.
-        path: the forward path of the model. It must store the tokens of a sequence in blocks.
-
-    Raises:
-        OSError: if the folder cannot be used.
-    """
-    assert config.prefix_cache_disk is not None
-    prefixes = StoredPrefixes(path)
-    identity = {
-        "model": f"{info.architecture} {model_digest(info.model)}",
-        "dtype": f"{info.dtype}, weights {config.weight_dtype}",
-        "layout": f"block size {info.block_size}, {prefixes.layout}",
-    }
-    folder = Path(config.prefix_cache_disk)
-    store = DiskStore(folder, config.prefix_cache_disk_size, identity)
-    return DiskTier(store, cache, prefixes)
-
-
-def model_digest(model: str) -> str:
-    """Return a digest that changes if a file of a checkpoint changes.
-
-    The names, sizes and modification times of the files are hashed, because hashing the content of
-    large checkpoints would take minutes.
-    """
-    path = Path(model)  # a folder, or one GGUF file
-    files = [path]
-    if not path.is_file():
-        files = [file for pattern in _MODEL_FILES for file in path.glob(pattern)]
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(files):
-        stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def _block(block_hash: bytes) -> bytes:

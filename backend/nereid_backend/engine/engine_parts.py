@@ -16,8 +16,9 @@ from nereid_backend.core.draft_tokens.drafter import Drafter
 from nereid_backend.core.draft_tokens.prompt_lookup import PromptLookup
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.scheduler import Scheduler
-from nereid_backend.engine.disk_tier import DiskTier, open_disk_tier, prepare_folder
+from nereid_backend.engine.disk_tier import DiskTier
 from nereid_backend.engine.new_sequences import NewSequences
+from nereid_backend.engine.open_disk_tier import open_disk_tier, prepare_folder
 from nereid_backend.engine.prefix_sessions import PrefixSessions
 from nereid_backend.engine.request_preparation import RequestPreparation
 from nereid_backend.engine.step_loop import StepLoop

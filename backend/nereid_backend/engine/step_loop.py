@@ -163,27 +163,32 @@ class StepLoop:
         except Exception as error:  # noqa: BLE001 - `_sample_next` ends the requests of the step
             return _NextStep(plan, error)
 
-    def _sample_next(self, step: _NextStep, before: StepResult | None) -> list[RequestUpdate]:
-        """Launch the sampling of the next step. The previous step has already been committed.
+    def _sample_next(
+        self, step: _NextStep, previous_result: StepResult | None
+    ) -> list[RequestUpdate]:
+        """Launch the sampling of the next step, whose forward pass has already been started.
 
-        If the previous step or one of its sequences has failed, discard the next step. The loop
-        then plans this step again.
+        The forward pass was started while the previous step was running. Now the previous step has
+        been committed. If the previous step or one of its sequences has failed, discard the next
+        step. The loop then plans this step again.
 
         Args:
             step: the next step.
-            before: the result of the previous step; None if the previous step failed.
+            previous_result: the result of the previous step; None if the previous step failed.
 
         Returns:
             If the next step has failed, the updates that end its sequences. Otherwise, an empty
             list.
+
+        Mutates: `_running_step`, unless the step was discarded or has failed.
         """
-        if isinstance(step.running, Exception):
+        if isinstance(step.running, Exception):  # The forward pass could not be started.
             return self._fail(step.plan, step.running)
-        if before is None or _has_failed_sequence(before):
+        if previous_result is None or _has_failed_sequence(previous_result):
             # The forward pass of the next step used tokens that were not sampled correctly.
             self._scheduler.drop(step.plan)
             return []
-        plan = self._scheduler.settle(step.plan, before.device_token_ids)
+        plan = self._scheduler.settle(step.plan, previous_result.device_token_ids)
         try:
             self._runner.sample(step.running, plan)
         except Exception as error:  # noqa: BLE001 - every error ends the requests of the step

@@ -157,8 +157,11 @@ def _arguments(path: Path) -> dict[str, str]:
 
 def _check_formats(settings: ServingSettings) -> None:
     """Raise a ConfigError if a parser setting is not the name of a chat format."""
-    names = {"reasoning_parser": settings.reasoning_parser, "tool_parser": settings.tool_parser}
-    for setting, name in names.items():
+    # One triple for each setting: its name, its value, and the argument of `get_format`.
+    for setting, name, argument in (
+        ("reasoning_parser", settings.reasoning_parser, "reasoning"),
+        ("tool_parser", settings.tool_parser, "tools"),
+    ):
         if name in ("", NO_FORMAT):
             continue
         # The parsers are imported here and not at the beginning of the file, because the import
@@ -166,10 +169,7 @@ def _check_formats(settings: ServingSettings) -> None:
         from nereid_parsers import NereidParsersError, get_format
 
         try:
-            if setting == "reasoning_parser":
-                get_format(reasoning=name)
-            else:
-                get_format(tools=name)
+            get_format(**{argument: name})
         except NereidParsersError as error:
             raise ConfigError(f"{setting}: {error}") from error
 

@@ -148,12 +148,14 @@ class FeedbackWriter:
         self._key = b""
 
     def attach(self, address: str) -> None:
-        """Map the memory of the executor. Do nothing if this memory is already mapped.
+        """Map the executor's memory at `address` into this process, so that it can be written to.
 
-        If the address differs from the mapped address, the executor was restarted.
+        Do nothing if this memory is already mapped. If another memory is mapped, the executor was
+        restarted, and the new memory replaces the mapped memory.
 
         Args:
-            address: the attribute `address` of the executor's FeedbackReader.
+            address: the attribute `address` of the executor's FeedbackReader, such as
+                "4711/12/nereid-feedback-0f3c9a...".
 
         Raises:
             RequestError: the address does not belong to the feedback memory of an executor.
@@ -234,23 +236,37 @@ def _map_memory(address: str) -> memoryview:
     if match is None:
         raise _address_error("the text has the wrong form")
     process, number, name = match.groups()
+    memory_file = _open_memory_file(f"/proc/{process}/fd/{number}", name)
+    try:
+        return memoryview(mmap.mmap(memory_file, 0))
+    finally:
+        os.close(memory_file)
+
+
+def _open_memory_file(path: str, name: str) -> int:
+    """Open the file of a feedback memory, and return the file descriptor.
+
+    Args:
+        path: a path such as "/proc/4711/fd/12", which names a file of the process 4711. A client
+            may have chosen the path, so the file is checked before it is opened.
+        name: the name that the memory must have.
+
+    Raises:
+        OSError: the process or its file does not exist, or is not accessible.
+        RequestError: the file is another file, or belongs to another user.
+    """
     # Opening a device file can have side effects. Therefore O_PATH first creates a reference to the
-    # file without opening the file. The file is checked, and only then opened. The path `link`
-    # stays valid even if the executor closes the file before it is opened.
-    reference = os.open(f"/proc/{process}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
+    # file without opening the file. The reference stays valid even if the executor closes the file.
+    reference = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         link = f"/proc/self/fd/{reference}"
         is_own = os.fstat(reference).st_uid == os.geteuid()
         has_name = os.readlink(link) == f"/memfd:{name} (deleted)"
         if not (is_own and has_name):
             raise _address_error("the file is not the shared memory of an executor")
-        memory_file = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(link, os.O_RDWR | os.O_CLOEXEC)
     finally:
         os.close(reference)
-    try:
-        return memoryview(mmap.mmap(memory_file, 0))
-    finally:
-        os.close(memory_file)
 
 
 def _signature(key: bytes, state: bytes) -> bytes:

@@ -80,10 +80,13 @@ def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
     backends: Sequence[AttentionBackend] | None = None,
     timer: Timer | None = None,
 ) -> ChosenBackends:
-    """Return the libraries that are faster than the project's kernels.
+    """Return the attention libraries that are faster than the project's kernels.
 
-    The key of a library is a pair: the properties of a layer, and a `Situation`. If a library
-    cannot be used for a pair, log a warning with the reason.
+    A `Situation` is DECODE (sequences with one new token), PROMPT (prefills without cached tokens)
+    or CHUNK (prefills, some of which have cached tokens). The libraries are measured for each kind
+    of layer in each situation. The result maps a pair (the properties of a layer, a situation) to
+    the fastest library. If the project's kernels are the fastest, the result does not contain the
+    pair. If a library cannot be used for a pair, log a warning with the reason.
 
     Args:
         kind: the class of the KV cache. The libraries cannot read 8-bit caches.

@@ -220,34 +220,34 @@ def _batch(
 ) -> tuple[AttentionBatch, int]:
     """Return the metadata of a test step, and the number of blocks that the step uses.
 
+    A decode is a sequence with one new token, and a prefill is a sequence with several new tokens.
     The blocks of each sequence are in random order.
 
     Args:
         block_size: the number of tokens in one block.
         device: the device of the step's tensors.
-        decodes: the sequence length of each decode.
+        decodes: the length of each decode, including its new token.
         prefills: a pair for each prefill: the number of cached tokens, and the number of new
             tokens.
     """
-    prefill_lens = [num_cached + num_new for num_cached, num_new in prefills]
-    tables = _scattered_tables([*decodes, *prefill_lens], block_size)
-    decode_tables, prefill_tables = tables[: len(decodes)], tables[len(decodes) :]
-    num_blocks = sum(len(table) for table in tables)
-    # The slot of each new token of the step. The decodes come first.
-    slots: list[int] = []
-    for table, length in zip(decode_tables, decodes, strict=True):
-        # The new token of a decode is the last token of its sequence.
-        slots += _slots(table, range(length - 1, length), block_size)
-    groups = []
-    if decodes:
-        padded_tables = _int64(_padded(decode_tables, null_block=num_blocks), device)
-        groups.append(DecodeGroup(None, padded_tables, _int64(decodes, device), block_size))
+    # The number of cached tokens and the number of new tokens of each sequence. The only new token
+    # of a decode is the last token of its sequence.
+    lens = [*((length - 1, 1) for length in decodes), *prefills]
+    tables = _scattered_tables([num_cached + num_new for num_cached, num_new in lens], block_size)
+    num_blocks = sum(map(len, tables))
+    slots: list[int] = []  # the place of each new token in the cache
     chunks: list[Prefill] = []
-    for table, (num_cached, num_new) in zip(prefill_tables, prefills, strict=True):
+    for table, (num_cached, num_new) in zip(tables, lens, strict=True):
         start = len(slots)
         slots += _slots(table, range(num_cached, num_cached + num_new), block_size)
         chunks.append(Prefill(start, len(slots), num_cached, _int64([table], device)))
-    batch = AttentionBatch(_int64(slots, device), len(decodes), groups, chunks, block_size)
+    num_decodes = len(decodes)
+    groups = []
+    if decodes:
+        decode_tables = _int64(_padded(tables[:num_decodes], null_block=num_blocks), device)
+        groups.append(DecodeGroup(None, decode_tables, _int64(decodes, device), block_size))
+    slot_tensor = _int64(slots, device)
+    batch = AttentionBatch(slot_tensor, num_decodes, groups, chunks[num_decodes:], block_size)
     return batch, num_blocks
 
 

@@ -17,10 +17,9 @@ the tokens of the window and of one step, but not for all its tokens.
 """
 
 from collections import abc
-from collections.abc import Iterator
-from itertools import chain
 
 from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.blocks.kept_prompts import KeptPrompts
 from nereid_backend.core.blocks.prefix_cache import PrefixCache
 from nereid_backend.core.blocks.state_snapshots import StateSnapshots
 from nereid_backend.core.blocks.window import AttentionWindow
@@ -31,8 +30,10 @@ from nereid_backend.core.sequence import Sequence
 class BlockTables:
     """Allocates and frees the blocks of sequences.
 
-    If a request has several sequences, it can keep the blocks of its prompt until every sequence
-    has blocks.
+    Attributes:
+        cache: the prefix cache; None if prefix caching is off.
+        prompts: the prompt blocks that requests with several sequences keep for their waiting
+            sequences.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class BlockTables:
                 None if one step may compute all tokens of a sequence.
         """
         self.cache = cache
+        self.prompts = KeptPrompts(pool, block_size, windows)
         self._pool = pool
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
@@ -65,9 +67,6 @@ class BlockTables:
         for group, window in enumerate(windows):
             if window is not None:
                 self._groups_of_window.setdefault(window, []).append(group)
-        # The requests that keep the blocks of their prompts, with the longest kept prompt first.
-        # The key of a request is id(request).
-        self._requests_with_prompt: dict[int, Request] = {}
         # The pairs (from, to) of blocks that must be copied before the next step.
         self._copies: list[tuple[int, int]] = []
 
@@ -231,15 +230,13 @@ class BlockTables:
         sequence.block_tables = [[] for _ in self._windows]
         self._set_reused(sequence, 0, [0] * len(self._windows))
 
-    def hold_prompt(self, request: Request, leader: Sequence) -> None:
-        """Keep the prompt blocks of `leader` for the other sequences of the request.
+    def share_prompt(self, request: Request, leader: Sequence) -> None:
+        """Prepare the other sequences of a request for sharing the prompt of `leader`.
 
         The leader is the sequence that has computed the prompt. The other sequences are called
-        followers. If the model has a recurrent state, the blocks are not kept, because they are not
-        sufficient without the state. The followers then use the prefix cache and a snapshot.
-
-        Example with one group: the prompt has 10 tokens, block_size is 4, and the leader's block
-        table is [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
+        followers. The request keeps the blocks of the prompt until the followers have rows. But if
+        the model has a recurrent state, the blocks are not kept, because they are not sufficient
+        without the state. The followers then use the prefix cache and a snapshot of the state.
 
         Mutates: the followers, which get the block hashes of the prompt, and `request`.
         """
@@ -251,50 +248,7 @@ class BlockTables:
             follower.block_hashes = leader.block_hashes[:num_full_blocks]
         has_recurrent_state = self.snapshots is not None
         if not has_recurrent_state:
-            request.block_tables = self._prompt_tables(leader)
-            self._pool.hold(self._blocks_in(request.block_tables))
-            self._requests_with_prompt[id(request)] = request
-
-    def _prompt_tables(self, leader: Sequence) -> list[list[int]]:
-        """Return block tables with the blocks that the followers of `leader` share with it.
-
-        In a group with an attention window, the null block replaces the blocks before the window.
-        """
-        num_blocks = self._num_blocks(leader.num_prompt_tokens)
-        tables = [table[:num_blocks] for table in leader.block_tables]
-        # A follower computes only the last prompt token again, so it needs only the blocks that
-        # this token attends to. These blocks still exist, because the leader has just used them for
-        # the same token.
-        last_position = leader.num_prompt_tokens - 1
-        for window, table in zip(self._windows, tables, strict=True):
-            if window is not None:
-                first_needed = window.first_visible(last_position) // self._block_size
-                table[:first_needed] = [self._pool.null_block] * first_needed
-        return tables
-
-    def drop_prompt(self, request: Request) -> None:
-        """Release the prompt blocks that a request keeps. Do nothing if the request keeps none."""
-        if self._requests_with_prompt.pop(id(request), None) is not None:
-            self._pool.release(self._blocks_in(request.block_tables))
-            request.block_tables = []
-
-    def drop_oldest_prompt(self) -> bool:
-        """Release the prompt blocks that a request has kept for the longest time.
-
-        Returns:
-            False if no request keeps prompt blocks.
-        """
-        if not self._requests_with_prompt:
-            return False
-        oldest = next(iter(self._requests_with_prompt.values()))
-        self.drop_prompt(oldest)
-        return True
-
-    def drop_prompts_with(self, blocks: set[int]) -> None:
-        """Release the prompt blocks of each request that keeps at least one of `blocks`."""
-        for request in list(self._requests_with_prompt.values()):
-            if not blocks.isdisjoint(chain(*request.block_tables)):
-                self.drop_prompt(request)
+            self.prompts.keep(request, leader)
 
     def forget(self, blocks: set[int]) -> None:
         """Remove `blocks` from the prefix cache, so that no new sequence finds them."""
@@ -307,10 +261,6 @@ class BlockTables:
         copies = self._copies
         self._copies = []
         return copies
-
-    def held_tables(self) -> Iterator[list[int]]:
-        """Yield the block tables of the requests that keep prompt blocks."""
-        return chain(*(request.block_tables for request in self._requests_with_prompt.values()))
 
     def check(self, running: abc.Iterable[Sequence]) -> None:
         """Check the block tables of the running sequences.
@@ -420,10 +370,6 @@ class BlockTables:
             0 if window is None else table.count(null)
             for window, table in zip(self._windows, tables, strict=True)
         ]
-
-    def _blocks_in(self, tables: list[list[int]]) -> list[int]:
-        """Return the entries of all block tables, without the null blocks."""
-        return _used_blocks(tables, self._count_null_blocks(tables))
 
     def _num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks for `num_tokens` tokens, rounded up."""

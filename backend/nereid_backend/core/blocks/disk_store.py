@@ -37,6 +37,39 @@ _UNFINISHED_S = 60
 _MAX_PENDING_BYTES = 256 * 2**20
 
 
+class _PendingFiles:
+    """The waiting tasks of the writer thread. There is at most one task for each file.
+
+    A task contains the new bytes of a file, or None if the file must be deleted.
+
+    Attributes:
+        num_bytes: the number of bytes in all tasks.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, bytes | None] = {}
+        self.num_bytes = 0
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the file `name` has a task."""
+        return name in self._tasks
+
+    def __getitem__(self, name: str) -> bytes | None:
+        """Return the new bytes of the file `name`; None if the file must be deleted."""
+        return self._tasks[name]
+
+    def set(self, name: str, data: bytes | None) -> None:
+        """Set the task of a file. The new task replaces an earlier task of the file."""
+        self.num_bytes += _length(data) - _length(self._tasks.get(name))
+        self._tasks[name] = data
+
+    def remove(self, name: str, data: bytes | None) -> None:
+        """Remove the task of a file if its bytes are `data`. Keep a newer task of the file."""
+        if name in self._tasks and self._tasks[name] is data:
+            del self._tasks[name]
+            self.num_bytes -= _length(data)
+
+
 class DiskStore:
     """Stores bytes under keys. Each key has its own file, and a thread writes the files.
 
@@ -70,14 +103,11 @@ class DiskStore:
         # Maps the name of a file to its size. The least recently used file comes first.
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._num_bytes = 0  # the sum of the sizes
-        # The waiting tasks of the writer thread. The dict maps the name of a file to its bytes, or
-        # to None if the file must be deleted.
-        self._pending: dict[str, bytes | None] = {}
-        self._num_pending_bytes = 0
+        self._pending = _PendingFiles()
 
         folder.mkdir(parents=True, exist_ok=True)
         self._scan()
-        # The names of the files that the writer thread writes or deletes. None ends the thread.
+        # The names of the files that have a task for the writer thread. None ends the thread.
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write_files, name="prefix-disk", daemon=True)
         self._writer.start()
@@ -153,11 +183,11 @@ class DiskStore:
         name = self._name(key)
         data = self._header(key, content) + b"\n" + content
         with self._lock:
-            is_full = self._num_pending_bytes + len(data) > _MAX_PENDING_BYTES
+            is_full = self._pending.num_bytes + len(data) > _MAX_PENDING_BYTES
             # If no bytes are waiting, a file of any size is written.
-            if is_full and self._num_pending_bytes > 0:
+            if is_full and self._pending.num_bytes > 0:
                 return False
-            self._set_pending(name, data)
+            self._pending.set(name, data)
         self._queue.put(name)
         return True
 
@@ -165,17 +195,8 @@ class DiskStore:
         """Delete the file of a key in the background, if the file exists."""
         name = self._name(key)
         with self._lock:
-            self._set_pending(name, None)
+            self._pending.set(name, None)
         self._queue.put(name)
-
-    def _set_pending(self, name: str, data: bytes | None) -> None:
-        """Set the waiting task of a file: its new bytes, or None if the file must be deleted.
-
-        The new task replaces an earlier task of the file. The caller must hold the lock.
-        """
-        self._num_pending_bytes -= _length(self._pending.get(name))
-        self._num_pending_bytes += _length(data)
-        self._pending[name] = data
 
     def flush(self, timeout_s: float) -> None:
         """Write all waiting files, and end the writer thread. Wait at most `timeout_s` seconds."""
@@ -202,8 +223,9 @@ class DiskStore:
     def _write_files(self) -> None:
         """Write and delete files until the queue contains None. The writer thread runs this method.
 
-        The queue contains the names of files. `_pending` maps each name to the bytes of the file,
-        or to None if the file must be deleted.
+        The queue contains the names of files. `_pending` contains the task for each of these files:
+        its new bytes, or None if the file must be deleted. If a file gets a new task while an older
+        task of the file waits, the queue contains the name twice, and only the new task is done.
         """
         while (name := self._queue.get()) is not None:
             with self._lock:
@@ -218,12 +240,7 @@ class DiskStore:
                     "Further such errors are not reported."
                 )
             with self._lock:
-                # If `write` was called again with the same key, `_pending` contains newer bytes,
-                # and the queue contains the name once more. A later iteration then writes the newer
-                # bytes.
-                if name in self._pending and self._pending[name] is data:
-                    del self._pending[name]
-                    self._num_pending_bytes -= _length(data)
+                self._pending.remove(name, data)
 
     def _write_or_delete(self, name: str, data: bytes | None) -> None:
         """Write the bytes `data` to the file `name`. If `data` is None, delete the file.

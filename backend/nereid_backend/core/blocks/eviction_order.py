@@ -81,7 +81,11 @@ class EvictionOrder(Generic[Item]):
     """The idle items of a cache, in the order in which they are evicted."""
 
     def __init__(self, max_retained: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create an order without items.
+        """Create an order without items. An item is a block or a snapshot of a cache.
+
+        An item is idle while no sequence uses the item. Only idle items are evicted. A session is
+        identified by a client and a cache key. The items of a session are evicted after the items
+        without a session, until the session expires.
 
         Args:
             max_retained: the largest number of idle items of sessions that are evicted after other
@@ -92,21 +96,22 @@ class EvictionOrder(Generic[Item]):
         self._clock = clock
         # The time of the next search for expired sessions, as a value of the clock.
         self._expiry_due = clock()
-        # A counter that increases with each change. Older entries have lower values.
+        # The number of changes so far. It is used as a time stamp, because two changes can have the
+        # same value of the clock.
         self._num_changes = 0
 
-        # Maps each idle item without a session to the value of `_num_changes` when the item became
-        # idle. The oldest item comes first.
+        # The idle items without a session, with the oldest item first. The value is the time stamp
+        # at which the item became idle.
         self._without_session: OrderedDict[Item, int] = OrderedDict()
 
-        # The least recently used session comes first.
+        # The sessions, with the least recently used session first.
         self._sessions: OrderedDict[SessionKey, _Session[Item]] = OrderedDict()
-        # Maps each retained item to its session.
+        # Maps each item of a session, idle or not, to its session.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
-        # The session from which the last retained item was evicted. The next items are evicted from
-        # the same session until it has fewer idle items than the average session. Most evictions
-        # therefore need no search for a session.
+        # The session that loses the next item; None if this session must be searched first. Most
+        # evictions need no search, because one session loses items until it has fewer idle items
+        # than the average session.
         self._victim: _Session[Item] | None = None
 
     def __contains__(self, item: Item) -> bool:

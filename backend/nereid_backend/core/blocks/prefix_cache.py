@@ -22,6 +22,7 @@ import hashlib
 from array import array
 from collections import abc
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.eviction_order import SessionKey
@@ -35,6 +36,34 @@ from nereid_backend.core.sequence import Sequence
 _HASH_BYTES = 16
 
 
+@dataclass(frozen=True, slots=True)
+class DiskChanges:
+    """The changes in the cache that have not been made in the cache on disk yet.
+
+    Attributes:
+        before_reuse: called with the hash and the id of an unsaved block before the pool allocates
+            the block for other tokens. This call is the last chance to save the block.
+        unsaved: the hashes of the blocks that must still be written to disk. The dict is used as an
+            ordered set, so all its values are None.
+        invalid: the hashes of the blocks that must be deleted from disk.
+    """
+
+    before_reuse: Callable[[bytes, int], object]
+    unsaved: dict[bytes, None] = field(default_factory=dict)
+    invalid: list[bytes] = field(default_factory=list)
+
+    def save_before_reuse(self, block_hash: bytes, block: int) -> None:
+        """Call `before_reuse` if a block is unsaved. The block then no longer counts as unsaved."""
+        if block_hash in self.unsaved:
+            del self.unsaved[block_hash]
+            self.before_reuse(block_hash, block)
+
+    def invalidate(self, block_hash: bytes) -> None:
+        """Record that a block must not be written to disk, and must be deleted from disk."""
+        self.unsaved.pop(block_hash, None)
+        self.invalid.append(block_hash)
+
+
 class PrefixCache:
     """Maps the hash of a full block to the id of the block.
 
@@ -43,6 +72,8 @@ class PrefixCache:
         num_hit_tokens: the number of tokens that all requests found in the cache.
         snapshots: the snapshots of recurrent states; None if the model has no recurrent state. If
             there are snapshots, a cached prefix always ends at a block with a snapshot.
+        disk_changes: the changes that must still be made on disk; None if there is no cache on
+            disk.
     """
 
     def __init__(
@@ -64,6 +95,7 @@ class PrefixCache:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.snapshots = snapshots
+        self.disk_changes: DiskChanges | None = None
         self._pool = pool
         self._block_size = block_size
 
@@ -77,16 +109,6 @@ class PrefixCache:
         self._hashes: dict[int, bytes] = {}
         # Before the pool allocates a cached block for other tokens, the block leaves the cache.
         pool.on_reuse(self._drop)
-
-        # The attributes below are used only if there is a cache on disk; see `save_on_disk`.
-        #
-        # The hashes of the blocks that must still be written to disk; None if there is no cache on
-        # disk. The dict is used as an ordered set, so all its values are None.
-        self.unsaved: dict[bytes, None] | None = None
-        # The hashes of the blocks that must be deleted from the cache on disk.
-        self.invalid: list[bytes] = []
-        # Called before an unsaved block is allocated for other tokens; see `save_on_disk`.
-        self._before_reuse: Callable[[bytes, int], object] | None = None
 
     def find(self, sequence: Sequence) -> list[list[int]]:
         """Find the longest cached prefix of a sequence, and return the blocks of this prefix.
@@ -134,17 +156,16 @@ class PrefixCache:
     def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
         """Turn on the recording of new blocks, so that the blocks can be saved on disk.
 
-        From now on, the hashes of new blocks are added to `unsaved`. The caller saves these blocks
-        and removes their hashes. The same applies to the snapshots of recurrent states. The model
-        must have only one group of layers.
+        From now on, the hashes of new blocks are added to `disk_changes.unsaved`, and the hashes of
+        new snapshots of recurrent states are added to `snapshots.unsaved`. The caller saves these
+        blocks and snapshots, and removes their hashes. The model must have only one group of
+        layers.
 
         Args:
-            before_reuse: called with the hash and the id of an unsaved block before the pool
-                allocates the block for other tokens. This call is the last chance to save it.
+            before_reuse: see `DiskChanges.before_reuse`.
         """
         assert len(self._windows) == 1, "The cache on disk stores one block for each hash."
-        self.unsaved = {}
-        self._before_reuse = before_reuse
+        self.disk_changes = DiskChanges(before_reuse)
         if self.snapshots is not None:
             self.snapshots.unsaved = {}
 
@@ -207,7 +228,8 @@ class PrefixCache:
         """Add the computed full blocks of a sequence to the cache, so that requests can reuse them.
 
         Example: block_size is 16, and 40 tokens are computed. The first two blocks are full. If the
-        first block was added by an earlier call, only the second block is added.
+        first block was added by an earlier call, only the second block is added. If there is a
+        cache on disk, record that the new blocks must be written to disk.
 
         Mutates: `sequence.block_hashes`, and `sequence.num_findable_blocks`, which is the number of
             leading blocks in the cache.
@@ -225,8 +247,8 @@ class PrefixCache:
                     # Another request has computed the same tokens. Its block remains in the cache.
                     continue
                 self._mark_cached(cached_blocks, block_hash, table[index])
-                if self.unsaved is not None:
-                    self.unsaved[block_hash] = None
+                if self.disk_changes is not None:
+                    self.disk_changes.unsaved[block_hash] = None
         sequence.num_findable_blocks = num_full_blocks
         if self.snapshots is not None:
             self.snapshots.add(sequence)
@@ -283,9 +305,8 @@ class PrefixCache:
 
     def forget(self, block: int) -> None:
         """Remove a block from the cache, and mark the block as not cached in the pool."""
-        if self.unsaved is not None and block in self._hashes:
-            self.unsaved.pop(self._hashes[block], None)
-            self.invalid.append(self._hashes[block])
+        if self.disk_changes is not None and block in self._hashes:
+            self.disk_changes.invalidate(self._hashes[block])
         self._drop(block)
         self._pool.unmark_cached(block)
 
@@ -321,15 +342,14 @@ class PrefixCache:
     def _drop(self, block: int) -> None:
         """Remove a block and its snapshot from the cache. Do nothing if the block is not cached.
 
-        If the block must still be written to disk, call `_before_reuse` first.
+        The pool calls this method before it allocates the block for other tokens. A block that must
+        still be written to disk is therefore saved first.
         """
         block_hash = self._hashes.pop(block, None)
         if block_hash is None:
             return
-        if self.unsaved is not None and block_hash in self.unsaved:
-            del self.unsaved[block_hash]
-            assert self._before_reuse is not None
-            self._before_reuse(block_hash, block)
+        if self.disk_changes is not None:
+            self.disk_changes.save_before_reuse(block_hash, block)
         for cached_blocks in self._blocks:
             if cached_blocks.get(block_hash) == block:
                 del cached_blocks[block_hash]

@@ -57,7 +57,7 @@ class StateSnapshots:
     def __init__(
         self, num_states: int, block_size: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create an empty collection.
+        """Create an empty collection of snapshots. A snapshot is a copy of a recurrent state.
 
         Args:
             num_states: the number of states that fit into the memory, including the states of
@@ -65,34 +65,36 @@ class StateSnapshots:
             block_size: the number of tokens in one block.
             clock: returns the time for sessions, in seconds.
         """
-        self._num_states = num_states
         self._block_size = block_size
-        # The constants with these names, in tokens.
+        # If at least this number of tokens was computed after the previous snapshot, a new snapshot
+        # is saved at the end of the chunk.
         self._interval_tokens = _INTERVAL * block_size
+        # A prompt is divided for a snapshot only if the previous snapshot is at least this number
+        # of tokens earlier.
         self._min_distance_tokens = _MIN_DISTANCE * block_size
 
-        # Maps the hash of a block to the id of its snapshot.
+        # The memory has space for `num_states` states. Running sequences need one state each. The
+        # rest of the memory is used for snapshots. `plan` updates this rest before each step.
+        self._num_states = num_states
+        self._max_snapshots = num_states
+
+        # Maps the hash of a block to the id of the snapshot at the end of the block.
         self._ids: dict[bytes, int] = {}
-        # The hashes of all snapshots. When a snapshot is used, it becomes the newest one.
+        # The hashes of all snapshots, in the order in which the snapshots are deleted if the memory
+        # is full. When a snapshot is used, it becomes the last one.
         max_retained = int(num_states * _MAX_RETAINED_SHARE)
         self._order: EvictionOrder[bytes] = EvictionOrder(max_retained, clock)
-        # The largest number of snapshots that the memory can hold in addition to the states of the
-        # running sequences.
-        # `plan` updates this number before each step.
-        self._max_snapshots = num_states
-        # The number of snapshots that were ever saved. The next snapshot gets this number as its
-        # id.
+        # The number of snapshots that were ever saved, which is the id of the next snapshot.
         self._num_saved = 0
-
-        # The hashes of the snapshots that must still be written to disk; None if there is no cache
-        # on disk. The dict is used as an ordered set, so all its values are None. While an answer
-        # is generated, its snapshots are not added, because each snapshot replaces the previous
-        # one. The last snapshot of the answer is added when the blocks of the sequence are
-        # released.
-        self.unsaved: dict[bytes, None] | None = None
         # The ids of deleted snapshots. The next step plan contains these ids, so that the forward
         # path frees the memory.
         self._deleted: list[int] = []
+
+        # The hashes of the snapshots that must still be written to disk; None if there is no cache
+        # on disk. The dict is used as an ordered set, so all its values are None. While an answer
+        # is generated, each of its snapshots replaces the previous one, so only the last one is
+        # added, when the blocks of the sequence are released.
+        self.unsaved: dict[bytes, None] | None = None
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Return whether the block with the hash `block_hash` has a snapshot."""

@@ -20,8 +20,8 @@ from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.executor.engine_calls import EngineCalls
-from nereid_backend.serving.executor.engine_metrics import EngineMetrics
 from nereid_backend.serving.executor.lost_clients import LostClientDetector
+from nereid_backend.serving.executor.metrics_publisher import MetricsPublisher
 from nereid_backend.serving.executor.replica_selector import ReplicaSelector
 from nereid_backend.serving.executor.request_spans import record_spans
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
@@ -44,7 +44,6 @@ _TOKEN_BYTES = 4
 # between two of these checks.
 _CHECKS_PER_INTERVAL = 10
 _MIN_WAIT_S = 0.001
-_PUBLISH_INTERVAL_S = 0.1
 # The inspection of a stream takes about 10 µs of CPU time. Because the interval between two
 # inspections grows with the number of streams, inspections take at most 2.5 % of a core.
 _INSPECTION_INTERVAL_S_PER_STREAM = 0.0004
@@ -65,7 +64,9 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.processes = start_engines(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
-        # Both the server's thread and the loop's thread use these attributes.
+        # Both the server's thread and the loop's thread use these three attributes. They decide
+        # whether a request may start, choose its engine process, and handle the requests about
+        # adapters, weights and the prefix cache.
         self._admission = StreamAdmission(settings, config.max_num_waiting, self._feedback)
         self._selector = ReplicaSelector(len(self.processes))
         self._engine_calls = EngineCalls(self.processes, super().respond, lambda: self.outage)
@@ -75,26 +76,21 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _init_loop_state(self, model_name: str) -> None:
         """Create the attributes that only the loop's thread uses.
 
-        All times are by time.monotonic(). A time of 0 has already passed, so that the first round
-        of the loop does the work.
-
-        Args:
-            model_name: the name of this Triton model, for the labels of the metrics.
+        A stream is the state of one request in the executor. `model_name` is the name of this
+        Triton model, for the labels of the metrics.
         """
         settings = self._settings
         # The streams with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
-        # The next inspection of all streams, and the next time at which a stream without unsent
-        # output needs a heartbeat or exceeds a time limit.
+        # The time of the next inspection of all streams, and the time at which the next stream
+        # without unsent output needs a heartbeat or exceeds a time limit. The times are by
+        # time.monotonic(). The time 0 has already passed.
         self._next_inspection = 0.0
         self._next_event = 0.0
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
-        # The metrics, the values for their next publication, and the time of this publication.
-        self._metrics = EngineMetrics(model_name, len(self.processes))
         self._statistics = RequestStatistics()
-        self._engine_stats: list[dict[str, int]] = [{} for _ in self.processes]
-        self._publish_due = 0.0
+        self._publisher = MetricsPublisher(model_name, self.processes, self._statistics)
         self._tracing = Tracing(self.title)
 
     def finalize(self) -> None:
@@ -157,7 +153,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             case "compiled", compilation_times:
                 self._note_compiled(compilation_times)
             case "stats", stats:
-                self._engine_stats[process.index] = stats
+                self._publisher.note_stats(process, stats)
             case "refused", request_id, error_class, text:
                 self._handle_refusal(process, request_id, error_class, text)
             case "adapters", call_id, names:
@@ -256,30 +252,16 @@ class ExecutorModel(SupervisedModel[Stream]):
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
         """Delete the prompts and statistics of a dead process, and stop waiting for its answers."""
         self._selector.forget(process.index)
-        # The next statistics come from the restarted process. Its counters start at 0.
-        self._engine_stats[process.index] = {}
+        self._publisher.note_death(process)
         self._engine_calls.on_death(process, error)
-        self._publish_due = 0.0
 
     def on_restart(self, process: SupervisedProcess) -> None:  # noqa: ARG002
         """Let the next call of `publish_metrics` publish the new number of restarts."""
-        self._publish_due = 0.0
+        self._publisher.note_restart()
 
     def publish_metrics(self) -> None:
         """Publish the metrics, at most ten times a second."""
-        now = time.monotonic()
-        if now < self._publish_due:
-            return
-        self._publish_due = now + _PUBLISH_INTERVAL_S
-        engines = [
-            {
-                **self._engine_stats[process.index],
-                "num_engine_restarts": process.num_restarts,
-                "engine_up": int(process.is_running),
-            }
-            for process in self.processes
-        ]
-        self._metrics.publish(engines, len(self.requests), self._statistics)
+        self._publisher.publish(len(self.requests))
 
     def _handle_refusal(
         self, process: SupervisedProcess, request_id: str, error_class: str, text: str

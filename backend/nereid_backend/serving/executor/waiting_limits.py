@@ -69,7 +69,7 @@ class WaitingLimits:
         with self._lock:
             wait_s = self._estimated_wait_s(timing.arrived, timing.client_id)
             reason = self._refusal_reason(timing, wait_s)
-            if reason:
+            if reason is not None:
                 raise CapacityError(f"{reason}. {_retry_sentence(wait_s)}")
             self._requests.add(timing.client_id, 1)
             self._tokens.add(timing.client_id, timing.num_prompt_tokens)
@@ -102,25 +102,26 @@ class WaitingLimits:
             sentence = _retry_sentence(self._estimated_wait_s(time.monotonic(), client_id))
         return _TRY_LATER.sub(sentence, message)
 
-    def _refusal_reason(self, timing: RequestTiming, wait_s: float | None) -> str:
-        """Return the reason why a new request must be refused.
+    def _refusal_reason(self, timing: RequestTiming, wait_s: float | None) -> str | None:
+        """Return the reason why a new request must be refused; None if the request may wait.
 
-        The text does not end with a full stop. Return "" if the request is not refused.
+        The reason does not end with a full stop. `wait_s` is the estimated time that the request
+        would wait in the queue; None if this time is unknown.
         """
         client = timing.client_id
         num_tokens = timing.num_prompt_tokens
         if not self._requests.allows(client, 1):
             return (
-                f"{self._requests.used} requests are waiting{self._own_part(client)}, and the "
-                f"limit is {self._requests.limit} (max_num_waiting)"
+                f"{self._requests.used} requests are waiting{self._count_of_client(client)}, and "
+                f"the limit is {self._requests.limit} (max_num_waiting)"
             )
         # The limit on tokens does not apply to a request that would be the only waiting request.
-        is_limited = self._tokens.limit and self._requests.used
-        if is_limited and not self._tokens.allows(client, num_tokens):
+        has_token_limit = self._tokens.limit and self._requests.used
+        if has_token_limit and not self._tokens.allows(client, num_tokens):
             return (
                 f"requests with {self._tokens.used} prompt tokens are waiting"
-                f"{self._own_part(client)}, and this request has {num_tokens} more, but the limit "
-                f"is {self._tokens.limit} (max_waiting_tokens)"
+                f"{self._count_of_client(client)}, and this request has {num_tokens} more, but the "
+                f"limit is {self._tokens.limit} (max_waiting_tokens)"
             )
         limit_s = min(timing.queue_timeout_s, timing.timeout_s)
         if wait_s is not None and wait_s > _MARGIN * limit_s:
@@ -128,14 +129,13 @@ class WaitingLimits:
                 f"{self._requests.used} requests are waiting, so this request would wait for about "
                 f"{wait_s:.1f} s, but its limit is {limit_s:g} s (queue_timeout, timeout)"
             )
-        return ""
+        return None
 
-    def _own_part(self, client: str) -> str:
-        """Return a text that contains the number of a client's waiting requests.
+    def _count_of_client(self, client: str) -> str:
+        """Return the part of an error message that contains the number of a client's requests.
 
-        Return "" if the client is unknown.
-
-        Example: " (3 of them from this client)".
+        Only waiting requests are counted. Example: " (3 of them from this client)". If the client
+        is unknown, `client` is "", and the result is "", too.
         """
         return f" ({self._requests.used_by(client)} of them from this client)" if client else ""
 

@@ -12,7 +12,6 @@ response sender of the request.
 import dataclasses
 import itertools
 import json
-import os
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from nereid_backend.serving import tensors
 from nereid_backend.serving.pooling.decode_request import decode_texts, parse_options
 from nereid_backend.serving.pooling.jobs import Job, Outcome
 from nereid_backend.serving.pooling.pooling_metrics import PoolingMetrics
+from nereid_backend.serving.pooling.shared_memory import fits_shared_memory
 from nereid_backend.serving.process.process_handle import ChildProgram, Limit, refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
@@ -41,10 +41,6 @@ _POLL_S = 0.02
 # The number of requests that one round of the loop checks for cancellation. Each check costs a
 # round trip to the server.
 _CANCEL_CHECKS = 32
-# If the outputs have fewer than `_SMALL_BYTES` bytes, the free shared memory is not checked.
-_SMALL_BYTES = 64 * 1024
-# Triton server enlarges the memory pool of a stub in steps of `_POOL_STEP_BYTES` bytes.
-_POOL_STEP_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +167,22 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
         A job consists of the inputs and the options of one request. The worker is the process that
         runs the model. A request can ask for information about the model, with or without inputs.
+        If no checkpoint is served, the information is the only possible response.
 
         Raises:
             RequestError: an input is missing or wrong.
-            CapacityError: no checkpoint is served, or the model has too many requests.
+            CapacityError: the model has too many requests. Also if no checkpoint is served, and the
+                request does not ask for information.
         """
         returns_info = bool(tensors.optional_bool(request, names.RETURN_INFO))
-        is_served = self.child is not None
-        if is_served:
-            self._check_num_requests()
-        elif not returns_info:
-            raise CapacityError(self._not_served_message())
+        if self.child is None:  # No checkpoint is served.
+            if not returns_info:
+                raise CapacityError(self._not_served_message())
+            self.respond_later(sender, self._info())
+            return
+        self._check_num_requests()
         given = [name for name in self.input_names if tensors.has_tensor(request, name)]
-        if returns_info and not (is_served and given):
+        if returns_info and not given:
             self.respond_later(sender, self._info())
             return
         options = parse_options(tensors.optional_text(request, names.OPTIONS), self.option_types)
@@ -295,7 +294,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     def respond(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
         """Send the response to a request. The response consists of outputs or of an error."""
-        if not isinstance(result, Exception) and not _fits_shared_memory(result):
+        if not isinstance(result, Exception) and not fits_shared_memory(result):
             result = CapacityError(
                 "the response is larger than the free part of /dev/shm, the shared memory of the "
                 "machine. Try again later."
@@ -383,30 +382,3 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             f"no checkpoint is served as {self.kind!r}. Set {self._variable_prefix}MODEL to the "
             "folder of a checkpoint and restart the server."
         )
-
-
-def _fits_shared_memory(outputs: Tensors) -> bool:
-    """Return whether output tensors fit into the free shared memory.
-
-    Triton server receives the outputs through shared memory. For small tensors, return True without
-    checking the memory.
-    """
-    num_bytes = sum(map(_num_bytes, outputs.values()))
-    if num_bytes < _SMALL_BYTES:
-        return True
-    try:
-        shared_memory = os.statvfs("/dev/shm")
-    except OSError:
-        return True
-    free_bytes = shared_memory.f_bavail * shared_memory.f_frsize
-    # While the stub's memory pool grows, the pool needs space for its old content and for the
-    # response.
-    needed_bytes = 2 * num_bytes + _POOL_STEP_BYTES
-    return free_bytes > needed_bytes
-
-
-def _num_bytes(array: npt.NDArray[Any]) -> int:
-    """Return the number of bytes of a tensor. A STRING tensor is an array of byte strings."""
-    if array.dtype == object:
-        return sum(map(len, array))
-    return array.nbytes

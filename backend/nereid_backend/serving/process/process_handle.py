@@ -222,13 +222,19 @@ class ChildProcess:
     ) -> None:
         """Wait until the process has loaded its model and sends the message "ready".
 
-        Mutates: `info` and `load_s`. The docstring of `start` describes the arguments.
+        Args:
+            progress: called with each line that the process reports while it loads the model.
+            while_loading: called every `_START_POLL_S` seconds. The function can raise a
+                NereidError to end the wait.
 
         Raises:
             EngineError: loading failed or took longer than `start_timeout`.
+
+        Mutates: `info`, the description of the model in the message "ready", and `load_s`, the
+            seconds that loading took.
         """
         started_at = time.monotonic()
-        limit = self._program.start_timeout
+        limit = self._program.start_timeout  # the value and the name of a setting
         while time.monotonic() < started_at + limit.value:
             while_loading()
             for message in self.receive(_START_POLL_S, is_working=False):

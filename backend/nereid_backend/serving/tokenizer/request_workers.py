@@ -57,9 +57,10 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # What other threads pass to the loop's thread: a new request, or a long request whose
-        # response is complete. The entry `None` ends the loop.
+        # What other threads pass to the loop's thread: a new request, a long request whose response
+        # is complete, or None after a call of `stop`.
         self._entries: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._is_stopping = False  # whether the loop's thread has taken the entry None
         # The short requests that wait for the loop's thread.
         self._short: ClientTurns[_Job] = ClientTurns()
         # The long requests: those that wait for a thread of the pool, the number of those that have
@@ -84,41 +85,41 @@ class RequestWorkers:
     def _loop(self) -> None:
         """Process the queued requests until `stop` is called."""
         # After `stop`, the remaining short requests are still answered.
-        while self._handle_entries() or self._short:
+        while self._short or not self._is_stopping:
+            self._handle_entries()
             if self._short:
                 job = self._short.take()
                 job.reply = self._respond(job.request)
                 _send(job)
 
-    def _handle_entries(self) -> bool:
-        """Handle all entries in the queue.
+    def _handle_entries(self) -> None:
+        """Handle all entries in the queue. If no short request waits, wait for the first entry.
 
-        If no short request waits, the loop has nothing else to do. Then wait for the first entry.
-
-        Returns:
-            Whether the loop must continue. It ends after the call of `stop`.
+        A short request that waits is not delayed, because the loop processes it next.
         """
-        is_idle = not self._short
+        may_wait = not self._short and not self._is_stopping
         # While long requests wait, check from time to time whether their clients have disconnected.
         timeout_s = _POLL_S if self._long else None
         try:
-            entry = self._entries.get(block=is_idle, timeout=timeout_s)
+            entry = self._entries.get(block=may_wait, timeout=timeout_s)
         except queue.Empty:
-            if is_idle:
+            if may_wait:
                 self._drop_abandoned()
-            return True
-        while entry is not None:
-            self._handle_entry(entry)
-            if self._entries.empty():
-                return True
+            return
+        self._handle_entry(entry)
+        while not self._entries.empty():
             # This call does not block, because only this thread takes entries.
-            entry = self._entries.get()
-        self._entries.put(None)  # The next call of this method must find None, too.
-        return False
+            self._handle_entry(self._entries.get())
 
-    def _handle_entry(self, job: _Job) -> None:
-        """Queue a new request, or send the complete response of a long request."""
-        if job.reply is not None:
+    def _handle_entry(self, job: _Job | None) -> None:
+        """Handle an entry of the queue: queue a new request, or respond to a long request.
+
+        A long request is responded to when a thread has built its response. The entry None means
+        that `stop` was called.
+        """
+        if job is None:
+            self._is_stopping = True
+        elif job.reply is not None:
             self._num_running -= 1
             self._end_long(job)
         elif self._is_long(job.request):

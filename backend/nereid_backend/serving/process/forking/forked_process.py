@@ -104,12 +104,22 @@ def start_process(
 def _fork(address: str, module: str, channel: socket.socket, title: str) -> ForkedProcess:
     """Request a process from the fork server, and return the process.
 
+    A request consists of open files. The first file contains JSON: the module, its arguments and
+    the environment of the new process. The other files become files of the new process.
+
+    Args:
+        address: the name of the fork server's abstract Unix socket.
+        module: the module that the process runs.
+        channel: the process's end of the socket for messages.
+        title: the name of the process in lists of processes.
+
     Raises:
         OSError: there is no fork server, or the fork server does not create the process.
     """
     request = {
         "module": module,
-        "arguments": ["{fd}", title],  # the fork server replaces {fd} by the number of a file
+        # The fork server replaces {fd} by the number that `channel` has in the new process.
+        "arguments": ["{fd}", title],
         "python": python_identity(),
         "environment": dict(os.environ),
         "folder": os.getcwd(),

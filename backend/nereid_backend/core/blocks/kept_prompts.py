@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of prompts that requests keep for their waiting sequences.
+
+If a request has several sequences, the first of them computes the prompt. The other sequences share
+the blocks of the prompt as soon as they get a row. Until then, the request keeps these blocks, even
+if the first sequence ends.
+"""
+
+from collections import abc
+from collections.abc import Iterator
+from itertools import chain
+
+from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.blocks.window import AttentionWindow
+from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
+
+
+class KeptPrompts:
+    """Holds and releases the blocks in `Request.block_tables`."""
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, windows: abc.Sequence[AttentionWindow | None]
+    ) -> None:
+        """Create an object without requests.
+
+        Args:
+            pool: the pool of the blocks.
+            block_size: the number of tokens in one block.
+            windows: the attention window of each group of layers; None for a group with full
+                attention.
+        """
+        self._pool = pool
+        self._block_size = block_size
+        self._windows = windows
+        # The requests that keep blocks, by id(request). The request that has kept its blocks for
+        # the longest time comes first.
+        self._requests: dict[int, Request] = {}
+
+    def keep(self, request: Request, leader: Sequence) -> None:
+        """Keep the prompt blocks of `leader`, the sequence that has computed the prompt.
+
+        Example with one group of layers: the prompt has 10 tokens, block_size is 4, and the
+        leader's block table is [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1].
+
+        Mutates: `request.block_tables`.
+        """
+        request.block_tables = self._prompt_tables(leader)
+        self._pool.hold(self._blocks_of(request))
+        self._requests[id(request)] = request
+
+    def _prompt_tables(self, leader: Sequence) -> list[list[int]]:
+        """Return a block table for each group of layers, with the prompt blocks of `leader`.
+
+        In a group with an attention window, the null block (a placeholder) replaces the blocks
+        before the window.
+        """
+        num_blocks = -(-leader.num_prompt_tokens // self._block_size)  # rounded up
+        tables = [table[:num_blocks] for table in leader.block_tables]
+        # A sequence that shares the prompt computes only the last prompt token again, so it needs
+        # only the blocks that this token attends to. These blocks still exist, because the leader
+        # has just used them for the same token.
+        last_position = leader.num_prompt_tokens - 1
+        for window, table in zip(self._windows, tables, strict=True):
+            if window is not None:
+                first_needed = window.first_visible(last_position) // self._block_size
+                table[:first_needed] = [self._pool.null_block] * first_needed
+        return tables
+
+    def drop(self, request: Request) -> None:
+        """Release the blocks that a request keeps. Do nothing if the request keeps none."""
+        if self._requests.pop(id(request), None) is not None:
+            self._pool.release(self._blocks_of(request))
+            request.block_tables = []
+
+    def drop_oldest(self) -> bool:
+        """Release the blocks that a request has kept for the longest time.
+
+        Returns:
+            False if no request keeps blocks.
+        """
+        if not self._requests:
+            return False
+        self.drop(next(iter(self._requests.values())))
+        return True
+
+    def drop_with(self, blocks: set[int]) -> None:
+        """Release the blocks of each request that keeps at least one of `blocks`."""
+        for request in list(self._requests.values()):
+            if not blocks.isdisjoint(chain(*request.block_tables)):
+                self.drop(request)
+
+    def block_tables(self) -> Iterator[list[int]]:
+        """Yield the block tables of all requests that keep blocks."""
+        return chain(*(request.block_tables for request in self._requests.values()))
+
+    def _blocks_of(self, request: Request) -> list[int]:
+        """Return the blocks that a request keeps, without the null block."""
+        return [block for block in chain(*request.block_tables) if block != self._pool.null_block]

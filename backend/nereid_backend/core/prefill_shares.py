@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shares of the clients in the token budget of a step.
+
+The budget is the largest number of tokens in one step. Example: the budget is 512, and two clients
+have long prompts. Each client may compute 256 tokens of its prompts in the step, so the prompts of
+one client do not delay the prompts of the other client.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from nereid_backend.core.queues.fair_queue import fair_shares
+from nereid_backend.core.sequence import Sequence
+
+
+class PrefillShares:
+    """The number of prompt tokens that each client may still compute in the current step.
+
+    There are no shares, and so no limits, unless at least two clients have uncomputed prompts.
+    """
+
+    def __init__(self) -> None:
+        self._remaining: dict[str, int] = {}  # by client; empty if there are no shares
+
+    def clear(self) -> None:
+        """Remove all shares, so that no client is limited."""
+        self._remaining = {}
+
+    def divide(self, budget: int, sequences: Iterable[Sequence]) -> None:
+        """Divide `budget` among the clients of `sequences` that have uncomputed prompts.
+
+        A client with a smaller demand than its share gets only its demand. If fewer than two
+        clients have uncomputed prompts, remove all shares.
+        """
+        demands: Counter[str] = Counter()
+        weights: dict[str, float] = {}
+        for sequence in sequences:
+            num_uncomputed = len(sequence.token_ids) - sequence.num_computed_tokens
+            # One uncomputed token is the last sampled token of a running sequence, or the last
+            # token of a prompt. Such a sequence needs no share, because `take` always allows one
+            # token.
+            if num_uncomputed > 1:
+                params = sequence.params
+                demands[params.client_id] += num_uncomputed
+                weights[params.client_id] = params.client_weight
+        self._remaining = fair_shares(demands, weights, budget) if len(demands) > 1 else {}
+
+    def take(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of the next `num_tokens` tokens a sequence may compute in this step.
+
+        If there are shares, the tokens are subtracted from the share of the sequence's client. One
+        token is always allowed. Example: the share of the client is 100. The calls with 80 and 80
+        tokens return 80 and 20, and a third call returns 1.
+        """
+        if num_tokens <= 1 or not self._remaining:
+            # A chunk of one token does not reduce the share, because the planner has already
+            # subtracted one token for each running sequence from the budget.
+            return num_tokens
+        client = sequence.params.client_id
+        # A client has no share if `divide` did not get its sequence. The first chunk of such a
+        # client is not limited.
+        remaining = self._remaining.get(client, num_tokens)
+        num_allowed = min(num_tokens, max(1, remaining))
+        self._remaining[client] = remaining - num_allowed
+        return num_allowed

@@ -69,7 +69,10 @@ class Sampling(NamedTuple):
 def sampling_of(plan: StepPlan) -> Sampling:
     """Return the positions at which tokens are sampled in the step that `plan` describes.
 
-    If a prompt is divided into chunks, only its last chunk samples a token.
+    A chunk contains the tokens of one sequence, and the model returns rows of logits for the last
+    tokens of the chunk. If a prompt is divided into chunks, only its last chunk samples a token. A
+    chunk with k draft tokens (guesses for the next tokens) has k + 1 positions: one before each
+    draft token, and one after the last draft token.
 
     Example: the first chunk has 1 row of logits and no draft tokens. The second chunk has 3 rows of
     logits and the draft tokens [8, 9]. The result has 4 positions. Their draft tokens are [], [],
@@ -85,12 +88,11 @@ def sampling_of(plan: StepPlan) -> Sampling:
             continue
         sequence = chunk.sequence
         drafts = sequence.draft_token_ids
-        # At each of these positions, the next draft token is verified. At the position after the
-        # last draft token, there is no draft token to verify.
         if drafts:
             positions += [Position(sequence, drafts[:number]) for number in range(len(drafts))]
         positions.append(Position(sequence, drafts))
-        # The sampling positions have the last rows of the chunk.
+        # The positions have the last rows of the chunk. The rows before them belong to prompt
+        # tokens, whose log-probabilities are reported.
         num_positions = len(drafts) + 1
         rows += range(end_row - num_positions, end_row)
         counts.append(num_positions)

@@ -83,23 +83,25 @@ class TokenCounts:
         Args:
             rows: for each position, the row of the tables that belongs to its request. If a row
                 belonged to another request before, the row is built again.
-            positions: the positions. The positions of one request are consecutive.
+            positions: the positions. The positions of one request are consecutive. Draft tokens
+                before a position (guesses for output tokens) count as output tokens.
 
         Returns:
-            Token ids [n, width] int64 and counts [n, width] float32. Both are copies.
+            Token ids [n, width] int64 and counts [n, width] float32. Both are copies. `TokenCounts`
+            describes the unused elements at the end of a row.
         """
         for row, position in zip(rows, positions, strict=True):
             self._update_row(row, position.sequence)
         max_distinct = max(self._requests[row].num_distinct for row in rows)
         max_drafts = max(len(position.drafts) for position in positions)
-        # If no request has a token yet, the result nevertheless has one column.
+        # All draft tokens may be new tokens. If no request has a token yet, the result nevertheless
+        # has one column.
         width = max(1, max_distinct + max_drafts)
         self._widen(width)
-        # Indexing with a list of rows copies the rows.
+        # Indexing with a list of rows copies the rows. Draft tokens are counted only in the copies,
+        # not in the tables, because draft tokens may be rejected.
         ids = self._ids[rows, :width]
         counts = self._counts[rows, :width]
-        # Count the draft tokens only in the copies `ids` and `counts`, not in the tables, because
-        # draft tokens may be rejected.
         for index, position in enumerate(positions):
             if position.drafts:
                 columns = dict(self._requests[rows[index]].columns)

@@ -88,6 +88,11 @@ class PendingTokens:
     def __init__(self, sampler: "Sampler", parts: list[PendingSlice]) -> None:
         """Start to copy the results of all slices to the host.
 
+        A slice consists of consecutive rows of the step's logits. For each slice, three results are
+        copied: the sampled tokens, the log-probabilities that requests ask for (`ranked`), and
+        whether the uncertain rows have the right tokens. A row is uncertain if only some of its
+        logits were examined.
+
         Args:
             sampler: the sampler, which samples uncertain rows again.
             parts: the slices of the step, at least one.
@@ -342,19 +347,21 @@ def _num_top(position: Position) -> int:
 def _sample_rows(
     logits: Tensor, likeliest: Tensor | None, inputs: SliceInputs, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
-    """Return one token for each row: the likeliest token of a greedy row, otherwise a random token.
+    """Return one token for each row of logits.
 
-    A row is greedy if the temperature of its request is 0.
+    A row is greedy if the temperature of its request is 0. A greedy row gets its likeliest token,
+    and any other row gets a random token.
 
     Args:
         logits: [n, vocab_size], after masks and penalties.
         likeliest: [n] int64, the likeliest token of each row. None if the caller has not computed
             the tokens.
         inputs: the positions of the rows, with their sampling parameters and masks.
-        defers: see `sample_or_defer`.
+        defers: whether rows that may have a wrong token are returned (True), or are sampled again
+            at once (False); see `sample_or_defer`.
 
     Returns:
-        Token ids [n] int64, and the rows that may have to be sampled again.
+        Token ids [n] int64, and the rows that may have to be sampled again; None if there are none.
     """
     is_greedy = inputs.params["is_greedy"]
     if not is_greedy.any():
@@ -369,8 +376,8 @@ def _sample_rows(
     batch = SamplingBatch.of(random_positions, inputs.params[random_rows])
     random_ids, uncertain = sample_or_defer(logits[device_rows], batch, defers=defers)
     if uncertain is not None:
-        # `uncertain.rows` contains indices into `random_rows`. Convert them to row indices of
-        # `logits`.
+        # Example: the rows 1 and 4 are random, and the second of them is uncertain. The row number
+        # 1 among the random rows becomes the row number 4 of `logits`.
         uncertain = uncertain._replace(rows=random_rows[uncertain.rows])
     return likeliest_ids.index_copy(0, device_rows, random_ids), uncertain
 

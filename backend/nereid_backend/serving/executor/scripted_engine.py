@@ -39,15 +39,20 @@ from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import (
     EngineInfo,
     EngineStats,
-    FinishReason,
     RequestUpdate,
     TokenLogprobs,
 )
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.engine.prefix_sessions import PrefixSessions
-from nereid_backend.errors import EngineError, RequestError
+from nereid_backend.errors import RequestError
 from nereid_backend.serving.executor.engine_process import serve_engine
 from nereid_backend.serving.executor.script_rules import Rule, read_script
+from nereid_backend.serving.executor.scripted_requests import (
+    ScriptedRequest,
+    ScriptedSequence,
+    cause_fault,
+    next_tokens,
+)
 
 SCRIPT_VARIABLE = "NEREID_SCRIPT"
 
@@ -56,47 +61,6 @@ _DEFAULT_MAX_MODEL_LEN = 4096
 _NUM_BLOCKS = 1024
 _LOGPROB = -0.5
 _IDLE_SLEEP_S = 0.005
-# If a fault begins with `_BUSY_PREFIX`, the process does not end, but uses the CPU for some time;
-# see `_cause_fault`.
-_BUSY_PREFIX = "busy "
-
-
-class _Sequence:
-    """One sequence of a request, and the tokens that the script assigns to the sequence."""
-
-    def __init__(self, rule: Rule, index: int, ending: tuple[int, ...]) -> None:
-        self.index = index
-        self.rule = rule
-        self.script = rule.token_ids[index % len(rule.token_ids)] + (ending if rule.ends else ())
-        self.num_tokens = 0
-        self.due = 0.0
-        self.is_aborted = False
-
-    def next_token(self) -> int:
-        """Return the next scripted token. After the last token, return the first token again."""
-        token_id = self.script[self.num_tokens % len(self.script)]
-        self.num_tokens += 1
-        return token_id
-
-
-class _Request:
-    """One request. The keys of the attribute `sequences` are the indices of the sequences."""
-
-    def __init__(
-        self, prompt: list[int], params: SamplingParams, rule: Rule, limit: int, eos: Sequence[int]
-    ) -> None:
-        self.prompt = prompt
-        self.params = params
-        self.limit = limit
-        self.stops = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos)
-        self.sequences = {
-            index: _Sequence(rule, index, tuple(eos[:1])) for index in range(params.n)
-        }
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether all sequences are aborted."""
-        return all(sequence.is_aborted for sequence in self.sequences.values())
 
 
 class ScriptedEngine:
@@ -126,10 +90,10 @@ class ScriptedEngine:
         eos_token_ids = () if eos is None else (eos,)
         self.info = _info(config, self._tokenizer.get_vocab_size(), eos_token_ids)
         # The running and the waiting requests, by request id.
-        self._requests: dict[str, _Request] = {}
-        self._queue: dict[str, _Request] = {}
-        # What the last step reports (see StepEngine). Scripted output needs no grammar, so
-        # `compiled` is always empty.
+        self._requests: dict[str, ScriptedRequest] = {}
+        self._queue: dict[str, ScriptedRequest] = {}
+        # The requests that the last step started, and the grammars that it compiled. Scripted
+        # output needs no grammar, so `compiled` is always empty.
         self.started: list[tuple[str, float]] = []
         self.compiled: list[tuple[str, float, float]] = []
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
@@ -179,7 +143,9 @@ class ScriptedEngine:
         limit = max_new_tokens
         if params.max_tokens is not None:
             limit = min(limit, params.max_tokens)
-        self._queue[request_id] = _Request(prompt, params, rule, limit, self.info.eos_token_ids)
+        self._queue[request_id] = ScriptedRequest(
+            prompt, params, rule, limit, self.info.eos_token_ids
+        )
 
     def _find_rule(self, prompt_text: str) -> Rule:
         """Return the first rule whose text `when` occurs in the prompt."""
@@ -271,52 +237,69 @@ class ScriptedEngine:
                 self.started.append((request_id, now))
 
     def _advance(
-        self, request_id: str, request: _Request, sequence: _Sequence, now: float
+        self, request_id: str, request: ScriptedRequest, sequence: ScriptedSequence, now: float
     ) -> RequestUpdate:
         """Return an update that contains the next tokens of a sequence.
 
         If the sequence ends, remove the sequence from the request.
 
+        Args:
+            request_id: the id of the request.
+            request: the request.
+            sequence: one sequence of the request.
+            now: the current time. The next update is due after the delay of the script's rule.
+
         Raises:
             EngineError: the rule has a fault.
         """
         rule = sequence.rule
-        params = request.params
-        # The log-probabilities of the prompt are reported once for each request.
-        prompt_logprobs = None
-        is_first_step = sequence.num_tokens == 0 and sequence.index == 0
-        if is_first_step and params.prompt_logprobs is not None:
-            prompt_logprobs = self._prompt_rows(request.prompt, params.prompt_logprobs)
-        _cause_fault(sequence)
+        num_top = request.params.logprobs
+        cause_fault(sequence)
+        prompt_logprobs = self._prompt_logprobs(request, sequence)
+        token_ids, finish_reason = next_tokens(request, sequence)
         sequence.due = now + rule.delay_ms / 1000
-        token_ids, finish = _next_tokens(request, sequence)
-        if finish is not None:
+        if finish_reason is not None:
             del request.sequences[sequence.index]
         return RequestUpdate(
             request_id=request_id,
             new_token_ids=token_ids,
-            finish_reason=finish,
-            stop_reason=token_ids[-1] if finish == "stop" else None,
+            finish_reason=finish_reason,
+            stop_reason=token_ids[-1] if finish_reason == "stop" else None,
             cumulative_logprob=_LOGPROB * sequence.num_tokens,
             error=rule.error or None,
             index=sequence.index,
-            logprobs=None if params.logprobs is None else self._rows(token_ids, params.logprobs),
+            logprobs=None if num_top is None else self._rows(token_ids, num_top),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=rule.num_cached_tokens,
             is_refused=rule.is_refused,
         )
 
-    def _prompt_rows(self, prompt: list[int], count: int) -> list[TokenLogprobs | None]:
-        """Return the log-probabilities of a prompt. The first token has none."""
-        return [None, *self._rows(prompt[1:], count)]
+    def _prompt_logprobs(
+        self, request: ScriptedRequest, sequence: ScriptedSequence
+    ) -> list[TokenLogprobs | None] | None:
+        """Return the log-probabilities of the prompt that the next update of a sequence contains.
 
-    def _rows(self, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
-        """Return the log-probability of each token, and of the `count` most likely tokens."""
+        Return None if the request does not ask for them, or if an update has already contained
+        them: only the first update of the first sequence contains them. The first token of a prompt
+        has no log-probability.
+        """
+        num_top = request.params.prompt_logprobs
+        is_first_update = sequence.index == 0 and sequence.num_tokens == 0
+        if num_top is None or not is_first_update:
+            return None
+        return [None, *self._rows(request.prompt[1:], num_top)]
+
+    def _rows(self, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """Return the log-probability of each token, and of the `num_top` most likely tokens.
+
+        Example: for the token 7 and num_top=2, the most likely tokens are 7 and 8, with the
+        log-probabilities -0.5 and -1.5.
+        """
         size = self.info.vocab_size
         return [
             TokenLogprobs(
-                [token_id, *((token_id + at) % size for at in range(count))],
-                [_LOGPROB, *(_LOGPROB - at for at in range(count))],
+                [token_id, *((token_id + rank) % size for rank in range(num_top))],
+                [_LOGPROB, *(_LOGPROB - rank for rank in range(num_top))],
                 1,
             )
             for token_id in token_ids
@@ -332,56 +315,6 @@ def _eos_token(model: str) -> str:
     config = json.loads((Path(model) / "tokenizer_config.json").read_text(encoding="utf-8"))
     token = config.get("eos_token") or ""
     return str(token["content"] if isinstance(token, dict) else token)
-
-
-def _cause_fault(sequence: _Sequence) -> None:
-    """Cause the fault in the rule of a sequence. Do nothing if the rule has no fault.
-
-    The fault "busy 2" uses the CPU for 2 seconds before the first token.
-
-    Raises:
-        EngineError: the rule has any other fault, and the sequence is not aborted.
-    """
-    fault = sequence.rule.fault
-    if fault.startswith(_BUSY_PREFIX):
-        if sequence.num_tokens == 0:
-            _use_cpu(float(fault.removeprefix(_BUSY_PREFIX)))
-    elif fault and not sequence.is_aborted:
-        raise EngineError(fault)
-
-
-def _next_tokens(request: _Request, sequence: _Sequence) -> tuple[list[int], FinishReason | None]:
-    """Return the scripted tokens of the next step, and the reason why the sequence ends.
-
-    The reason is None if the sequence continues. A sequence that is aborted or has an error gets no
-    tokens.
-
-    Mutates: the position of `sequence` in its script.
-    """
-    if sequence.rule.error:
-        return [], "error"
-    if sequence.is_aborted:
-        return [], "abort"
-    token_ids: list[int] = []
-    finish: FinishReason | None = None
-    while finish is None and len(token_ids) < sequence.rule.tokens_per_step:
-        token_ids.append(sequence.next_token())
-        finish = _finish(token_ids[-1], sequence.num_tokens, request)
-    return token_ids, finish
-
-
-def _use_cpu(seconds: float) -> None:
-    """Use the CPU for some seconds without sending a message."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        pass
-
-
-def _finish(token_id: int, num_tokens: int, request: _Request) -> FinishReason | None:
-    """Return the reason why a sequence ends after its newest token, or None if it continues."""
-    if token_id in request.stops and num_tokens > request.params.min_tokens:
-        return "stop"
-    return "length" if num_tokens >= request.limit else None
 
 
 def _info(config: EngineConfig, vocab_size: int, eos: tuple[int, ...]) -> EngineInfo:

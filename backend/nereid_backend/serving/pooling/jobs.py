@@ -76,18 +76,21 @@ class Outcome:
         counts [5, 6] return an Outcome with `values` of shape [2, 2] and `num_tokens` [5, 6].
 
         Args:
-            kind: see Outcome.kind.
-            values: one value for each input. There is at least one input.
+            kind: "dense", "sparse", "multi_vector", "score", "classify" or "token_classify".
+            values: one value for each input, at least one. A value is a dict (token id: weight) for
+                sparse, a number for score, and an array for every other kind.
             num_tokens: the number of tokens of each input.
-            offsets: for token_classify, one array for each input (see PoolingResult.offsets).
+            offsets: for token_classify, one array for each input: the range of characters of each
+                token.
         """
         arrays = [value for value in values if isinstance(value, np.ndarray)]
+        # A multi-vector embedding has one vector for each token, so its inputs have different
+        # numbers of vectors.
         counts = [len(array) for array in arrays] if kind == "multi_vector" else []
         return cls(
             kind=kind,
             values=_join_values(kind, values),
             counts=np.array(counts, dtype=np.int32),
-            # Only the values of the kind "sparse" are dicts.
             weights=[_weights(value) for value in values if isinstance(value, dict)],
             num_tokens=np.array(num_tokens, dtype=np.int32),
             offsets=np.concatenate(offsets) if offsets else np.zeros((0, 2), dtype=np.int32),

@@ -105,8 +105,8 @@ class Choice:
             decode: converts token ids to text.
             message: parses the text into reasoning, content and tool calls.
             token_texts: the texts of single tokens, for log-probabilities.
-            check: validates the complete message if the choice ends with a stop token of the model.
-                None for no validation.
+            check: a function that validates the complete message, if the choice ends with a stop
+                token of the model. None for no validation.
         """
         self.context = context
         self._index = index
@@ -196,11 +196,15 @@ class Choice:
         Example: for the tokens "Hi", " END" and " you" and the stop string "END", the text "Hi " is
         added and 2 is returned. The third token has no effect.
 
+        Args:
+            token_ids: the tokens. If the sequence ends with a stop token, this token is the last
+                one, and has no text.
+            ending: the reason why the sequence ended in this step; None if it continues.
+
         Returns:
-            The number of the step's tokens that belong to the output. If there is no stop string,
-            all tokens belong to the output. Otherwise, the token that completes the stop string is
-            the last token of the output. A stop token belongs to the output, although it has no
-            text.
+            The number of tokens that belong to the output. If there is no stop string, all tokens
+            belong to the output. Otherwise, the token that completes the stop string is the last
+            token of the output.
         """
         text_ids = _without_stop_token(token_ids, ending)
         # The search for stop strings and the count of reasoning tokens need the text of each single
@@ -213,10 +217,9 @@ class Choice:
         if self.stop_string is not None:
             return num_added
         has_stop_token = len(text_ids) < len(token_ids)
-        if has_stop_token and self._message.is_reasoning:
-            # A stop token inside the reasoning is a reasoning token, too. It was not counted yet,
-            # because it has no text.
-            self._totals.num_reasoning_tokens += 1
+        # A stop token inside the reasoning is a reasoning token, too. It was not counted yet,
+        # because it has no text.
+        self._totals.num_reasoning_tokens += has_stop_token and self._message.is_reasoning
         return len(token_ids)
 
     def _add_texts_of_single_tokens(self, token_ids: list[int]) -> int:
@@ -280,9 +283,10 @@ class Choice:
     def _finish(self, ending: Ending) -> None:
         """End the parsed message, and set the finish reason and the stop reason of the choice.
 
-        A stop string takes precedence over the reason of the engine, which the engine may have
-        determined after the stop string. The message is complete, and can be validated, only if the
-        model itself has ended the message.
+        If a stop string was found, the stop string is the reason, even if `ending`, which comes
+        from the engine, contains another reason. The engine does not know stop strings, so it may
+        have ended the sequence later. Example: the text of the choice contains a tool call, and
+        `ending` has the finish reason "stop". The finish reason becomes "tool_calls".
         """
         self._message.finish()
         if self.stop_string is not None:
@@ -291,8 +295,10 @@ class Choice:
         else:
             self._finish_reason = ending.finish_reason
             self._stop_reason = ending.stop_reason
-            if self._checked_message is not None and ending.finish_reason == "stop":
-                self._checked_message.is_complete = True
+        has_model_ended = self.stop_string is None and ending.finish_reason == "stop"
+        if self._checked_message is not None and has_model_ended:
+            # Only a message that the model itself has ended is validated against a schema.
+            self._checked_message.is_complete = True
         if self._finish_reason == "stop" and self._message.has_calls:
             self._finish_reason = "tool_calls"
 

@@ -21,7 +21,7 @@ from nereid_backend.serving.wire import StreamContext
 
 # The name of this tool is a null character, which no model generates. If this tool is the only
 # tool, every tool call of the model is a call of an unknown tool.
-_UNCALLABLE_TOOL = {"type": "function", "function": {"name": "\0"}}
+_UNCALLABLE_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "\0"}}
 
 
 class PlainMessage:
@@ -74,15 +74,19 @@ class ParsedMessage:
         """
         self._context = context
         adapted = _adapt_format(fmt, context)
-        tools = (
-            [dict(tool) for tool in context.tools] if context.reads_calls else [_UNCALLABLE_TOOL]
-        )
+        tools = [dict(tool) for tool in context.tools]
+        if not context.reads_calls:
+            # Every tool call of the model is then a call of an unknown tool, which the adapted
+            # format leaves in the content.
+            tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
         self.has_calls = False
         # The fields of the next delta: the pieces of text, and the tool calls by their index.
         self._new_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._new_calls: dict[int, dict[str, Any]] = {}
+        # A marker such as "<think>" with which the parser begins the content, although the model
+        # did not generate it. It is removed from the first content; "" if there is none.
         self._added_marker = self._marker_added_by_parser(adapted)
 
     def _marker_added_by_parser(self, fmt: Format) -> str:

@@ -253,6 +253,10 @@ class Scheduler:
 
         The list also contains the last update of each sequence that was aborted or refused after
         the previous commit. If a sequence ended while the step was running, its tokens are ignored.
+
+        Args:
+            plan: the plan of the step. Each chunk of the plan contains tokens of one sequence.
+            result: the tokens that the step has sampled.
         """
         updates = self._take_ended()
         self._pending_plans.remove(plan)
@@ -260,17 +264,18 @@ class Scheduler:
         ended_sequences = self._pending_plans.leaving
         for chunk_index, logprobs in result.prompt_logprobs.items():
             plan.chunks[chunk_index].sequence.prompt_logprobs += logprobs
-        # `result.sampled` has one entry for each sampling chunk, in the order of the chunks.
-        sampled = iter(result.sampled)
+        # `result.sampled` has one entry for each chunk that samples, in the order of the chunks.
+        remaining_sampled = iter(result.sampled)
         for chunk in plan.chunks:
-            outcome = next(sampled) if chunk.samples else None
-            if outcome is not None and outcome.error is not None:
-                # Other sequences may share the blocks of this sequence, even if it has ended.
+            sampled = next(remaining_sampled) if chunk.samples else None
+            if sampled is not None and sampled.error is not None:
+                # The blocks of the sequence may contain wrong values. Other sequences may share the
+                # blocks, even if this sequence has ended.
                 self._invalid_blocks.add(chunk.sequence)
             # Testing `ended_sequences` first takes less time, because it is usually empty.
             if ended_sequences and chunk.sequence in ended_sequences:
                 continue
-            update = self._commit_chunk(chunk, outcome)
+            update = self._commit_chunk(chunk, sampled)
             if update is not None:
                 updates.append(update)
         self._invalid_blocks.purge()
@@ -337,10 +342,10 @@ class Scheduler:
         self._ended = []
         return updates
 
-    def _commit_chunk(self, chunk: Chunk, outcome: Sampled | None) -> RequestUpdate | None:
+    def _commit_chunk(self, chunk: Chunk, sampled: Sampled | None) -> RequestUpdate | None:
         """Apply the result of one chunk to its sequence, and return the update of the sequence.
 
-        If the chunk does not sample, `outcome` is None and the method returns None. In both cases,
+        If the chunk does not sample, `sampled` is None and the method returns None. In both cases,
         the full blocks of the sequence are added to the prefix cache.
 
         Mutates: the sequence. The tokens of the chunk count as computed, sampled tokens are
@@ -353,12 +358,12 @@ class Scheduler:
         # verified. The conditional expression takes less time than `min`.
         num_known = len(sequence.token_ids)
         sequence.num_computed_tokens = chunk_end if chunk_end < num_known else num_known
-        if outcome is None:
+        if sampled is None:
             update = None
             if self.cache is not None:
                 self.cache.add(sequence)
         else:
-            update = self._append(sequence, outcome)  # also adds the blocks to the cache
+            update = self._append(sequence, sampled)  # also adds the blocks to the cache
         if self._has_windows:
             self._tables.free_blocks_before_window(sequence)
         return update

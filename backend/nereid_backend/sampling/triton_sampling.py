@@ -92,10 +92,13 @@ def search(
     """Find the highest threshold that keeps enough tokens. The search starts at `low`.
 
     A threshold is the bit pattern of a weight, and keeps the tokens whose weights are not smaller.
-    If BY_COUNT is true, a threshold must keep at least `wanted` tokens. If BY_COUNT is false, the
-    weights of the kept tokens must sum to at least `wanted`. `count` is the number of tokens that
-    the threshold `low` keeps, and `total` is the sum of their weights. If `low` itself does not
-    keep enough tokens, the result is `low`.
+    If BY_COUNT is true (top_k), a threshold must keep at least `wanted` tokens. If BY_COUNT is
+    false (top_p), the weights of the kept tokens must sum to at least `wanted`. Example with
+    BY_COUNT: the weights are 1, 0.5 and 0.25, and `wanted` is 2. The threshold is a bit pattern
+    above that of 0.25, and at most that of 0.5.
+
+    `count` is the number of tokens that the threshold `low` keeps, and `total` is the sum of their
+    weights. If `low` itself does not keep enough tokens, the result is `low`.
 
     Returns:
         The threshold, the number of tokens that the threshold keeps, and the sum of their weights.

@@ -152,25 +152,21 @@ def _openmp() -> str | None:
     """Return the path of the OpenMP library that torch uses.
 
     Return None if torch uses no libgomp, or if the libraries of the process cannot be read. The
-    kernels must use the same OpenMP library as torch. A second library would start more threads,
-    which would compete with torch's threads for the same cores.
+    kernels must use the same OpenMP library as torch, because the threads of a second library would
+    compete with torch's threads for the same cores.
     """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
         return None
     loaded_paths: list[str] = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
-    # Other Python packages may have loaded a libgomp of their own. torch uses the libgomp in its
-    # own folders (torch/ and torch.libs/). If there is none, torch uses the libgomp of the system.
+    # torch uses the libgomp in its own folders (torch/ and torch.libs/). If there is none, torch
+    # uses the libgomp of the system. Other Python packages may have loaded a libgomp of their own.
     packages = str(Path(torch.__file__).parent.parent)
     torch_folders = (f"{packages}/torch/", f"{packages}/torch.")
-    for path in loaded_paths:
-        if path.startswith(torch_folders):
-            return path
-    for path in loaded_paths:
-        if not path.startswith(packages):
-            return path
-    return None
+    torch_paths = [path for path in loaded_paths if path.startswith(torch_folders)]
+    system_paths = [path for path in loaded_paths if not path.startswith(packages)]
+    return next(iter(torch_paths + system_paths), None)
 
 
 def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:

@@ -48,7 +48,8 @@ class WindowSearch:
         Args:
             tables: for each group, the cached blocks of the sequence in token order. The null block
                 replaces each block that is not cached.
-            can_end_after: returns whether the prefix may have this number of blocks.
+            can_end_after: a function that returns whether the prefix may have a given number of
+                blocks. Example: a recurrent model can continue only after a block with a snapshot.
         """
         last_missing = self._last_missing_by_window(tables)
         max_blocks = len(tables[0])

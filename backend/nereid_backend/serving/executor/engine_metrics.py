@@ -109,14 +109,15 @@ class EngineMetrics:
         families = MetricFamilies()
         self._labels = labels
         self._families = families  # The metrics exist as long as this object exists.
-        # Published in each call of `publish`: the number of requests with its last published value
-        # (None before the first call), and the gauges of each engine process, by its number.
+
+        # Each call of `publish` publishes these metrics if they have changed.
         self._num_requests = families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(labels)
-        self._published_num_requests: int | None = None
+        self._published_num_requests: int | None = None  # None before the first call
         self._engines = _create_engines(families, labels, num_engines)
-        # Published in every tenth call: the counters and histograms of requests, by name.
+
+        # Every tenth call publishes these metrics, too: counters and histograms, by name.
         self._num_calls = 0
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = _create_histograms(families, labels)

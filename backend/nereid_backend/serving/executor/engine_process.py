@@ -184,27 +184,32 @@ class EngineService:
             self._engine.abort(request_id)
 
     def _reload_if_idle(self) -> None:
-        """Replace the weights if a replacement waits and no request runs.
+        """If a replacement of the weights waits and no request runs, replace the weights.
 
-        Then handle the messages that were held back.
+        While the replacement waited, new messages were stored in `_held_messages`. These messages
+        are handled after the replacement.
         """
         if self._reload is None or self._engine.has_work():
             return
         reload = self._reload
         self._reload = None
         self._running.clear()
+        self._replace_weights(reload)
+        # Empty the list first. If one of the messages begins another replacement, `handle` adds the
+        # messages after it to the list again.
+        messages = self._held_messages
+        self._held_messages = []
+        for kind, values in messages:
+            self.handle(kind, values)
+
+    def _replace_weights(self, reload: _Reload) -> None:
+        """Replace the weights, and send the result: the names of the adapters, or an error."""
         try:
             self._engine.reload(reload.path, lambda line: self._send(["progress", line]))
         except RequestError as error:
             self._send(["refused", reload.call_id, RequestError.__name__, str(error)])
         else:
             self._send(["adapters", reload.call_id, self._engine.lora_names])
-        # Empty the list first. If one of the messages begins another replacement, `handle` holds
-        # back the messages that follow.
-        messages = self._held_messages
-        self._held_messages = []
-        for kind, values in messages:
-            self.handle(kind, values)
 
     def advance(self) -> None:
         """Compute one step of the engine, and send the updates and the events of the step.

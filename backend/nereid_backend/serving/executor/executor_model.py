@@ -103,7 +103,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Create the stream of a request, and send the request to an engine process.
 
         A stream is the state of one request in the executor. Requests about adapters, weights and
-        the prefix cache have no stream, because they generate no text.
+        the prefix cache have no stream, because they generate no text. If there are several engine
+        processes (replicas), the request is sent to one of them.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.

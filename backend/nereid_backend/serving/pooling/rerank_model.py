@@ -26,26 +26,33 @@ class RerankModel(PoolingStub):
         """Convert `request` to a job. The job classifies texts or scores documents.
 
         A request that scores documents has one query for all documents, or one query for each
-        document. The docstring of PoolingStub.read_job describes the arguments and the errors.
+        document. In the second case, each input of the job is a pair of a query and a document.
+
+        Args:
+            request: the server's request.
+            given: the names of the input tensors that the request contains, in the order of
+                `input_names`.
+            options: the options of the request.
+
+        Raises:
+            RequestError: a tensor is missing or wrong.
         """
         if given == [names.TEXTS]:
             return self._classify_job(request, options)
-        # `given` has the order of `input_names`, so the query is before the documents.
         if given not in ([names.QUERY, names.DOCUMENTS], [names.QUERY, names.PARTS]):
             raise RequestError(
                 f"{names.QUERY}: a request must have {names.QUERY} and either {names.DOCUMENTS} or "
                 f"{names.PARTS}, or only {names.TEXTS} for a classifier, but it has "
                 f"{' and '.join(given) or 'none'}."
             )
-        _, document_tensor = given
+        _query, document_tensor = given
         queries = self.read_texts(request, names.QUERY, options)
         documents = self._read_documents(request, document_tensor, options)
-        inputs: list[tuple[str, Any]]
         if len(queries) == 1:
-            inputs = [("document", document) for document in documents]
+            inputs: list[tuple[str, Any]] = [("document", document) for document in documents]
             return Job(document_tensor, inputs, options, query=queries[0])
-        inputs = [("pair", pair) for pair in decode_request.pair_queries(queries, documents)]
-        return Job(document_tensor, inputs, options)
+        pairs = decode_request.pair_queries(queries, documents)
+        return Job(document_tensor, [("pair", pair) for pair in pairs], options)
 
     def _read_documents(
         self,

@@ -83,13 +83,13 @@ class PostprocessorModel:
     def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Process one step, and return the response, or None if there is no output.
 
-        The executor learns from the feedback memory that the step was processed.
+        A step is a message of the executor with the new tokens of one stream. A stream belongs to
+        one client request, and has a slot in the feedback memory. In the slot, this method reports
+        to the executor that the step was processed.
         """
         state = self._verify_step(request)
         if self._streams.is_late(state):
-            # The stream of the step has ended, and another stream already uses the slot. A slot is
-            # the place of a stream in the feedback memory.
-            return None
+            return None  # The stream has ended, and another stream already uses its slot.
         self._feedback.report(state.slot, state.serial, state.step)
         try:
             if self._streams.is_new(state):

@@ -101,16 +101,23 @@ def take_images(body: dict[str, Any]) -> list[bytes]:
     """
     images: list[bytes] = []
     messages = body.get("messages")
-    if not isinstance(messages, list):
-        return images
-    messages_without_images = []
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            message = {**message, "content": [_take_image(part, images) for part in content]}
-        messages_without_images.append(message)
-    body["messages"] = messages_without_images
+    if isinstance(messages, list):
+        body["messages"] = [_take_images_of(message, images) for message in messages]
     return images
+
+
+def _take_images_of(message: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a message of a chat in which a placeholder replaces each image.
+
+    A message whose content is not a list has no images, and is returned unchanged. Videos and audio
+    files count as images here.
+
+    Mutates: `images`. The images of the message are appended.
+    """
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [_take_image(part, images) for part in content]}
 
 
 def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value

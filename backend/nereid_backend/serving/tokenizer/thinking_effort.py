@@ -112,7 +112,7 @@ def build_thinking_spec(
 
     Args:
         budget: the largest number of reasoning tokens.
-        fmt: the chat format of the checkpoint.
+        fmt: the chat format of the checkpoint; None if the format is not known.
         prompt: the end of the rendered prompt. It determines whether reasoning is already open.
         encode: converts text to token ids. It converts markers to special tokens, and adds no
             tokens.
@@ -122,6 +122,7 @@ def build_thinking_spec(
     """
     if budget is None:
         return None
+    # The gate contains the markers of the reasoning, and whether the prompt has opened it.
     gate = None if fmt is None else fmt.reasoning_gate(prompt)
     if fmt is None or gate is None:
         raise RequestError(

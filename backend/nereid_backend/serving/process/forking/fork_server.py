@@ -247,15 +247,13 @@ def _next_ended_process() -> tuple[int, int] | None:
 
 
 def _receive(connection: socket.socket) -> Request | None:
-    """Receive the open files of a request, and return the request.
+    """Receive a request for a child process. Return None if the request is incomplete.
 
-    The first file contains the fields of the request as JSON. This function closes the first file.
-    `Request.files` contains the other three files, and the caller must close them.
-
-    If the request is incomplete, close all its files and return None.
+    A request consists of four open files. The first file contains the fields of the request as
+    JSON, and is closed by this function. The other three files become `Request.files`, and must be
+    closed by the caller. The files of an incomplete request are closed by this function.
     """
     descriptors: list[int] = []
-    request = None
     try:
         connection.settimeout(_RECEIVE_TIMEOUT_S)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, _FILES_OF_REQUEST)
@@ -266,10 +264,10 @@ def _receive(connection: socket.socket) -> Request | None:
         request = Request(connection=connection, files=child_descriptors, **fields)
     except (OSError, ValueError, TypeError) as error:
         log.debug("the fork server received an incomplete request: %s", error)
-    # Only a complete request owns files: all files except the first file.
-    unused_descriptors = descriptors if request is None else descriptors[:1]
-    for descriptor in unused_descriptors:
-        os.close(descriptor)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    os.close(json_descriptor)
     return request
 
 

@@ -67,7 +67,8 @@ class KVCache:
         values_of_place: list[Tensor] = []
         for index in self._first_layers():
             layer = layers[index]
-            shape = (num_blocks + 1, layer.num_kv_heads, block_size)  # without the head size
+            # Keys and values can have different head sizes, which are appended to this shape.
+            shape = (num_blocks + 1, layer.num_kv_heads, block_size)
             keys_of_place.append(_zeros((*shape, layer.key_dim), dtype, device))
             values_of_place.append(_zeros((*shape, layer.value_dim), dtype, device))
         self.keys = self._for_layers(keys_of_place)

@@ -85,7 +85,7 @@ class PendingPlans:
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Correct a plan that was made before the previous step ended. Now the step has ended.
+        """Correct a plan that was made while the previous step was running, after that step ended.
 
         The plan assumed that the previous step adds exactly one token to each sequence, and it has
         a chunk of one token for each of these tokens.

@@ -189,7 +189,7 @@ class DiskTier:
         )
 
     def cancel(self, request_id: str) -> None:
-        """Stop reading the prefix of a request. Do nothing if no prefix is being read for it."""
+        """Stop reading the prefix of a request. Do nothing if its prefix is not being read."""
         read = self._reads.pop(request_id, None)
         if read is not None:
             read.is_cancelled = True

@@ -56,7 +56,7 @@ class Engine:
 
     @property
     def sessions(self) -> PrefixSessions:
-        """The sessions of the prefix cache, which can be listed, extended and removed."""
+        """The object that lists, extends and removes the sessions of the prefix cache."""
         return self._parts.sessions
 
     def step(self) -> list[RequestUpdate]:

@@ -127,7 +127,7 @@ class NewSequences:
         return sequence
 
     def _accept_images(self, token_ids: list[int], images: ImageInputs) -> ImageInputs:
-        """Check the images of a prompt, and return their copy on the device of the model.
+        """Check the images of a prompt, and copy the images to the device of the model.
 
         Raises:
             RequestError: if the model accepts no images, or cannot process these images.
@@ -140,7 +140,10 @@ class NewSequences:
         return images
 
     def _check_kinds(self, images: ImageInputs) -> None:
-        """Raise a RequestError if the model does not accept images of these kinds."""
+        """Raise a RequestError if the model does not accept the kinds of the given images.
+
+        The kinds are images, videos and audio.
+        """
         if self._images.reason:
             raise RequestError(f"messages: images are refused, because {self._images.reason}")
         for kind in images.kinds:
@@ -187,10 +190,11 @@ class NewSequences:
 
 
 def _without_shared_blocks(images: ImageInputs) -> ImageInputs:
-    """Return a copy of the images of a prompt whose blocks other prompts must not reuse.
+    """Return a copy of a prompt's images that prevents the reuse of the blocks of the prompt.
 
-    Some models store no keys and values in the blocks of a prompt with images. first_token=0
-    declares that all keys and values depend on the images. Therefore no block is reused, not even a
-    block that contains only text before the first image.
+    Some models store no keys and values in the blocks of a prompt with images, so no other prompt
+    may reuse these blocks. `first_token` is the first token whose keys and values depend on the
+    images. The value 0 therefore also prevents the reuse of blocks that contain only text before
+    the first image.
     """
     return replace(images, first_token=0)

@@ -132,7 +132,8 @@ def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
     """
     if spec.kind != "structural_tag":
         return frozenset()
-    # The separator prevents that a token is found in the end of one text and the start of the next.
+    # The separator between two texts prevents a match that begins in the first text and ends in the
+    # second text.
     tag_text = "\0".join(_texts(json.loads(spec.source)))
     special_texts = {
         token_id: vocabulary.tokens[token_id].decode() for token_id in vocabulary.special_ids

@@ -98,7 +98,7 @@ class Guides:
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._max_source_bytes = max_source_bytes
-        # The results of finished compilations, and the masks that depend on them.
+        # The compiled grammars, and the token masks that were computed from these grammars.
         self._cache: ByteCache[_CompiledSpec] = ByteCache(cache_bytes)
         self._rules: ByteCache[GuideRules] = ByteCache(_NUM_CACHED_RULES)
         # The grammar libraries, and the pool that compiles grammars with them. The first call of

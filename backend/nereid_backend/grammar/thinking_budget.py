@@ -16,9 +16,12 @@ def last_bytes(data: bytes, max_bytes: int) -> bytes:
 class _State(Enum):
     """The position of the next token in an answer: before, in or after the answer's reasoning."""
 
-    BEFORE = auto()  # so far only white space or the beginning of the start marker
-    OPEN = auto()  # the reasoning has started and has not ended
-    CLOSED = auto()  # the reasoning has ended, or the answer has no reasoning
+    BEFORE = auto()
+    """The answer so far is only white space, or the beginning of the start marker."""
+    OPEN = auto()
+    """The reasoning has started and has not ended."""
+    CLOSED = auto()
+    """The reasoning has ended, or the answer has no reasoning."""
 
 
 class Thinking:

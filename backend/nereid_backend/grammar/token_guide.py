@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 # After a marker, further white space is forbidden once this number of white space bytes is reached.
 # Without a limit, a model might generate only white space until max_tokens.
 _MAX_WHITE_SPACE = 4
-# The number of preceding tokens that are tokenised together with a forced text. They are needed
-# because the tokens of a text depend on the preceding text.
+# A forced text is tokenised together with this number of preceding tokens, because the tokens of a
+# text depend on the preceding text.
 _NUM_RECENT = 4
-# Shorter forced texts are sampled as usual. A single byte is one token, and the last token of a
-# forced text is left out.
+# A forced text with fewer bytes is sampled token by token. The last token of a forced text is
+# always left out, and a single byte is only one token, so no token would be forced.
 _MIN_FORCED_BYTES = 2
 
 

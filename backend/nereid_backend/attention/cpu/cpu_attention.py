@@ -323,7 +323,10 @@ def _group_step(step: _NativeStep) -> NativeGroupStep:
 
 
 def with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Make the last dimension of a tensor contiguous, because the kernels require this."""
+    """Return a tensor whose last dimension is contiguous, as the kernels require.
+
+    Only a tensor that is not contiguous in this dimension is copied.
+    """
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 

@@ -240,5 +240,8 @@ def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] 
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Make the last dimension of a tensor contiguous, because the kernels require this."""
+    """Return a tensor whose last dimension is contiguous, as the kernels require.
+
+    Only a tensor that is not contiguous in this dimension is copied.
+    """
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
 
-# If sessions retain more than this share of the blocks, retained blocks are no longer preferred to
-# other cached blocks. The oldest blocks are then evicted first.
+# Blocks that sessions retain are evicted after other cached blocks. But if sessions retain more
+# than this share of all blocks, the oldest block is evicted first, whether a session retains it or
+# not.
 _MAX_RETAINED_SHARE = 0.75
 
 

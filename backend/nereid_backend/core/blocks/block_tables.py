@@ -180,7 +180,7 @@ class BlockTables:
         return True
 
     def free_blocks_before_window(self, sequence: Sequence) -> None:
-        """Free the blocks of a running sequence that no later token attends to.
+        """Free the blocks to which no later token of a running sequence attends.
 
         Only groups of layers with an attention window have such blocks. The null block (a
         placeholder) replaces each freed block in the block table of the group.
@@ -330,7 +330,13 @@ class BlockTables:
         return True
 
     def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: list[int]) -> None:
-        """Set the number of reused tokens and the number of freed blocks of a new sequence."""
+        """Set the attributes of a sequence that has just got or released its block tables.
+
+        Args:
+            sequence: the sequence.
+            num_reused: the number of tokens whose blocks were computed by another sequence.
+            num_dropped: for each group of layers, the number of leading null blocks in its table.
+        """
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
         sequence.num_findable_blocks = num_reused // self._block_size

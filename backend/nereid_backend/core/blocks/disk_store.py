@@ -143,7 +143,8 @@ class DiskStore:
         if data is None:
             return None
         header, content = _split_header(data)
-        is_valid = header == self._header(key, content)  # the header contains a checksum
+        # A header contains a checksum of the content.
+        is_valid = header == self._header(key, content)
         if not is_valid:
             self._delete_damaged(name)
             return None
@@ -258,7 +259,7 @@ class DiskStore:
             return
         self._make_room(len(data))
         _write_atomically(path, data)
-        self._forget(name)  # the size of the replaced file
+        self._forget(name)  # If the file has replaced an older file, its size no longer counts.
         with self._lock:
             self._sizes[name] = len(data)
             self._num_bytes += len(data)

@@ -109,9 +109,9 @@ class EvictionOrder(Generic[Item]):
         # Maps each item of a session, idle or not, to its session.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
-        # The session that loses the next item; None if this session must be searched first. Most
-        # evictions need no search, because one session loses items until it has fewer idle items
-        # than the average session.
+        # The session that loses the next item; None if no session has been selected yet. Most
+        # evictions need no new selection, because the session loses items until it has fewer idle
+        # items than the average session.
         self._victim: _Session[Item] | None = None
 
     def __contains__(self, item: Item) -> bool:

@@ -73,9 +73,9 @@ class StateSnapshots:
         # of tokens earlier.
         self._min_distance_tokens = _MIN_DISTANCE * block_size
 
-        # The memory has space for `num_states` states. Running sequences need one state each. The
-        # rest of the memory is used for snapshots. `plan` updates this rest before each step.
         self._num_states = num_states
+        # The largest number of snapshots: the number of states that fit into the memory, minus the
+        # number of running sequences. `plan` updates this number before each step.
         self._max_snapshots = num_states
 
         # Maps the hash of a block to the id of the snapshot at the end of the block.
@@ -92,8 +92,8 @@ class StateSnapshots:
 
         # The hashes of the snapshots that must still be written to disk; None if there is no cache
         # on disk. The dict is used as an ordered set, so all its values are None. While an answer
-        # is generated, each of its snapshots replaces the previous one, so only the last one is
-        # added, when the blocks of the sequence are released.
+        # is generated, each of its snapshots replaces the previous one. So only the last snapshot
+        # of an answer is added, when the blocks of the sequence are released.
         self.unsaved: dict[bytes, None] | None = None
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -181,7 +181,7 @@ class StateSnapshots:
         return deleted
 
     def add(self, sequence: Sequence) -> None:
-        """Add the snapshot that the last step has saved for a sequence, if there is one.
+        """If the last step has saved a snapshot for a sequence, add the snapshot.
 
         Later requests can then continue from this snapshot, which is found by the hash of the last
         block before it. `sequence.block_hashes` must contain this hash. If the block already has a

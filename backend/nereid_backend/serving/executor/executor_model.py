@@ -82,10 +82,11 @@ class ExecutorModel(SupervisedModel[Stream]):
         settings = self._settings
         # The streams with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
-        # The time of the next inspection of all streams, and the time at which the next stream
-        # without unsent output needs a heartbeat or exceeds a time limit. The times are by
-        # time.monotonic(). The time 0 has already passed.
+        # The time of the next inspection of all streams, by time.monotonic(). The time 0 has
+        # already passed.
         self._next_inspection = 0.0
+        # The time at which the next stream without unsent output needs a heartbeat or exceeds a
+        # time limit.
         self._next_event = 0.0
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
@@ -134,7 +135,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             CapacityError: no engine process runs.
         """
         running = [process.index for process in self.processes if process.is_running]
-        if not running:  # the last process has died since the request arrived
+        if not running:  # The last process has died since the request arrived.
             raise CapacityError(self.restart_message())
         return self._selector.select(token_ids, num_sequences, running)
 

@@ -40,13 +40,13 @@ class MetricsPublisher:
         self._engine_stats[process.index] = stats
 
     def note_death(self, process: SupervisedProcess) -> None:
-        """Delete the statistics of a dead process, and publish the death in the next round."""
+        """Delete the statistics of a dead process. The next call of `publish` reports the death."""
         # The next statistics come from the restarted process. Its counters start at 0.
         self._engine_stats[process.index] = {}
         self._publish_due = 0.0
 
     def note_restart(self) -> None:
-        """Publish the new number of restarts in the next call of `publish`."""
+        """Let the next call of `publish` report the new number of restarts without a delay."""
         self._publish_due = 0.0
 
     def publish(self, num_requests: int) -> None:

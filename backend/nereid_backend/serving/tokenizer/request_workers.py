@@ -57,16 +57,18 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # What other threads pass to the loop's thread: a new request, a long request whose response
-        # is complete, or None after a call of `stop`.
+        # The messages of other threads to the loop's thread. A message is a new request, a long
+        # request whose response is complete, or None after a call of `stop`.
         self._entries: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._is_stopping = False  # whether the loop's thread has taken the entry None
+        # Whether the loop's thread has received None.
+        self._is_stopping = False
         # The short requests that wait for the loop's thread.
         self._short: ClientTurns[_Job] = ClientTurns()
-        # The long requests: those that wait for a thread of the pool, the number of those that have
-        # a thread, and the limit on the number of all long requests.
+        # The long requests that wait for a thread of the pool.
         self._long: ClientTurns[_Job] = ClientTurns()
+        # The number of long requests that have a thread of the pool.
         self._num_running = 0
+        # The limit on the number of all long requests.
         self._limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
         self._thread = threading.Thread(target=self._loop, name="tokenizer-loop", daemon=True)

@@ -21,7 +21,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class Situation(enum.Enum):
-    """A kind of sequences in a step. Each kind uses its fastest attention implementation."""
+    """A kind of sequences in a step. The fastest implementation is chosen for each kind."""
 
     DECODE = "decodes"
     """The decodes of a step."""

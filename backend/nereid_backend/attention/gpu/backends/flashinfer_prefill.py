@@ -42,7 +42,7 @@ class FlashInferPrefill:
         self._wrappers: dict[LayerSpec, Any] = {}
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
-        """Return the reason why FlashInfer cannot compute a layer; None if it can.
+        """Return the reason why FlashInfer cannot compute a layer; None if FlashInfer can.
 
         See `AttentionBackend.refusal` for the arguments.
         """

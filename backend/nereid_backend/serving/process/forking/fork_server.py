@@ -47,9 +47,10 @@ _CREDENTIALS = struct.Struct("3i")
 _FILES_OF_REQUEST = 4
 # The time limit is short, because a stub sends its request immediately after it has connected.
 _RECEIVE_TIMEOUT_S = 5.0
-_STDOUT, _STDERR = 1, 2  # file descriptors
+# The file descriptors of the standard output and the standard error.
+_STDOUT, _STDERR = 1, 2
 _WAKE_BYTES = 4096
-_ANY_CHILD = -1  # an argument of os.waitpid
+_ANY_CHILD = -1  # As an argument of os.waitpid, -1 means any child process.
 # Selects the fields arg_start and arg_end of /proc/self/stat. The field after the program name has
 # the index 0.
 _ARGUMENTS = slice(45, 47)
@@ -382,11 +383,12 @@ def main(argv: list[str]) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=int(argv[1]))
-    environment = dict(os.environ)  # imported libraries set further variables
+    # Copy the variables before the imports, because imported libraries set further variables.
+    environment = dict(os.environ)
     with importing():
         for module in argv[2:]:
             importlib.import_module(module)
-    gc.disable()  # garbage collection would copy memory pages that all processes share
+    gc.disable()  # A garbage collection would copy memory pages that all processes share.
     reason = _reason_against_forks()
     if reason is not None:
         log.warning("the fork server ends, because %s", reason)

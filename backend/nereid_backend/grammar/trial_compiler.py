@@ -48,12 +48,16 @@ class TrialCompiler:
         self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
         self._timeout_s = timeout_s
+        # The ids of the jobs, and the futures of the jobs that have not ended. A job is a trial of
+        # one grammar.
         self._ids = itertools.count()
-        self._lock = threading.Lock()
         self._futures: dict[int, Future[None]] = {}
+        # The process and the connection to it; None before the first job.
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._is_closed = False
+        # Protects the attributes above, which several threads use.
+        self._lock = threading.Lock()
         # The first messages can block until the process has loaded the grammar libraries. A
         # separate thread starts the process and sends all messages, so that callers do not block.
         self._sender = ThreadPoolExecutor(1, "grammar-trials")

@@ -48,7 +48,7 @@ def test_sequences_are_so_long_that_every_part_of_the_kernels_runs(device, monke
     (_, num_parts), *_ = launched
     assert num_parts > 1
     # A tile of keys that all tokens of a chunk see.
-    assert max(cached for cached, _ in gpu_check._PREFILLS) >= 128
+    assert max(cached for cached, _ in gpu_check._STEP.prefills) >= 128
 
 
 def break_part(name, monkeypatch):

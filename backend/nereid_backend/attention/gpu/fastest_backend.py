@@ -9,7 +9,6 @@ on a step of typical size.
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +22,7 @@ from nereid_backend.attention.gpu.backends.cudnn_sdpa import CudnnSdpa
 from nereid_backend.attention.gpu.backends.flashinfer_prefill import FlashInferPrefill
 from nereid_backend.attention.gpu.backends.torch_varlen import TorchVarlen
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
-from nereid_backend.attention.gpu.gpu_check import Trial
+from nereid_backend.attention.gpu.gpu_check import Trial, TrialLayer, TrialStep
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.scaled_cache import ScaledKVCache
 from nereid_backend.errors import first_line
@@ -41,31 +40,17 @@ _NUM_WARM_UPS = 3
 _NUM_RUNS = 7
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The sequences of a step on which the libraries are tested and measured.
-
-    Attributes:
-        decodes: the sequence length of each decode.
-        prefills: a pair for each prefill: the number of cached tokens, and the number of new
-            tokens.
-    """
-
-    decodes: tuple[int, ...] = ()
-    prefills: tuple[tuple[int, int], ...] = ()
-
-
 # For each situation, _CHECKED contains the step on which the results are compared with the
 # reference, and _MEASURED contains the step on which the time is measured.
 _CHECKED = {
-    Situation.DECODE: _Step(decodes=(400, 1, 17)),
-    Situation.PROMPT: _Step(prefills=((0, 40), (0, 7))),
-    Situation.CHUNK: _Step(prefills=((0, 40), (140, 20))),
+    Situation.DECODE: TrialStep(decodes=(400, 1, 17)),
+    Situation.PROMPT: TrialStep(prefills=((0, 40), (0, 7))),
+    Situation.CHUNK: TrialStep(prefills=((0, 40), (140, 20))),
 }
 _MEASURED = {
-    Situation.DECODE: _Step(decodes=(1024,) * 32),
-    Situation.PROMPT: _Step(prefills=((0, 2048),)),
-    Situation.CHUNK: _Step(prefills=((2048, 512),)),
+    Situation.DECODE: TrialStep(decodes=(1024,) * 32),
+    Situation.PROMPT: TrialStep(prefills=((0, 2048),)),
+    Situation.CHUNK: TrialStep(prefills=((2048, 512),)),
 }
 
 
@@ -104,7 +89,7 @@ def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
     if backends is None:
         backends = (CudnnSdpa(), TorchVarlen(), FlashInferPrefill())
     for spec in dict.fromkeys(layers):
-        layer = _TestLayer(kind, spec, block_size, dtype, device)
+        layer = TrialLayer(kind, spec, block_size, dtype, device)
         for situation in Situation:
             usable = [backend for backend in backends if _is_usable(backend, situation, layer)]
             fastest = _fastest(usable, situation, layer, timer or milliseconds)
@@ -113,30 +98,7 @@ def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
     return chosen
 
 
-@dataclass(frozen=True, slots=True)
-class _TestLayer:
-    """An attention layer for tests of the attention libraries; see `gpu_check.make_trial`."""
-
-    kind: type[GpuKVCache]
-    spec: LayerSpec
-    block_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def make_trial(self, step: _Step) -> Trial:
-        """Create a Trial: the attention layer and the sequences of `step`, with random numbers."""
-        return gpu_check.make_trial(
-            self.kind,
-            self.spec,
-            self.block_size,
-            self.dtype,
-            self.device,
-            decodes=step.decodes,
-            prefills=step.prefills,
-        )
-
-
-def _is_usable(backend: AttentionBackend, situation: Situation, layer: _TestLayer) -> bool:
+def _is_usable(backend: AttentionBackend, situation: Situation, layer: TrialLayer) -> bool:
     """Return whether a library computes a layer correctly. If it does not, log the reason."""
     if situation not in backend.situations:
         return False
@@ -148,7 +110,7 @@ def _is_usable(backend: AttentionBackend, situation: Situation, layer: _TestLaye
     return reason is None
 
 
-def _why_wrong(backend: AttentionBackend, situation: Situation, layer: _TestLayer) -> str | None:
+def _why_wrong(backend: AttentionBackend, situation: Situation, layer: TrialLayer) -> str | None:
     """Test a library. Return an error message, or None if the results of the library are correct.
 
     If the library raises an exception, the error message is the message of the exception.
@@ -163,7 +125,7 @@ def _why_wrong(backend: AttentionBackend, situation: Situation, layer: _TestLaye
 
 
 def _fastest(
-    backends: Sequence[AttentionBackend], situation: Situation, layer: _TestLayer, timer: Timer
+    backends: Sequence[AttentionBackend], situation: Situation, layer: TrialLayer, timer: Timer
 ) -> AttentionBackend | None:
     """Return the fastest library; None if the project's kernels are faster.
 

@@ -26,10 +26,6 @@ from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.scaled_cache import ScaledKVCache
 from nereid_backend.errors import first_line
 
-# The sequences of the test step. _DECODES contains the lengths of the decodes' sequences. _PREFILLS
-# contains a pair for each prefill: the number of cached tokens, and the number of new tokens.
-_DECODES = (400, 1, 17)
-_PREFILLS = ((0, 40), (140, 20))
 # The largest result of `compare` that is accepted, for each data type. The reference computes in
 # float32. If a window is wrong by only one token, the result is larger than 0.1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
@@ -62,7 +58,7 @@ def why_unusable(
 ) -> str | None:
     """Return the reason why the kernels cannot compute a layer; None if they can compute it.
 
-    `make_trial` documents the arguments.
+    `TrialLayer` documents the arguments.
     """
     try:
         check(kind, spec, block_size, dtype, device)
@@ -103,47 +99,69 @@ class Trial:
         )
 
 
-def make_trial(  # noqa: PLR0913 - the properties of a layer and of a step
-    kind: type[gpu_attention.GpuKVCache],
-    spec: LayerSpec,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    decodes: Sequence[int] = _DECODES,
-    prefills: Sequence[tuple[int, int]] = _PREFILLS,
-) -> Trial:
-    """Create a layer and a step with random numbers.
+@dataclass(frozen=True, slots=True)
+class TrialStep:
+    """The sequences of a test step.
 
-    Args:
+    Attributes:
+        decodes: the length of each decode, a sequence with one new token. The new token is counted.
+        prefills: a pair for each prefill, a sequence with several new tokens: the number of cached
+            tokens, and the number of new tokens.
+    """
+
+    decodes: tuple[int, ...] = ()
+    prefills: tuple[tuple[int, int], ...] = ()
+
+
+_STEP = TrialStep(decodes=(400, 1, 17), prefills=((0, 40), (140, 20)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrialLayer:
+    """An attention layer and its KV cache, for tests with random numbers.
+
+    Attributes:
         kind: the class of the KV cache.
         spec: the properties of the layer.
         block_size: the number of tokens in one block.
         dtype: the data type of the model.
         device: the GPU.
-        decodes: the sequence length of each decode.
-        prefills: a pair for each prefill: the number of cached tokens, and the number of new
-            tokens.
     """
-    batch, num_blocks = _batch(block_size, device, decodes, prefills)
-    num_tokens = batch.slots.numel()
-    num_slots = num_blocks * block_size
-    cache = kind([spec], num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
-    generator = torch.Generator().manual_seed(0)
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+    kind: type[gpu_attention.GpuKVCache]
+    spec: LayerSpec
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
 
-    # Fill all blocks except the null block with random keys and values.
-    old_keys = randn(num_slots, spec.num_kv_heads, spec.key_dim)
-    old_values = randn(num_slots, spec.num_kv_heads, spec.value_dim)
-    rows = torch.arange(num_slots * spec.num_kv_heads, device=device)
-    cache.store(0, old_keys, old_values, rows)
-    query = randn(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
-    key = randn(num_tokens, spec.num_kv_heads, spec.key_dim).transpose(0, 1)
-    value = randn(num_tokens, spec.num_kv_heads, spec.value_dim).transpose(0, 1)
-    sinks = randn(spec.num_heads) if spec.has_sinks else None
-    return Trial(spec, cache, batch, (query, key, value), sinks)
+    def make_trial(self, step: TrialStep = _STEP) -> Trial:
+        """Create a cache with random numbers, and random inputs for the sequences of `step`."""
+        spec = self.spec
+        batch, num_blocks = _batch(step, self.block_size, self.device)
+        num_tokens = batch.slots.numel()
+        num_slots = num_blocks * self.block_size
+        cache = self.kind(
+            [spec],
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        generator = torch.Generator().manual_seed(0)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
+
+        # Fill all blocks except the null block with random keys and values.
+        old_keys = randn(num_slots, spec.num_kv_heads, spec.key_dim)
+        old_values = randn(num_slots, spec.num_kv_heads, spec.value_dim)
+        rows = torch.arange(num_slots * spec.num_kv_heads, device=self.device)
+        cache.store(0, old_keys, old_values, rows)
+        query = randn(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
+        key = randn(num_tokens, spec.num_kv_heads, spec.key_dim).transpose(0, 1)
+        value = randn(num_tokens, spec.num_kv_heads, spec.value_dim).transpose(0, 1)
+        sinks = randn(spec.num_heads) if spec.has_sinks else None
+        return Trial(spec, cache, batch, (query, key, value), sinks)
 
 
 @torch.inference_mode()
@@ -156,9 +174,9 @@ def check(
 ) -> float:
     """Compute a test step with the kernels and with the reference, and compare the results.
 
-    `make_trial` documents the arguments. `compare` documents the result and the errors.
+    `TrialLayer` documents the arguments. `compare` documents the result and the errors.
     """
-    trial = make_trial(kind, spec, block_size, dtype, device)
+    trial = TrialLayer(kind, spec, block_size, dtype, device).make_trial()
     return compare(trial, trial.attend())
 
 
@@ -212,27 +230,15 @@ def _largest_relative_error(computed: Tensor, expected: Tensor) -> float:
     return float((error_sizes / expected_sizes).max())
 
 
-def _batch(
-    block_size: int,
-    device: torch.device,
-    decodes: Sequence[int],
-    prefills: Sequence[tuple[int, int]],
-) -> tuple[AttentionBatch, int]:
+def _batch(step: TrialStep, block_size: int, device: torch.device) -> tuple[AttentionBatch, int]:
     """Return the metadata of a test step, and the number of blocks that the step uses.
 
-    A decode is a sequence with one new token, and a prefill is a sequence with several new tokens.
-    The blocks of each sequence are in random order.
-
-    Args:
-        block_size: the number of tokens in one block.
-        device: the device of the step's tensors.
-        decodes: the length of each decode, including its new token.
-        prefills: a pair for each prefill: the number of cached tokens, and the number of new
-            tokens.
+    The blocks of each sequence are in random order. `block_size` is the number of tokens in one
+    block, and `device` is the device of the tensors.
     """
     # The number of cached tokens and the number of new tokens of each sequence. The only new token
     # of a decode is the last token of its sequence.
-    lens = [*((length - 1, 1) for length in decodes), *prefills]
+    lens = [*((length - 1, 1) for length in step.decodes), *step.prefills]
     tables = _scattered_tables([num_cached + num_new for num_cached, num_new in lens], block_size)
     num_blocks = sum(map(len, tables))
     slots: list[int] = []  # the place of each new token in the cache
@@ -241,11 +247,11 @@ def _batch(
         start = len(slots)
         slots += _slots(table, range(num_cached, num_cached + num_new), block_size)
         chunks.append(Prefill(start, len(slots), num_cached, _int64([table], device)))
-    num_decodes = len(decodes)
+    num_decodes = len(step.decodes)
     groups = []
-    if decodes:
+    if num_decodes:
         decode_tables = _int64(_padded(tables[:num_decodes], null_block=num_blocks), device)
-        groups.append(DecodeGroup(None, decode_tables, _int64(decodes, device), block_size))
+        groups.append(DecodeGroup(None, decode_tables, _int64(step.decodes, device), block_size))
     slot_tensor = _int64(slots, device)
     batch = AttentionBatch(slot_tensor, num_decodes, groups, chunks[num_decodes:], block_size)
     return batch, num_blocks

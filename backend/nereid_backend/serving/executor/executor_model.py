@@ -278,24 +278,32 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _handle_update(self, process: SupervisedProcess, update: RequestUpdate) -> None:
         """Add an update of the engine to the request's stream.
 
-        If the update contains an error, end the stream with this error.
+        If the update contains an error, end the stream with this error. If the stream has already
+        ended, let the engine stop computing the request.
         """
         stream = self.requests.get(update.request_id)
         if stream is None:
             if update.finish_reason is None:
-                # The stream has already ended, so the engine must stop computing the request.
                 _send_abort(process, update.request_id)
-            return
-        if update.error is None:
+        elif update.error is None:
             self._add_update(stream, update)
-            return
+        else:
+            self._end_with_error(process, stream, update.error, is_refused=update.is_refused)
+
+    def _end_with_error(
+        self, process: SupervisedProcess, stream: Stream, message: str, *, is_refused: bool
+    ) -> None:
+        """End a stream with an error of the engine.
+
+        `is_refused` is whether the request is invalid, so that the client caused the error.
+        """
         if len(stream.sequences) > 1:
             # The engine has ended only one sequence, but the error ends the whole request.
             _send_abort(process, stream.request_id)
-        if update.is_refused:
-            self.end(stream, RequestError(stream.refusal(update.error)))
+        if is_refused:
+            self.end(stream, RequestError(stream.refusal(message)))
         else:
-            self.end(stream, EngineError(update.error))
+            self.end(stream, EngineError(message))
 
     def _add_update(self, stream: Stream, update: RequestUpdate) -> None:
         """Add an update of the engine to `stream`, and let the loop check the stream at once."""

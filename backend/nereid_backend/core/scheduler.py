@@ -24,10 +24,11 @@ from nereid_backend.core.blocks.window import AttentionWindow
 from nereid_backend.core.draft_tokens.drafter import Drafter
 from nereid_backend.core.grammar import Guide
 from nereid_backend.core.invalid_blocks import InvalidBlocks
-from nereid_backend.core.outputs import FinishReason, RequestUpdate
+from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.queues.arrival_ranks import ArrivalRanks
 from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.sequence_endings import SequenceEndings
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.step_planner import StepPlanner
 from nereid_backend.core.updates import append_sampled, count_accepted_drafts, make_update
@@ -116,9 +117,10 @@ class Scheduler:
         self._invalid_blocks = InvalidBlocks(
             self._tables, self._running, self._pending_plans, self._planner
         )
+        self._endings = SequenceEndings(self._requests, self._pending_plans, self._planner, drafter)
         # The last updates of sequences that did not end in a step. Example: aborted sequences. The
-        # next call of `commit` returns these updates.
-        self._ended: list[RequestUpdate] = []
+        # next call of `commit` or `fail` returns these updates.
+        self._ended_updates: list[RequestUpdate] = []
 
     @property
     def num_preemptions(self) -> int:
@@ -147,7 +149,7 @@ class Scheduler:
     def __contains__(self, request_id: str) -> bool:
         """Return whether a request was added and still has updates to return."""
         return request_id in self._requests or any(
-            update.request_id == request_id for update in self._ended
+            update.request_id == request_id for update in self._ended_updates
         )
 
     def adapters(self) -> set[Adapter]:
@@ -160,7 +162,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Return whether another step has work to do: tokens to compute, or updates to return."""
-        return bool(self._requests or self._ended or self._pending_plans.leaving)
+        return bool(self._requests or self._ended_updates or self._pending_plans.leaving)
 
     def add(self, sequence: Sequence, *, is_prepared: bool = True) -> None:
         """Add a request to the waiting queue.
@@ -195,8 +197,8 @@ class Scheduler:
             error: a sentence that describes the error. The updates of the request contain it.
             is_refused: True if the request is invalid, False if the server has failed.
         """
-        self._ended += [
-            self._end(sequence, "error", error=error, is_refused=is_refused)
+        self._ended_updates += [
+            self._endings.end(sequence, "error", error=error, is_refused=is_refused)
             for sequence in self._requests.sequences_of(request_id)
         ]
 
@@ -209,8 +211,8 @@ class Scheduler:
         aborted = [sequence for sequence in sequences if index in (None, sequence.index)]
         # End the last sequence first. If the first sequence ended first, the next sequence would
         # become the leader and enter the waiting queue.
-        updates = [self._end(sequence, "abort") for sequence in reversed(aborted)]
-        self._ended += reversed(updates)
+        updates = [self._endings.end(sequence, "abort") for sequence in reversed(aborted)]
+        self._ended_updates += reversed(updates)
 
     def plan(self) -> StepPlan:
         """Return the plan of the next step. Every sequence in the plan has a row and blocks."""
@@ -246,7 +248,7 @@ class Scheduler:
         The sequences keep the blocks that were allocated for the plan.
         """
         self._pending_plans.remove(plan)
-        self._release_ended()
+        self._endings.release()
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Append the sampled tokens of a step to the sequences, and return their updates.
@@ -258,7 +260,7 @@ class Scheduler:
             plan: the plan of the step. Each chunk of the plan contains tokens of one sequence.
             result: the tokens that the step has sampled.
         """
-        updates = self._take_ended()
+        updates, self._ended_updates = self._ended_updates, []
         self._pending_plans.remove(plan)
         # The sequences that ended while the step was running.
         ended_sequences = self._pending_plans.leaving
@@ -279,7 +281,7 @@ class Scheduler:
             if update is not None:
                 updates.append(update)
         self._invalid_blocks.purge()
-        self._release_ended()
+        self._endings.release()
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
@@ -289,16 +291,16 @@ class Scheduler:
         The list also contains the last update of each sequence that was aborted or refused after
         the previous commit.
         """
-        updates = self._take_ended()
+        updates, self._ended_updates = self._ended_updates, []
         self._pending_plans.remove(plan)
         for chunk in plan.chunks:
             self._invalid_blocks.add(chunk.sequence)
         for chunk in plan.chunks:
             has_ended_before = chunk.sequence in self._pending_plans.leaving
             if not has_ended_before:
-                updates.append(self._end(chunk.sequence, "error", error=error))
+                updates.append(self._endings.end(chunk.sequence, "error", error=error))
         self._invalid_blocks.purge()
-        self._release_ended()
+        self._endings.release()
         return updates
 
     def add_time(self, plan: StepPlan, seconds: float) -> None:
@@ -335,12 +337,6 @@ class Scheduler:
     def _plan_step(self) -> StepPlan:
         self._ranks.note_step()
         return self._planner.plan()
-
-    def _take_ended(self) -> list[RequestUpdate]:
-        """Return the updates in `_ended`, and clear the list."""
-        updates = self._ended
-        self._ended = []
-        return updates
 
     def _commit_chunk(self, chunk: Chunk, sampled: Sampled | None) -> RequestUpdate | None:
         """Apply the result of one chunk to its sequence, and return the update of the sequence.
@@ -379,7 +375,7 @@ class Scheduler:
         tokens [5, 2], and its finish_reason is "stop".
         """
         if sampled.error is not None:
-            return self._end(sequence, "error", error=sampled.error)
+            return self._endings.end(sequence, "error", error=sampled.error)
         num_known = len(sequence.token_ids)
         reason, stop_reason = append_sampled(sequence, sampled)
         new_token_ids = sequence.token_ids[num_known:]
@@ -394,54 +390,4 @@ class Scheduler:
         update = make_update(sequence, new_token_ids, top_logprobs)
         if reason is None:
             return update
-        return self._end(sequence, reason, update=update, stop_reason=stop_reason)
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        *,
-        update: RequestUpdate | None = None,
-        stop_reason: int | None = None,
-        error: str | None = None,
-        is_refused: bool = False,
-    ) -> RequestUpdate:
-        """Remove an ended sequence, and return the last update of the sequence.
-
-        If `update` is given, the reason of the end is added to `update`. Otherwise, a new update
-        without tokens is returned.
-        """
-        self._remove(sequence)
-        if update is None:
-            update = make_update(sequence, [], None)
-        update.finish_reason = reason
-        update.stop_reason = stop_reason
-        update.error = error
-        update.is_refused = is_refused
-        return update
-
-    def _remove(self, sequence: Sequence) -> None:
-        """Remove an ended sequence, and release its row and its blocks.
-
-        If an uncommitted plan contains the sequence, the sequence keeps its row and its blocks
-        until the plan is committed.
-        """
-        if self.drafter is not None:
-            self.drafter.forget(sequence)
-        self._requests.remove(sequence)
-        if sequence.row is None:
-            return
-        if sequence in self._pending_plans:
-            # The running step may still write to the row and the blocks.
-            self._pending_plans.keep_until_commit(sequence)
-        else:
-            self._planner.release(sequence)
-
-    def _release_ended(self) -> None:
-        """Release the rows and blocks of ended sequences that no uncommitted plan contains.
-
-        The other ended sequences keep their blocks, because a running step still uses them.
-        """
-        if self._pending_plans.leaving:
-            for sequence in self._pending_plans.take_free():
-                self._planner.release(sequence)
+        return self._endings.end(sequence, reason, update=update, stop_reason=stop_reason)

@@ -26,9 +26,10 @@ from nereid_backend.serving.executor.replica_selector import ReplicaSelector
 from nereid_backend.serving.executor.request_spans import record_spans
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
 from nereid_backend.serving.executor.start_engines import start_engines
+from nereid_backend.serving.executor.stream_aborts import StreamAborts, send_abort
 from nereid_backend.serving.executor.stream_admission import StreamAdmission
-from nereid_backend.serving.executor.streams import Pacer, Sequence, Stream
-from nereid_backend.serving.feedback import FeedbackReader, Signal
+from nereid_backend.serving.executor.streams import Pacer, Stream
+from nereid_backend.serving.feedback import FeedbackReader
 from nereid_backend.serving.process.process_handle import refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
@@ -91,6 +92,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._statistics = RequestStatistics()
+        self._aborts = StreamAborts(
+            self._feedback, self._lost_clients, self._statistics, self.owner
+        )
         self._publisher = MetricsPublisher(model_name, self.processes, self._statistics)
         self._tracing = Tracing(self.title)
 
@@ -190,7 +194,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._lost_clients.observe(streams, now)
         self._next_event = math.inf
         for stream in streams:
-            self._abort_unwanted(stream)
+            self._aborts.abort_unwanted(stream)
             if not self._end_if_overdue(stream, now):
                 due = self._send_if_due(stream, now)
                 self._next_event = min(self._next_event, due, stream.timing.next_deadline)
@@ -284,7 +288,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         stream = self.requests.get(update.request_id)
         if stream is None:
             if update.finish_reason is None:
-                _send_abort(process, update.request_id)
+                send_abort(process, update.request_id)
         elif update.error is None:
             self._add_update(stream, update)
         else:
@@ -299,7 +303,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         """
         if len(stream.sequences) > 1:
             # The engine has ended only one sequence, but the error ends the whole request.
-            _send_abort(process, stream.request_id)
+            send_abort(process, stream.request_id)
         if is_refused:
             self.end(stream, RequestError(stream.refusal(message)))
         else:
@@ -323,19 +327,12 @@ class ExecutorModel(SupervisedModel[Stream]):
         """
         limit = self._settings.max_pending_tokens
         if stream.num_pending > limit:
-            self._abort(stream)
+            self._aborts.abort(stream)
             error = EngineError(
                 f"{stream.num_pending} generated tokens of this request wait to be sent, but the "
                 f"limit is {limit} (max_pending_tokens). The postprocessor is too slow."
             )
             self.end(stream, error)
-
-    def _abort(self, stream: Stream, index: int | None = None) -> None:
-        """Ask the engine to end a whole request, or only the sequence with the index `index`.
-
-        The engine then sends a last update for each ended sequence.
-        """
-        _send_abort(self.owner(stream.request_id), stream.request_id, index)
 
     def _note_start(self, stream: Stream, started: float) -> None:
         """Record the time at which the engine started a request.
@@ -380,39 +377,12 @@ class ExecutorModel(SupervisedModel[Stream]):
         if isinstance(error, CapacityError):
             # The request has waited too long in the queue. Add the time of the next attempt.
             error = self._admission.with_retry_time(error, stream.timing.client_id)
-        self._abort(stream)
+        self._aborts.abort(stream)
         self._statistics.counts["requests_timed_out_total"] += 1
         # `self.respond` would also count a CapacityError as a refused request.
         super().respond(stream.sender, error)
         self._remove(stream)
         return True
-
-    def _abort_unwanted(self, stream: Stream) -> None:
-        """Abort a request if its client has disconnected.
-
-        Otherwise, abort the sequences that have reached a stop string. The postprocessor finds stop
-        strings and disconnected clients, and reports them as signals.
-        """
-        if stream.is_aborting or stream.has_ended:
-            return
-        signals = [
-            self._feedback.signal(sequence.slot, stream.serial) for sequence in stream.sequences
-        ]
-        if Signal.CANCELLED in signals or self._lost_clients.has_lost_client(stream):
-            stream.is_aborting = True
-            self._statistics.counts["requests_disconnected_total"] += 1
-            self._abort(stream)
-            return
-        for sequence, signal in zip(stream.sequences, signals, strict=True):
-            if signal is Signal.STOP_STRING and not sequence.is_aborting:
-                self._abort_sequence(stream, sequence)
-
-    def _abort_sequence(self, stream: Stream, sequence: Sequence) -> None:
-        """Abort a sequence that has reached a stop string, unless the engine has ended it."""
-        sequence.is_aborting = True
-        if sequence.ending is None:
-            is_only_sequence = len(stream.sequences) == 1
-            self._abort(stream, None if is_only_sequence else sequence.index)
 
     def _send_step(self, stream: Stream, now: float) -> None:
         """Send the next step of `stream`, and remove the stream after its last step."""
@@ -440,8 +410,3 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._statistics.note_end(stream, now)
         record_spans(self._tracing, stream, now)
         self._admission.close(stream)
-
-
-def _send_abort(process: SupervisedProcess, request_id: str, index: int | None = None) -> None:
-    """Ask an engine process to end a whole request, or only the sequence with the index `index`."""
-    process.child.send(["abort", request_id, index])

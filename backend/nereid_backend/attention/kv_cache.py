@@ -168,15 +168,12 @@ class KVCache:
         content_rows = content_rows.to(self.device)
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         # Each row contains the bytes of all tensors, one tensor after the other.
-        start = 0
-        for tensor in self.tensors():
-            num_block_bytes = tensor[0].numel() * tensor.element_size()
-            end = start + num_block_bytes
-            tensor_bytes = content_rows[:, start:end].contiguous()
-            block_shape = tensor.shape[1:]
-            new_blocks = tensor_bytes.view(tensor.dtype).view(len(blocks), *block_shape)
+        tensors = self.tensors()
+        block_bytes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
+        parts = content_rows.split(block_bytes, dim=1)
+        for tensor, part in zip(tensors, parts, strict=True):
+            new_blocks = part.contiguous().view(tensor.dtype).view(len(blocks), *tensor.shape[1:])
             tensor.index_copy_(0, index, new_blocks)
-            start = end
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill some blocks of the cache with zeros. Mutates: this cache."""

@@ -147,16 +147,14 @@ def _json_schema_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
         RequestError: there is no schema.
     """
     object_with_schema = value.get("json_schema", value)
-    if isinstance(object_with_schema, Mapping):
-        schema = object_with_schema.get("schema")
-        if isinstance(schema, Mapping | bool):
-            return {"type": "json_schema", "json_schema": object_with_schema}
-    else:
-        schema = object_with_schema
-    raise RequestError(
-        "response_format: json_schema.schema must be a JSON schema (an object, true or false), "
-        f"but the request has {shown(schema)}."
-    )
+    is_object = isinstance(object_with_schema, Mapping)
+    schema = object_with_schema.get("schema") if is_object else object_with_schema
+    if not is_object or not isinstance(schema, Mapping | bool):
+        raise RequestError(
+            "response_format: json_schema.schema must be a JSON schema (an object, true or false), "
+            f"but the request has {shown(schema)}."
+        )
+    return {"type": "json_schema", "json_schema": object_with_schema}
 
 
 def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value

@@ -59,7 +59,7 @@ class RequestWorkers:
         self._is_long = is_long
         # The messages of other threads to the loop's thread. A message is a new request, a long
         # request whose response is complete, or None after a call of `stop`.
-        self._entries: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # Whether the loop's thread has received None.
         self._is_stopping = False
         # The short requests that wait for the loop's thread.
@@ -76,11 +76,11 @@ class RequestWorkers:
 
     def add(self, request: Any) -> None:  # noqa: ANN401 - the server's own type
         """Queue a request. The loop sends the response."""
-        self._entries.put(_Job(request, request.get_response_sender(), _client_of(request)))
+        self._messages.put(_Job(request, request.get_response_sender(), _client_of(request)))
 
     def stop(self) -> None:
         """Answer the queued short requests, then end the threads."""
-        self._entries.put(None)
+        self._messages.put(None)
         self._thread.join()
         self._pool.shutdown(cancel_futures=True)
 
@@ -88,36 +88,37 @@ class RequestWorkers:
         """Process the queued requests until `stop` is called."""
         # After `stop`, the remaining short requests are still answered.
         while self._short or not self._is_stopping:
-            self._handle_entries()
+            self._receive_messages()
             if self._short:
                 job = self._short.take()
                 job.reply = self._respond(job.request)
                 _send(job)
 
-    def _handle_entries(self) -> None:
-        """Handle all entries in the queue. If no short request waits, wait for the first entry.
+    def _receive_messages(self) -> None:
+        """Handle all messages of other threads. If no short request waits, wait for a message.
 
-        A short request that waits is not delayed, because the loop processes it next.
+        If a short request waits, do not wait for a message, because the loop must process the
+        request next.
         """
         may_wait = not self._short and not self._is_stopping
         # While long requests wait, check from time to time whether their clients have disconnected.
         timeout_s = _POLL_S if self._long else None
         try:
-            entry = self._entries.get(block=may_wait, timeout=timeout_s)
+            message = self._messages.get(block=may_wait, timeout=timeout_s)
         except queue.Empty:
             if may_wait:
                 self._drop_abandoned()
             return
-        self._handle_entry(entry)
-        while not self._entries.empty():
+        self._handle_message(message)
+        while not self._messages.empty():
             # This call does not block, because only this thread takes entries.
-            self._handle_entry(self._entries.get())
+            self._handle_message(self._messages.get())
 
-    def _handle_entry(self, job: _Job | None) -> None:
-        """Handle an entry of the queue: queue a new request, or respond to a long request.
+    def _handle_message(self, job: _Job | None) -> None:
+        """Handle a message of another thread.
 
-        A long request is responded to when a thread has built its response. The entry None means
-        that `stop` was called.
+        A new request is added to the short or to the long requests. If `job` is a long request with
+        a response, send the response. None means that `stop` was called.
         """
         if job is None:
             self._is_stopping = True
@@ -156,7 +157,7 @@ class RequestWorkers:
     def _process_long(self, job: _Job) -> None:
         """Process a long request in a thread of the pool."""
         job.reply = self._respond(job.request)
-        self._entries.put(job)
+        self._messages.put(job)
 
     def _end_long(self, job: _Job) -> None:
         """Send the response of a long request, and start the next long request."""

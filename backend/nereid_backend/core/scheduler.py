@@ -86,11 +86,12 @@ class Scheduler:
         self.windows = tuple(windows)
         self._has_windows = any(window is not None for window in windows)
         shares_blocks = shares_blocks and not whole_prefill
-        has_snapshots = enable_prefix_caching and num_states > 0 and not whole_prefill
-        snapshots = StateSnapshots(num_states, block_size) if has_snapshots else None
         self.cache: PrefixCache | None = None
-        if has_snapshots or (enable_prefix_caching and shares_blocks):
-            self.cache = PrefixCache(pool, block_size, self.windows, snapshots)
+        if enable_prefix_caching and not whole_prefill:
+            snapshots = StateSnapshots(num_states, block_size) if num_states > 0 else None
+            if shares_blocks or snapshots is not None:
+                self.cache = PrefixCache(pool, block_size, self.windows, snapshots)
+        has_snapshots = self.cache is not None and self.cache.snapshots is not None
         assert drafter is None or shares_blocks, "rejected draft tokens could not be removed"
         self.drafter = drafter
         self._tables = BlockTables(

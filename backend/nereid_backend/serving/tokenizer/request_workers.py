@@ -111,7 +111,7 @@ class RequestWorkers:
             return
         self._handle_message(message)
         while not self._messages.empty():
-            # This call does not block, because only this thread takes entries.
+            # This call does not block, because only this thread takes messages.
             self._handle_message(self._messages.get())
 
     def _handle_message(self, job: _Job | None) -> None:

@@ -107,9 +107,9 @@ class RequestLimits:
         # Each character has at least one byte, so a text with too many characters also has too many
         # bytes. Counting the characters is fast, because the text need not be encoded.
         if len(text) > self.max_request_bytes:
-            self._refuse_length(
-                f"{field}: the request has {len(text)} bytes",
-                len(text) // _ESCAPED_BYTES,
+            min_prompt_bytes = len(text) // _ESCAPED_BYTES
+            raise self._length_error(
+                f"{field}: the request has {len(text)} bytes", min_prompt_bytes
             )
         # Parsed objects take much more memory than their JSON text. Therefore the brackets are
         # counted before the text is parsed.
@@ -145,8 +145,8 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # `derive` divides max_model_len by the tokens of a message to get max_messages. The same
-        # division by max_messages approximates the tokens of a message.
+        # max_messages is max_model_len divided by the smallest number of tokens of a message. The
+        # division by max_messages therefore returns this number of tokens, rounded.
         min_message_tokens = self.max_model_len // self.max_messages
         least_tokens = self._above_limit(count * min_message_tokens)
         raise RequestError(
@@ -160,7 +160,7 @@ class RequestLimits:
         prompt = {name: body[name] for name in _PROMPT_FIELDS if name in body}
         num_bytes = measure(prompt, self).num_bytes
         if num_bytes > _DROPPED_TEXT_FACTOR * self.max_prompt_bytes:
-            self._refuse_length(
+            raise self._length_error(
                 f"messages: the messages and tools have {num_bytes} bytes of text", num_bytes
             )
 
@@ -185,7 +185,7 @@ class RequestLimits:
         """
         num_bytes = num_utf8_bytes(text)
         if num_bytes > self.max_prompt_bytes:
-            self._refuse_length(f"text_input: the prompt has {num_bytes} bytes", num_bytes)
+            raise self._length_error(f"text_input: the prompt has {num_bytes} bytes", num_bytes)
 
     def check_token_ids(self, num_tokens: int) -> None:
         """Refuse a prompt that has too many token ids.
@@ -199,20 +199,21 @@ class RequestLimits:
                 "(max_model_len). Send a shorter prompt."
             )
 
-    def _refuse_length(self, beginning: str, num_bytes: int) -> None:
-        """Raise a RequestError for a prompt that is too long.
+    def _length_error(self, beginning: str, min_bytes: int) -> RequestError:
+        """Return the error for a prompt that is too long.
 
-        The message contains the number of tokens that the prompt has at least.
+        The message contains the smallest number of tokens that the prompt can have. Example: the
+        prompt has at least 6400 bytes, and the longest token has 16 bytes. Then the prompt has at
+        least 400 tokens.
 
         Args:
             beginning: the beginning of the error message, which gives the size of the prompt.
-            num_bytes: a lower bound for the size of the prompt, in bytes of UTF-8.
+            min_bytes: the prompt has at least this number of bytes in UTF-8.
         """
-        # `derive` multiplies max_model_len by the bytes of the longest token to get
-        # max_prompt_bytes. The division returns the bytes of the longest token.
+        # max_prompt_bytes is the product of max_model_len and the bytes of the longest token.
         max_token_bytes = self.max_prompt_bytes // self.max_model_len
-        least_tokens = self._above_limit(num_bytes // max_token_bytes)
-        raise RequestError(
+        least_tokens = self._above_limit(min_bytes // max_token_bytes)
+        return RequestError(
             f"{beginning}, which need at least {least_tokens} tokens; the limit is "
             f"{self.max_model_len} (max_model_len). Send a shorter prompt."
         )

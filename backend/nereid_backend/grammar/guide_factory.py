@@ -24,6 +24,7 @@ from nereid_backend.grammar.compile_grammar import (
 )
 from nereid_backend.grammar.compile_pool import CompilePool
 from nereid_backend.grammar.guide_rules import GuideRules, rules_for
+from nereid_backend.grammar.shared_compilations import SharedCompilations
 from nereid_backend.grammar.thinking_budget import Thinking
 from nereid_backend.grammar.token_guide import TokenGuide
 from nereid_backend.grammar.trial_compiler import TrialCompiler
@@ -41,14 +42,6 @@ class _CompiledSpec:
 
     compiled: Compiled
     special_ids: frozenset[int]
-
-
-@dataclass
-class _Compilation:
-    """A running compilation, and the number of requests that wait for the compilation's result."""
-
-    future: Future[_CompiledSpec]
-    num_waiting: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +98,9 @@ class Guides:
         # `warm_up` sets the future, and `_load` sets the pool.
         self._libraries: Future[Libraries] | None = None
         self._pool: CompilePool[_CompiledSpec] | None = None
-        # The running compilations. Several threads use this dictionary and `_libraries`, so `_lock`
-        # protects them.
-        self._compiling: dict[GrammarSpec, _Compilation] = {}
+        # Protects `_libraries`, which several threads use.
         self._lock = threading.Lock()
+        self._compilations: SharedCompilations[_CompiledSpec] = SharedCompilations()
 
     def warm_up(self) -> "Future[Libraries]":
         """Start to load the tokenizer and the grammar libraries in a thread.
@@ -153,10 +145,8 @@ class Guides:
             _fail(pending.future, size_error)
             return pending.future
 
-        def compile_grammar_then_create(libraries: Libraries) -> None:
-            self._create_when_compiled(pending, libraries)
-
-        _when_done(self.warm_up(), pending.future, compile_grammar_then_create)
+        loading = self.warm_up()
+        _when_done(loading, pending.future, partial(self._create_when_compiled, pending))
         return pending.future
 
     def close(self) -> None:
@@ -221,63 +211,14 @@ class Guides:
         if compiled_spec is not None:
             self._create(pending, libraries, compiled_spec)
             return
-        compilation = self._join_compilation(libraries, key)
-        pending.future.add_done_callback(partial(self._stop_waiting, key, compilation))
+        start = partial(self._start_compiling, libraries, key)
+        compiling = self._compilations.join(key, pending.future, start)
+        _when_done(compiling, pending.future, partial(self._create, pending, libraries))
 
-        def create(compiled_spec: _CompiledSpec) -> None:
-            self._create(pending, libraries, compiled_spec)
-
-        _when_done(compilation.future, pending.future, create)
-
-    def _join_compilation(self, libraries: Libraries, key: GrammarSpec) -> _Compilation:
-        """Return the running compilation of a grammar, or start one.
-
-        Several requests can wait for the result of one compilation. This method increases the
-        number of these requests by one.
-        """
+    def _start_compiling(self, libraries: Libraries, spec: GrammarSpec) -> "Future[_CompiledSpec]":
+        """Start to compile a grammar in a thread of the pool, and return the future."""
         assert self._pool is not None
-        with self._lock:
-            running = self._compiling.get(key)
-            if running is not None:
-                running.num_waiting += 1
-                return running
-            work = partial(self._compile, libraries, key)
-            compilation = _Compilation(self._pool.submit(key, work))
-            compilation.num_waiting += 1
-            self._compiling[key] = compilation
-        # `add_done_callback` may call the callback immediately, and the callback needs the lock.
-        # The lock is therefore released before this call.
-        compilation.future.add_done_callback(lambda _future: self._forget(key, compilation))
-        return compilation
-
-    def _stop_waiting(
-        self, key: GrammarSpec, compilation: _Compilation, guide_future: "Future[TokenGuide]"
-    ) -> None:
-        """Record that one request no longer waits for the result of a compilation.
-
-        Several requests with equal grammars can wait for one compilation. If this request was
-        cancelled and no other request waits, stop the compilation.
-
-        Args:
-            key: the grammar.
-            compilation: the compilation of the grammar. Its number of waiting requests is reduced.
-            guide_future: the future of the request, which is done.
-        """
-        with self._lock:
-            compilation.num_waiting -= 1
-            is_unwanted = guide_future.cancelled() and compilation.num_waiting == 0
-        if is_unwanted:
-            self._forget(key, compilation)
-            compilation.future.cancel()
-
-    def _forget(self, key: GrammarSpec, compilation: _Compilation) -> None:
-        """Remove a compilation from the dictionary of running compilations.
-
-        Later requests then use the cached grammar or start a new compilation.
-        """
-        with self._lock:
-            if self._compiling.get(key) is compilation:
-                del self._compiling[key]
+        return self._pool.submit(spec, partial(self._compile, libraries, spec))
 
     def _compile(self, libraries: Libraries, spec: GrammarSpec) -> _CompiledSpec:
         """Compile a grammar in a thread of the pool, and cache the compiled grammar."""
@@ -339,11 +280,11 @@ def _when_done(
     """Call `use_result` with the result of `future` as soon as `future` is done.
 
     Args:
-        future: the future of a step that must precede the creation of a request's guide, such as
-            the compilation of the grammar.
-        guide_future: the future for which the request waits. It receives the error if the step or
-            `use_result` fails.
-        use_result: takes the next step.
+        future: the future of an operation that must precede the creation of a request's guide, such
+            as the compilation of the grammar.
+        guide_future: the future for which the request waits. It receives the error if the operation
+            or `use_result` fails.
+        use_result: starts the next operation with the result of the previous operation.
     """
 
     def on_done(done_future: "Future[S]") -> None:

@@ -187,9 +187,9 @@ def test_a_slow_schema_is_compiled_after_a_real_trial(guides):
 def test_a_grammar_that_nobody_waits_for_is_stopped(guides):
     params = SamplingParams(grammar=schema(properties=properties(9000)))
     first, second = (guides.prepare(params, frozenset({2})) for _ in range(2))
-    compilation = guides._compiling[params.grammar]
+    compilation = guides._compilations._running[params.grammar]
     first.cancel()
     assert not compilation.future.done()
     second.cancel()
     assert compilation.future.cancelled()
-    assert guides._compiling == {}
+    assert guides._compilations._running == {}

@@ -259,7 +259,7 @@ class DiskStore:
             return
         self._make_room(len(data))
         _write_atomically(path, data)
-        self._forget(name)  # If the file has replaced an older file, its size no longer counts.
+        self._forget(name)  # The size of a replaced file no longer counts.
         with self._lock:
             self._sizes[name] = len(data)
             self._num_bytes += len(data)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The running compilations of grammars. Requests with equal grammars share one compilation."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from nereid_backend.core.grammar import GrammarSpec
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Compilation(Generic[T]):
+    """A running compilation, and the number of requests that wait for the compilation's result."""
+
+    future: Future[T]
+    num_waiting: int = 0
+
+
+class SharedCompilations(Generic[T]):
+    """Finds the running compilation of a grammar, and stops it if no request waits for it.
+
+    Several threads may call the methods.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[GrammarSpec, _Compilation[T]] = {}
+        self._lock = threading.Lock()
+
+    def join(
+        self, spec: GrammarSpec, request_future: "Future[Any]", start: Callable[[], "Future[T]"]
+    ) -> "Future[T]":
+        """Return the future of the running compilation of a grammar, or start a compilation.
+
+        Args:
+            spec: the grammar.
+            request_future: the future of a request that waits for the compilation. If the futures
+                of all waiting requests are cancelled, the compilation is stopped.
+            start: starts a compilation, and returns its future.
+        """
+        with self._lock:
+            running = self._running.get(spec)
+            compilation = _Compilation(start()) if running is None else running
+            self._running[spec] = compilation
+            compilation.num_waiting += 1
+        # A callback may be called immediately, and needs the lock. Therefore the callbacks are
+        # added after the lock is released.
+        if running is None:
+            compilation.future.add_done_callback(lambda _: self._forget(spec, compilation))
+        request_future.add_done_callback(partial(self._stop_waiting, spec, compilation))
+        return compilation.future
+
+    def _stop_waiting(
+        self, spec: GrammarSpec, compilation: _Compilation[T], request_future: "Future[Any]"
+    ) -> None:
+        """Record that one request no longer waits for a compilation.
+
+        If the request was cancelled and no other request waits, stop the compilation.
+
+        Args:
+            spec: the grammar.
+            compilation: the compilation of the grammar. Its number of waiting requests is reduced.
+            request_future: the future of the request, which is done.
+        """
+        with self._lock:
+            compilation.num_waiting -= 1
+            is_unwanted = request_future.cancelled() and compilation.num_waiting == 0
+        if is_unwanted:
+            self._forget(spec, compilation)
+            compilation.future.cancel()
+
+    def _forget(self, spec: GrammarSpec, compilation: _Compilation[T]) -> None:
+        """Remove a compilation that has ended or is no longer wanted.
+
+        A later request with this grammar uses the cached grammar, or starts a new compilation.
+        """
+        with self._lock:
+            if self._running.get(spec) is compilation:
+                del self._running[spec]

@@ -14,6 +14,7 @@ Start reading at guide_factory.py: `Guides.prepare` creates the guide of a reque
     compile_cost.py         rejects grammars that would take too long to compile
     quick_grammars.py       decides whether a grammar certainly compiles quickly
     compile_pool.py         compiles quick grammars immediately, and other grammars after a trial
+    shared_compilations.py  lets requests with equal grammars share one compilation
     trial_compiler.py       starts a trial: another process tries to compile a grammar
     trial_process.py        the program that runs in the process for trials
     byte_cache.py           the cache of compiled grammars

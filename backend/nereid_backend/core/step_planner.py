@@ -197,9 +197,9 @@ class StepPlanner:
             needs_one_token = start + 1 == len(sequence.token_ids) and self.drafter is None
             chunk: Chunk | None
             if needs_one_token and self.tables.has_block(sequence, start):
-                # Most chunks are like this: one token, and no new block. `_plan_next_tokens` would
-                # return an equal chunk, but takes more time, and so do keyword arguments. The
-                # arguments after `start` are num_tokens, samples, is_first and num_logits.
+                # Most chunks have one token and need no new block. `_plan_next_tokens` would return
+                # an equal chunk, but would take more time. Keyword arguments would take more time,
+                # too. The arguments after `start` are num_tokens, samples, is_first and num_logits.
                 chunk = Chunk(sequence, start, 1, True, False, 1)
             else:
                 chunk = self._plan_next_tokens(index, budget)
@@ -264,13 +264,13 @@ class StepPlanner:
         Otherwise, two sequences could each get half of the blocks that they need, and wait for each
         other forever.
 
-        Stop at the first sequence for which the rows, the blocks or the budget do not suffice. The
-        budget is the number of tokens that the step may still compute. It does not suffice if it is
-        0. With `whole_prefill`, a prompt must be computed in one step. Then the budget also does
-        not suffice for a longer prompt, unless the prompt is the only chunk of the step.
+        Stop at the first sequence for which there are not enough rows, blocks or tokens. `budget`
+        is the number of tokens that the step may still compute. A sequence needs at least one of
+        them. With `whole_prefill`, a prompt must be computed in one step, so a sequence needs a
+        budget for all its tokens, unless `chunks` is empty.
 
-        Mutates: `has_overdue_prompt`. If the budget does not suffice for a whole prompt, the
-            attribute becomes True, and the next step starts with this prompt.
+        Mutates: `has_overdue_prompt`. It becomes True if a whole prompt does not fit into the
+            budget. The next step then starts with this prompt.
         """
         if self.is_held_up:
             # A running sequence needs more blocks, but this plan is made before the previous step

@@ -224,9 +224,10 @@ class DiskStore:
     def _write_files(self) -> None:
         """Write and delete files until the queue contains None. The writer thread runs this method.
 
-        The queue contains the names of files. `_pending` contains the task for each of these files:
-        its new bytes, or None if the file must be deleted. If a file gets a new task while an older
-        task of the file waits, the queue contains the name twice, and only the new task is done.
+        The queue contains the names of files. `_pending` contains a task for each of these files:
+        the new bytes of the file, or None if the file must be deleted. If a file gets a new task
+        while an older task of the file waits, the queue contains the name twice, and only the new
+        task is done.
         """
         while (name := self._queue.get()) is not None:
             with self._lock:

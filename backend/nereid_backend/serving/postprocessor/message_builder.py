@@ -76,8 +76,8 @@ class ParsedMessage:
         adapted = _adapt_format(fmt, context)
         tools = [dict(tool) for tool in context.tools]
         if not context.reads_calls:
-            # Every tool call of the model is then a call of an unknown tool, which the adapted
-            # format leaves in the content.
+            # Every tool call of the model is then a call of an unknown tool. The adapted format
+            # leaves such calls in the content.
             tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
@@ -85,8 +85,8 @@ class ParsedMessage:
         # The fields of the next delta: the pieces of text, and the tool calls by their index.
         self._new_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._new_calls: dict[int, dict[str, Any]] = {}
-        # A marker such as "<think>" with which the parser begins the content, although the model
-        # did not generate it. It is removed from the first content; "" if there is none.
+        # The marker, such as "<think>", that the parser adds to the beginning of the content; "" if
+        # the parser adds none. The model did not generate this marker, so `_add` removes it.
         self._added_marker = self._marker_added_by_parser(adapted)
 
     def _marker_added_by_parser(self, fmt: Format) -> str:

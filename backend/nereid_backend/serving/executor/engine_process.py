@@ -21,7 +21,7 @@ The following messages are sent in addition to those of every child process (pro
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from nereid_backend.config import EngineConfig
@@ -214,25 +214,30 @@ class EngineService:
     def advance(self) -> None:
         """Compute one step of the engine, and send the updates and the events of the step.
 
-        The statistics are sent every 0.1 s, and whenever the engine has no more work.
+        If a replacement of the weights waits and the engine has no more work, replace the weights.
         """
-        engine = self._engine
-        updates = engine.step()
+        updates = self._engine.step()
         # Send the starts of requests before their first tokens.
-        if engine.compiled:
-            self._send(["compiled", engine.compiled])
-        if engine.started:
-            self._send(["started", engine.started])
-        if updates:
-            self._send(["updates", [pack_update(update) for update in updates]])
+        self._send_items("compiled", self._engine.compiled)
+        self._send_items("started", self._engine.started)
+        self._send_items("updates", [pack_update(update) for update in updates])
         for update in updates:
             if update.finish_reason is not None:
                 self._note_end_of_sequence(update.request_id)
-        now = time.monotonic()
-        if now >= self._stats_due or not engine.has_work():
-            self._send(["stats", engine.stats()._asdict()])
-            self._stats_due = now + _STATS_INTERVAL_S
+        self._send_stats_if_due()
         self._reload_if_idle()
+
+    def _send_items(self, kind: str, items: Sequence[object]) -> None:
+        """Send a message that contains `items`. Do nothing if there are no items."""
+        if items:
+            self._send([kind, items])
+
+    def _send_stats_if_due(self) -> None:
+        """Send the statistics of the engine every 0.1 s, and whenever the engine has no work."""
+        now = time.monotonic()
+        if now >= self._stats_due or not self._engine.has_work():
+            self._send(["stats", self._engine.stats()._asdict()])
+            self._stats_due = now + _STATS_INTERVAL_S
 
     def _note_end_of_sequence(self, request_id: str) -> None:
         """Record that a sequence has ended. A request runs until all its sequences have ended."""

@@ -8,7 +8,8 @@ from nereid_backend.serving.tracing import Tracing
 def record_spans(tracing: Tracing, stream: Stream, now: float) -> None:
     """Record the spans of a request that has just ended. `now` is the current time.
 
-    There is one span for each phase of the request. A phase that did not begin has no span.
+    There is one span for each phase of the request. A phase that did not start has no span, and
+    the span of a phase that has not ended ends now.
     """
     if not tracing.is_on:
         return
@@ -16,26 +17,20 @@ def record_spans(tracing: Tracing, stream: Stream, now: float) -> None:
     parent = timing.traceparent
     if timing.compilation is not None:
         tracing.record("nereid.grammar", parent, *timing.compilation)
-    # If a phase has not ended, its span ends now.
-    end_of_queue = now if timing.started is None else timing.started
-    tracing.record("nereid.queue", parent, timing.arrived, end_of_queue)
-    if timing.started is None:
-        return
-    end_of_prefill = now if timing.first_token is None else timing.first_token
-    tracing.record(
-        "nereid.prefill",
-        parent,
-        timing.started,
-        end_of_prefill,
-        gen_ai__usage__input_tokens=timing.num_prompt_tokens,
-        nereid__cached_tokens=max(sequence.num_cached_tokens for sequence in stream.sequences),
-    )
-    if timing.first_token is None:
-        return
-    tracing.record(
-        "nereid.decode",
-        parent,
-        timing.first_token,
-        now,
-        gen_ai__usage__output_tokens=sum(sequence.num_tokens for sequence in stream.sequences),
-    )
+    num_cached_tokens = max(sequence.num_cached_tokens for sequence in stream.sequences)
+    prefill_attributes = {
+        "gen_ai__usage__input_tokens": timing.num_prompt_tokens,
+        "nereid__cached_tokens": num_cached_tokens,
+    }
+    num_output_tokens = sum(sequence.num_tokens for sequence in stream.sequences)
+    decode_attributes = {"gen_ai__usage__output_tokens": num_output_tokens}
+    # The name, the start, the end and the attributes of each phase. A phase that has not started
+    # has the start None, and a phase that has not ended has the end None.
+    phases: list[tuple[str, float | None, float | None, dict[str, int]]] = [
+        ("nereid.queue", timing.arrived, timing.started, {}),
+        ("nereid.prefill", timing.started, timing.first_token, prefill_attributes),
+        ("nereid.decode", timing.first_token, None, decode_attributes),
+    ]
+    for name, start, end, attributes in phases:
+        if start is not None:
+            tracing.record(name, parent, start, now if end is None else end, **attributes)

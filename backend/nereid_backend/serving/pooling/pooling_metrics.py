@@ -3,6 +3,7 @@
 
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 
 from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.serving.published_metrics import (
@@ -26,6 +27,31 @@ _HISTOGRAMS = {
 }
 
 
+def _make_histograms() -> dict[str, Histogram]:
+    """Return an empty histogram for each name in `_HISTOGRAMS`."""
+    return {
+        name: Histogram(DURATION_BUCKETS_S if name.endswith("_seconds") else SIZE_BUCKETS)
+        for name in _HISTOGRAMS
+    }
+
+
+@dataclass(slots=True)
+class _Values:
+    """The values that this process has collected since its start.
+
+    Attributes:
+        num_by_outcome: the number of answered requests by outcome.
+        counts: the other counts, by the name of the metric.
+        histograms: the durations and the sizes of requests, by the name of the metric.
+    """
+
+    num_by_outcome: Counter[str] = field(
+        default_factory=lambda: Counter({"success": 0, "refused": 0, "error": 0})
+    )
+    counts: Counter[str] = field(default_factory=Counter)
+    histograms: dict[str, Histogram] = field(default_factory=_make_histograms)
+
+
 class PoolingMetrics:
     """The metrics of one model. Only the thread of the stub's loop may use them.
 
@@ -39,24 +65,13 @@ class PoolingMetrics:
         families = MetricFamilies()
         self._labels = labels
         self._families = families  # The metrics exist as long as this object exists.
+        self._values = _Values()
+        # The server's metrics, to which `publish` sends `_values`.
         num_requests = families.gauge("pooling_num_requests", "Requests without a response")
         self._num_requests = num_requests.Metric(labels)
-        # The values that this process collects: the number of requests by outcome, and the other
-        # counts and the histograms by name.
-        self._num_by_outcome = Counter({"success": 0, "refused": 0, "error": 0})
-        self._counts: Counter[str] = Counter()
+        self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")
+        self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = {
-            name: Histogram(DURATION_BUCKETS_S if name.endswith("_seconds") else SIZE_BUCKETS)
-            for name in _HISTOGRAMS
-        }
-        # The server's metrics, to which `publish` sends these values.
-        self._server_outcomes = families.counter(
-            "pooling_requests_total", "Answered requests by outcome"
-        )
-        self._server_counters = {
-            name: families.counter(name, text) for name, text in _COUNTERS.items()
-        }
-        self._server_histograms = {
             name: families.histogram_counters(name, text, labels)
             for name, text in _HISTOGRAMS.items()
         }
@@ -83,8 +98,8 @@ class PoolingMetrics:
             "pooling_request_prompt_tokens": num_tokens,
         }
         for name, value in values.items():
-            self._histograms[name].observe(value)
-        self._counts["pooling_prompt_tokens_total"] += num_tokens
+            self._values.histograms[name].observe(value)
+        self._values.counts["pooling_prompt_tokens_total"] += num_tokens
 
     def note_response(self, result: object) -> None:
         """Increment a counter for a response: success, refused or error.
@@ -98,11 +113,11 @@ class PoolingMetrics:
             outcome = "refused"
         else:
             outcome = "error"
-        self._num_by_outcome[outcome] += 1
+        self._values.num_by_outcome[outcome] += 1
 
     def note_restart(self) -> None:
         """Count a restart of the worker process."""
-        self._counts["pooling_restarts_total"] += 1
+        self._values.counts["pooling_restarts_total"] += 1
 
     def publish(self, num_requests: int) -> None:
         """Publish the changed metrics. Do nothing if the last publication was less than 1 s ago."""
@@ -111,9 +126,9 @@ class PoolingMetrics:
             return
         self._publish_due = now + _PUBLISH_INTERVAL_S
         self._num_requests.set(float(num_requests))
-        for outcome, count in self._num_by_outcome.items():
-            self._server_outcomes.raise_to(count, {**self._labels, "outcome": outcome})
-        for name, counter in self._server_counters.items():
-            counter.raise_to(self._counts[name], self._labels)
-        for name, histogram in self._histograms.items():
-            self._server_histograms[name].publish(histogram)
+        for outcome, count in self._values.num_by_outcome.items():
+            self._outcomes.raise_to(count, {**self._labels, "outcome": outcome})
+        for name, counter in self._counters.items():
+            counter.raise_to(self._values.counts[name], self._labels)
+        for name, histogram in self._values.histograms.items():
+            self._histograms[name].publish(histogram)

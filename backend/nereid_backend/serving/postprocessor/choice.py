@@ -5,7 +5,7 @@ token ids --Detokenizer--> text --StopStrings--> text to send --message--> field
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_backend.serving.postprocessor.message_builder import Message
 from nereid_backend.serving.postprocessor.strict_check import Check, CheckedMessage
@@ -75,6 +75,18 @@ class _Totals:
         }
 
 
+class _EndReasons(NamedTuple):
+    """The reasons why a choice has ended, in the format of the OpenAI API.
+
+    Attributes:
+        finish_reason: such as "stop", "length" or "tool_calls".
+        stop_reason: the stop token or the stop string that ended the choice; None for neither.
+    """
+
+    finish_reason: str
+    stop_reason: int | str | None
+
+
 class Choice:
     """The postprocessor's state of one choice.
 
@@ -124,8 +136,7 @@ class Choice:
         self._totals = _Totals()
         # The end of the choice. The reasons are None while the choice continues.
         self.stop_string: str | None = None
-        self._finish_reason: str | None = None
-        self._stop_reason: int | str | None = None
+        self._reasons: _EndReasons | None = None
         self.is_finished = False
 
     def add(self, delta: SequenceDelta) -> None:
@@ -162,7 +173,7 @@ class Choice:
         """
         if self.is_finished:
             return None
-        is_last = self._finish_reason is not None
+        is_last = self._reasons is not None
         can_stream = self.context.stream and self._has_unsent_output
         if not is_last and not can_stream:
             return None
@@ -173,7 +184,7 @@ class Choice:
         output = ChoiceOutput(
             text=text,
             delta=self._build_delta(),
-            finish_reason=self._finish_reason,
+            finish_reason=None if self._reasons is None else self._reasons.finish_reason,
             cumulative_logprob=self._totals.cumulative_logprob,
             num_output_tokens=len(unsent.token_ids),
             logprobs=tuple(unsent.logprobs),
@@ -289,18 +300,17 @@ class Choice:
         `ending` has the finish reason "stop". The finish reason becomes "tool_calls".
         """
         self._message.finish()
-        if self.stop_string is not None:
-            self._finish_reason = "stop"
-            self._stop_reason = self.stop_string
-        else:
-            self._finish_reason = ending.finish_reason
-            self._stop_reason = ending.stop_reason
         has_model_ended = self.stop_string is None and ending.finish_reason == "stop"
         if self._checked_message is not None and has_model_ended:
             # Only a message that the model itself has ended is validated against a schema.
             self._checked_message.is_complete = True
-        if self._finish_reason == "stop" and self._message.has_calls:
-            self._finish_reason = "tool_calls"
+        finish_reason: str = ending.finish_reason
+        stop_reason: int | str | None = ending.stop_reason
+        if self.stop_string is not None:
+            finish_reason, stop_reason = "stop", self.stop_string
+        if finish_reason == "stop" and self._message.has_calls:
+            finish_reason = "tool_calls"
+        self._reasons = _EndReasons(finish_reason, stop_reason)
 
     def _build_delta(self) -> dict[str, Any]:
         """Convert the unsent output to the JSON object of the output `delta`.
@@ -338,14 +348,14 @@ class Choice:
 
     def _ending_fields(self) -> dict[str, Any]:
         """Return the fields that only the last delta has; {} while the choice continues."""
-        if self._finish_reason is None:
+        if self._reasons is None:
             return {}
         fields: dict[str, Any] = {
             "cumulative_logprob": self._totals.cumulative_logprob,
-            "finish_reason": self._finish_reason,
+            "finish_reason": self._reasons.finish_reason,
         }
-        if self._stop_reason is not None:
-            fields["stop_reason"] = self._stop_reason
+        if self._reasons.stop_reason is not None:
+            fields["stop_reason"] = self._reasons.stop_reason
         return fields
 
     def _token_id_fields(self) -> dict[str, list[int]]:

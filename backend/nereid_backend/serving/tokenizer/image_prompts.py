@@ -71,11 +71,13 @@ def has_image_parts(body: dict[str, Any] | None) -> bool:
     messages = body.get("messages") if body is not None else None
     if not isinstance(messages, list):
         return False
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list) and any(_is_image_part(part) for part in content):
-            return True
-    return False
+    return any(_is_image_part(part) for message in messages for part in _parts_of(message) or [])
+
+
+def _parts_of(message: Any) -> list[Any] | None:  # noqa: ANN401 - any JSON value
+    """Return the parts of a message's content; None if the content is not a list of parts."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return content if isinstance(content, list) else None
 
 
 def _is_image_part(part: Any) -> bool:  # noqa: ANN401 - any JSON value
@@ -114,10 +116,10 @@ def _take_images_of(message: Any, images: list[bytes]) -> Any:  # noqa: ANN401 -
 
     Mutates: `images`. The images of the message are appended.
     """
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
+    parts = _parts_of(message)
+    if parts is None:
         return message
-    return {**message, "content": [_take_image(part, images) for part in content]}
+    return {**message, "content": [_take_image(part, images) for part in parts]}
 
 
 def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value

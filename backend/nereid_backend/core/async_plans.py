@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans of async scheduling. Each step is planned while the previous step is still running.
 
+In this example, A, B and C are the plans of three steps, and a, b, c and d are sequences:
+
     plan            plan_ahead(A)       commit(A)   settle(B)   plan_ahead(B)       commit(B)
     A: a b c        B: a b c d          b ended     B: a c d    C: a c d            ...
 

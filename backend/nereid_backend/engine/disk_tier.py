@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache on disk, which can be used again after a restart of the process.
+"""The prefix cache on disk. After a restart of the process, its blocks can be used again.
 
     a block was computed  -> its bytes are copied  -> a thread writes the file
     a request arrives     -> a thread reads files  -> the blocks join the prefix cache in memory

@@ -6,8 +6,8 @@ The check takes a fraction of a second.
     python -m nereid_backend.serving.check_settings MODEL_REPOSITORY
 
 The program reads the NEREID_* variables and the parameters of each config.pbtxt, and prints one
-line for each wrong setting. The program and the models use the same code to read the settings. Its
-exit code is 2 if a setting is wrong, else 0. The program does not detect problems that depend on
+line for each wrong setting. Its exit code is 2 if a setting is wrong, else 0. The program and the
+models use the same code to read the settings. The program does not detect problems that depend on
 the machine, such as too little memory or a missing GPU. The models report such problems when they
 load.
 """

@@ -17,7 +17,7 @@ from nereid_backend.core.sequence import Sequence
 
 
 class KeptPrompts:
-    """Holds and releases the blocks in `Request.block_tables`."""
+    """Keeps the blocks of prompts for requests (`Request.block_tables`), and releases them."""
 
     def __init__(
         self, pool: BlockPool, block_size: int, windows: abc.Sequence[AttentionWindow | None]

@@ -133,16 +133,29 @@ def _run(service: Service, channel: Channel) -> int:
             if kind == "stop":
                 return 0
             service.handle(kind, values)
-        try:
-            if service.has_work():
-                service.advance()
-        except ChannelClosedError:
-            raise
-        except Exception as error:
-            # The model may be unusable after an unexpected error, so this process ends.
-            log.exception("a step failed, and the process ends")
-            channel.send(["fatal", error_text(error)])
+        if not _try_advance(service, channel):
             return 1
+
+
+def _try_advance(service: Service, channel: Channel) -> bool:
+    """Do one step of the work, if there is work. Return False if an unexpected error occurred.
+
+    The model may be unusable after such an error, so the process must end. The error is sent to the
+    parent process.
+
+    Raises:
+        ChannelClosedError: the parent process has ended.
+    """
+    try:
+        if service.has_work():
+            service.advance()
+    except ChannelClosedError:
+        raise
+    except Exception as error:
+        log.exception("a step failed, and the process ends")
+        channel.send(["fatal", error_text(error)])
+        return False
+    return True
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -171,11 +171,10 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
             f"{_EFFORT}: the value must be a word such as none, low or high, but the request has "
             f"{shown(effort)}."
         )
-    switches = [name for name in _SWITCHES if has_variable(template, name)]
     turns_off = effort == _NO_EFFORT
-    variables: dict[str, Any] = dict.fromkeys(switches, not turns_off)
+    variables = _switch_variables(template, is_on=not turns_off)
     # If a switch turns off the reasoning, the template needs no effort.
-    needs_effort = not (turns_off and switches)
+    needs_effort = not (turns_off and variables)
     if needs_effort and has_variable(template, _EFFORT):
         variables[_EFFORT] = effort
     if not variables:
@@ -201,13 +200,23 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
             f"thinking: type must be one of {', '.join(_SWITCH_TYPES)}, but the request has "
             f"{shown(kind)}. Send other variables of the chat template in chat_template_kwargs."
         )
-    switches = [name for name in _SWITCHES if has_variable(template, name)]
-    if not switches and kind == "disabled":
+    is_disabled = kind == "disabled"
+    variables = _switch_variables(template, is_on=not is_disabled)
+    if not variables and is_disabled:
         raise RequestError(
             "thinking: this checkpoint's chat template has no variable that disables reasoning. "
             "Leave the field out."
         )
-    return dict.fromkeys(switches, kind != "disabled")
+    return variables
+
+
+def _switch_variables(template: str, *, is_on: bool) -> dict[str, Any]:
+    """Return the variables of a chat template that enable or disable reasoning, set to `is_on`.
+
+    Example: if the template has the variable enable_thinking, and `is_on` is False, the result is
+    `{"enable_thinking": False}`.
+    """
+    return {name: is_on for name in _SWITCHES if has_variable(template, name)}
 
 
 def _document_variables(documents: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value

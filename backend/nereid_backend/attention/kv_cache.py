@@ -170,7 +170,7 @@ class KVCache:
         # Each row contains the bytes of all tensors, one tensor after the other.
         tensors = self.tensors()
         block_bytes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
-        parts = content_rows.split(block_bytes, dim=1)
+        parts = torch.split(content_rows, block_bytes, dim=1)
         for tensor, part in zip(tensors, parts, strict=True):
             new_blocks = part.contiguous().view(tensor.dtype).view(len(blocks), *tensor.shape[1:])
             tensor.index_copy_(0, index, new_blocks)

@@ -46,7 +46,7 @@ class InvalidBlocks:
         for block_hash in sequence.block_hashes:
             cache.snapshots.delete(block_hash)
         if cache.disk_changes is not None:
-            cache.disk_changes.invalid += sequence.block_hashes
+            cache.disk_changes.invalid.extend(sequence.block_hashes)
 
     def purge(self) -> None:
         """Remove the blocks of failed sequences from the prefix cache and from all block tables.

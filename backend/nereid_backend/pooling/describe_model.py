@@ -28,7 +28,10 @@ _GPU_TOKENS = 16384
 
 
 def describe_model(config: PoolingConfig, loaded: LoadedModel, load_seconds: float) -> PoolingInfo:
-    """Return the description of a loaded model.
+    """Return the description of a loaded model, for operators and clients.
+
+    Most values come from the checkpoint's files (`loaded.spec`). `PoolingInfo` describes each
+    value.
 
     Args:
         config: the settings.
@@ -75,35 +78,38 @@ def _path(loaded: LoadedModel) -> str:
 
 
 def _dimension(loaded: LoadedModel) -> int:
-    """Return the size of the output vectors, or 0 for scores (see PoolingInfo.dimension)."""
+    """Return the size of the output vectors, or 0 for scores (see PoolingInfo.dimension).
+
+    Example: the token vectors have 768 numbers, and the model has two pooling methods and no
+    further layers. Pooling concatenates two vectors, so the result is 1536.
+    """
     spec = loaded.spec
-    model_config: Any = loaded.encoder.model.config
+    config: Any = loaded.encoder.model.config
     if spec.task != "embed":
         return 0
-    if spec.loader == TOWERS:
-        return int(model_config.projection_dim)
-    if spec.loader == MASKED:
-        # A sparse vector has one weight for each entry of the vocabulary.
+    if spec.loader == TOWERS:  # a model with a text tower and an image tower, such as CLIP
+        return int(config.projection_dim)
+    if spec.loader == MASKED:  # a sparse vector has one weight for each entry of the vocabulary
         return loaded.encoder.vocab_size
-    if spec.loader == RETRIEVAL:
-        return int(model_config.embedding_dim)
-    text = model_config.get_text_config()
-    hidden_size: Any = getattr(text, "hidden_size", None)
-    if not hidden_size:
-        # In some configs, the attribute `d_model` contains the size of the token vectors.
-        hidden_size = getattr(text, "d_model", 0)
-    size = _output_size(loaded.layers.tokens, int(hidden_size))
-    if "dense" in spec.kinds:
-        # If there are several pooling methods, their vectors are concatenated.
-        size *= len(loaded.poolers)
-    return _output_size(loaded.layers.vector, size)
+    if spec.loader == RETRIEVAL:  # a vision-language model for retrieval, such as ColPali
+        return int(config.embedding_dim)
+    size_of_token_vectors = _output_size(loaded.layers.tokens, _hidden_size(config))
+    num_poolers = len(loaded.poolers) if "dense" in spec.kinds else 1
+    return _output_size(loaded.layers.vector, size_of_token_vectors * num_poolers)
+
+
+def _hidden_size(config: Any) -> int:  # noqa: ANN401 - a config of transformers
+    """Return the size of the token vectors that the transformers model computes."""
+    text_config = config.get_text_config()
+    # In some configs, the attribute `d_model` contains the size.
+    return int(getattr(text_config, "hidden_size", None) or getattr(text_config, "d_model", 0))
 
 
 def _describe_pooling(loaded: LoadedModel) -> str:
-    """Return a readable description of the pooling method.
+    """Return a readable description of the method by which a model computes its output.
 
-    Pooling combines the token vectors of a text into one vector. Example: "cls+mean" for a model
-    that concatenates the vectors of two pooling methods.
+    An embedding model pools: it combines the token vectors of a text into one vector. Example:
+    "cls+mean" for a model that concatenates the vectors of two pooling methods.
     """
     spec = loaded.spec
     if spec.loader == MASKED:
@@ -120,9 +126,10 @@ def _describe_pooling(loaded: LoadedModel) -> str:
 
 
 def _output_size(layers: Sequence[Layer], size: int) -> int:
-    """Return the size of the output vectors of the last layer.
+    """Return the size of the vectors that the last layer computes.
 
-    `size` is the size of the input vectors of the first layer.
+    `size` is the size of the first layer's input vectors. A layer that does not change the size,
+    such as a norm, has the `out_features` None.
     """
     for layer in layers:
         if layer.out_features is not None:

@@ -15,8 +15,8 @@ _NO_LIMIT = 10**9
 def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) -> int:
     """Return the largest number of tokens that an input may have.
 
-    The limit is the setting max_model_len. If it is not set, the limit is the number of positions
-    of the model, or a smaller limit in the checkpoint's files.
+    The limit is the setting max_model_len. If this setting is missing, the limit is the number of
+    the model's positions. If the checkpoint's files recommend a smaller limit, this limit is used.
 
     Raises:
         ConfigError: the setting max_model_len is larger than the number of the model's positions.
@@ -30,7 +30,8 @@ def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) 
         reason = "the number of position embeddings"
     configured = config.max_model_len
     if configured is None:
-        return min(largest, _limit_in_files(spec, encoder) or largest)
+        recommended = _limit_in_files(spec, encoder)
+        return largest if recommended is None else min(largest, recommended)
     if configured > largest:
         raise ConfigError(
             f"max_model_len: the value must be at most {largest} ({reason}), but it is "

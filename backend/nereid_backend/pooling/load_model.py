@@ -12,7 +12,8 @@ import torch
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.errors import ConfigError
 from nereid_backend.load_checkpoint import choose_device
-from nereid_backend.pooling.forward.choose_forward import ChosenForward, choose_forward, choose_head
+from nereid_backend.pooling.forward.choose_forward import ChosenForward, choose_forward
+from nereid_backend.pooling.forward.choose_head import choose_head
 from nereid_backend.pooling.forward.image_text_towers import check_towers
 from nereid_backend.pooling.forward.pooling_forward import Head
 from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker

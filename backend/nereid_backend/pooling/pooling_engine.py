@@ -109,27 +109,37 @@ class PoolingEngine:
         self._model.close()
 
     def _compute(self, queued_items: list[QueuedItem]) -> list[PoolingResult]:
-        """Compute items as one batch, and return one result for each item."""
+        """Compute items as one batch, and return one result for each item.
+
+        If the model raises an error for several items, compute each item alone. Then only the items
+        that cause the error fail. The result of such an item contains the error message.
+        """
         try:
             values = self._model.run([queued.prepared for queued in queued_items])
-        except Exception as error:  # noqa: BLE001
-            # Catch every exception, because an error of the model must be returned as a result.
+        except Exception as error:  # noqa: BLE001 - an error of the model becomes a result
             if len(queued_items) > 1:
-                # Compute each item alone, so that only the items that cause an error fail.
                 return [self._compute([queued])[0] for queued in queued_items]
             message = f"{type(error).__name__}: {error}".splitlines()[0]
-            return [_result(queued_items[0], None, f"the model failed: {message}")]
+            return [_pooling_result(queued_items[0], error=f"the model failed: {message}")]
         return [
-            _result(queued, value, NOT_FINITE if value is None else None)
+            _pooling_result(queued, value=value)
+            if value is not None
+            else _pooling_result(queued, error=NOT_FINITE)
             for queued, value in zip(queued_items, values, strict=True)
         ]
 
 
-def _result(queued: QueuedItem, value: Value | None, error: str | None) -> PoolingResult:
-    """Return the result of a queued item."""
-    prepared = queued.prepared
+def _pooling_result(
+    queued: QueuedItem, *, value: Value | None = None, error: str | None = None
+) -> PoolingResult:
+    """Return the result of a queued item. Either `value` or `error` is not None."""
     return PoolingResult(
-        queued.request_id, queued.index, value, prepared.num_tokens, error, prepared.offsets
+        request_id=queued.request_id,
+        index=queued.index,
+        value=value,
+        num_tokens=queued.prepared.num_tokens,
+        error=error,
+        offsets=queued.prepared.offsets,
     )
 
 

@@ -72,9 +72,9 @@ class PoolingModel:
         torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
         self._loaded = loaded = load_model(config, progress)
         self.info = describe_model(config, loaded, time.monotonic() - started)
+        # Builds the prompts of a vision-language model; None for other models.
         prompts = _vision_language_prompts(loaded)
-        # Runs a vision-language model on single inputs; None for other models, also if an image
-        # tower encodes images.
+        # Runs a vision-language model on one input at a time; None for other models.
         self._image_forward: ImageForward | None = None
         if prompts is not None:
             self._image_forward = ImageForward(loaded.encoder, loaded.spec)
@@ -97,7 +97,10 @@ class PoolingModel:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[Prepared]) -> list[Value | None]:
-        """Compute the outputs of prepared items as one batch.
+        """Compute the outputs of prepared items.
+
+        The items are divided into parts, because images and texts are computed by different
+        methods. `Part.method` describes these methods.
 
         Returns:
             One output for each item. If an output contains numbers that are not finite, None
@@ -107,15 +110,15 @@ class PoolingModel:
         parts = split_batch(
             batch, computes_all_alone=self._computes_all_alone, is_packed=self._is_packed
         )
+        run_methods = {
+            "images": self._run_images,
+            "alone": self._run_alone,
+            "texts": self._run_texts,
+        }
         for part in parts:
             items = [batch[index] for index in part.indices]
-            if part.method == "images":
-                computed = self._run_images(items)
-            elif part.method == "alone":
-                computed = self._run_alone(items)
-            else:
-                computed = self._run_texts(items)
-            for index, output in zip(part.indices, computed, strict=True):
+            outputs_of_part = run_methods[part.method](items)
+            for index, output in zip(part.indices, outputs_of_part, strict=True):
                 outputs[index] = output
         return outputs
 
@@ -268,25 +271,29 @@ class PoolingModel:
     ) -> dict[int, Value | None]:
         """Compute the dense vectors of all items of the kind "dense".
 
-        Return a mapping from the index of each such item to its vector. The tokens of a prompt are
-        left out of the pooling if the checkpoint requires this (see Prepared.prompt_len).
+        Return a mapping from the index of each such item to its vector. The token vectors of an
+        item are pooled: they are combined into one vector, for example by their mean. The tokens of
+        a prompt are left out if the checkpoint requires this (see Prepared.prompt_len).
+
+        Example: the second of two items is dense, `starts` is [0, 4, 9], and the prompt of the item
+        has 2 tokens. The result maps 1 to a vector that is pooled from the tokens 6 to 8.
 
         Args:
             hidden: the outputs of the token layers, [num_tokens, size].
             starts: the index of each item's first token, followed by the number of all tokens.
             items: all items of the batch.
         """
-        dense = [i for i, prepared in enumerate(items) if prepared.item.kind == "dense"]
-        if not dense:
+        indices = [i for i, prepared in enumerate(items) if prepared.item.kind == "dense"]
+        if not indices:
             return {}
         loaded = self._loaded
-        pooled_tokens = [(starts[i] + items[i].prompt_len, starts[i + 1]) for i in dense]
+        pooled_tokens = [(starts[i] + items[i].prompt_len, starts[i + 1]) for i in indices]
         vectors = pool(hidden, pooled_tokens, loaded.poolers)
         for layer in loaded.layers.vector:
             vectors = layer(vectors)
-        dense_items = [items[i] for i in dense]
+        dense_items = [items[i] for i in indices]
         outputs = dense_outputs(vectors, dense_items, normalizes=loaded.normalizes)
-        return dict(zip(dense, outputs, strict=True))
+        return dict(zip(indices, outputs, strict=True))
 
 
 def _answer_scores(reranker: GenerativeReranker, logits: Tensor) -> Tensor:

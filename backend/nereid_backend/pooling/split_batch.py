@@ -31,14 +31,19 @@ def split_batch(
     """Divide prepared items into parts, so that one method can compute each part.
 
     All images for an image tower form one part. All inputs that a vision-language model computes
-    one by one form another part. All expanded queries form a third part. The other texts form one
-    packed batch, or several padded batches (see `_padded_batches`).
+    one by one form another part. All expanded queries (short queries with appended mask tokens)
+    form a third part. The other texts form one packed batch, or several padded batches (see
+    `_padded_batches`).
+
+    Example: three texts of 50, 5 and 6 tokens, and an image for an image tower give the parts
+    ("images", [3]), ("texts", [1, 2]) and ("texts", [0]) if `is_packed` is False.
 
     Args:
         batch: the items.
         computes_all_alone: whether the model computes all inputs one by one, even texts.
         is_packed: whether texts are computed as one packed batch.
     """
+    # The indices of the items of each part.
     images = []
     alone = []
     expanded = []

@@ -12,6 +12,7 @@ vectors without an error.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +22,14 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.linear.prepack import prepack_linears
 from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBatch
 from nereid_backend.pooling.forward.pooling_forward import (
-    Head,
     PackedForward,
     PaddedForward,
     RowsForward,
 )
 from nereid_backend.pooling.forward.self_check_texts import (
+    MODEL_ERRORS,
+    TOLERANCE,
     random_batch,
-    relative_difference,
     row_errors,
     self_check_lens,
 )
@@ -40,15 +41,10 @@ _BEYOND_WINDOW = 6
 # The texts that test a sliding window have at most `_LONGEST_TEXT` tokens. If a window can only be
 # tested with a longer text, the window is not tested.
 _LONGEST_TEXT = 160
-# Limits of relative errors (see `row_errors`), one for each data type. To test whether a model is
-# causal, the last token of a text is changed. The model is causal if the vectors of the other
-# tokens change by less than `_CAUSAL_TOLERANCE`. A method is exact if its vectors differ by at most
-# `_TOLERANCE` from the vectors of the same texts computed one by one.
+# To test whether a model is causal, the last token of a text is changed. The model is causal if the
+# relative error (see `row_errors`) of the other tokens' vectors is less than `_CAUSAL_TOLERANCE`,
+# which depends on the data type.
 _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# A model's code raises one of the errors in `_MODEL_ERRORS` if the code does not support a method
-# or an input.
-_MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
 
 Forward = PackedForward | PaddedForward | RowsForward
 
@@ -71,6 +67,34 @@ class ChosenForward:
     difference: float
 
 
+@dataclass(frozen=True, slots=True)
+class _SelfCheck:
+    """Texts of random tokens, with the vectors that each method must compute for them.
+
+    Attributes:
+        batch: the texts.
+        expected: the token vectors of the texts computed one by one, [num_tokens, hidden_size].
+        is_causal: whether a token attends only to itself and to earlier tokens.
+    """
+
+    batch: TokenBatch
+    expected: Tensor
+    is_causal: bool
+
+
+class _Comparison(NamedTuple):
+    """The difference between a method's vectors and the expected vectors.
+
+    Attributes:
+        difference: the relative difference; infinity if the method failed or if its vectors have a
+            wrong shape.
+        reason: a description, such as "the vectors differ by 0.5 (relative)".
+    """
+
+    difference: float
+    reason: str
+
+
 @torch.inference_mode()
 def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -> ChosenForward:
     """Choose the method that computes the token vectors of batches.
@@ -90,27 +114,40 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
         ModelError: the model's vectors are not finite numbers.
         UnsupportedModelError: no method is exact.
     """
-    batch = random_batch(encoder, self_check_lens(max_len))
-    expected = _vectors_of_single_texts(encoder, batch, name)
-    is_causal = _is_causal(encoder, batch, expected)
-    if encoder.takes_hook:
-        lens = _lens_beyond_windows(encoder, hook, batch, is_causal, max_len)
-        if lens:
-            batch = random_batch(encoder, (*batch.lens, *lens))
-            expected = _vectors_of_single_texts(encoder, batch, name)
+    check = _prepare_self_check(encoder, hook, name, max_len)
     prepack_linears(encoder.model)
-    # Maps the name of each method to the reason why the method is not exact.
+    # Maps the name of each method to the reason why the method is not exact. The text for "packed"
+    # is replaced if the method is tried.
     reasons = {"packed": "it does not use transformers' attention interface"}
-    for method, forward in _methods(encoder, hook, is_causal=is_causal):
-        difference, reason = _compare(forward, batch, expected)
-        if difference <= _TOLERANCE[encoder.dtype]:
-            return ChosenForward(forward, method, is_causal, difference)
+    for method, forward in _methods(encoder, hook, is_causal=check.is_causal):
+        difference, reason = _compare(forward, check)
+        if difference <= TOLERANCE[encoder.dtype]:
+            return ChosenForward(forward, method, check.is_causal, difference)
         reasons[method] = reason
     listed = "; ".join(f"{method}: {reason}" for method, reason in reasons.items())
     raise UnsupportedModelError(
         f"{name} is not supported, because its vectors for texts in a batch differ from its "
         f"vectors for the same texts computed one by one ({listed})."
     )
+
+
+def _prepare_self_check(
+    encoder: Encoder, hook: AttentionHook, name: str, max_len: int
+) -> _SelfCheck:
+    """Compute the vectors of some texts one by one, as a reference for the methods.
+
+    If the model has sliding windows, some of the texts are longer than the windows.
+    `choose_forward` describes the arguments and the errors.
+    """
+    batch = random_batch(encoder, self_check_lens(max_len))
+    expected = _vectors_of_single_texts(encoder, batch, name)
+    is_causal = _is_causal(encoder, batch, expected)
+    if encoder.takes_hook:
+        long_lens = _lens_beyond_windows(encoder, hook, batch, is_causal, max_len)
+        if long_lens:
+            batch = random_batch(encoder, (*batch.lens, *long_lens))
+            expected = _vectors_of_single_texts(encoder, batch, name)
+    return _SelfCheck(batch, expected, is_causal)
 
 
 def _methods(
@@ -129,92 +166,6 @@ def _methods(
         encoder.model.set_attn_implementation(encoder.own_attention)
     yield "padded", PaddedForward(encoder)
     yield "rows", RowsForward(encoder)
-
-
-@torch.inference_mode()
-def choose_head(
-    encoder: Encoder, chosen: ChosenForward, name: str, max_len: int, *, per_token: bool
-) -> Head:
-    """Choose the method of computing the output of a model's head.
-
-    Some heads need only the vector of each text's first or last token. Other heads need the vectors
-    of all tokens, or a run of the whole model.
-
-    Args:
-        encoder: the model.
-        chosen: the method of computing token vectors.
-        name: the name of the model's class, for error messages.
-        max_len: the length limit of inputs in tokens.
-        per_token: whether the head classifies single tokens instead of whole texts.
-
-    Mutates: the model's attention implementation, but only if the whole model must be run to
-    compute the head's output.
-
-    Raises:
-        UnsupportedModelError: the head's output for a batch is wrong with every method.
-    """
-    batch = random_batch(encoder, self_check_lens(max_len))
-    hidden = chosen.forward(batch)
-    expected = _whole_model_logits(encoder, chosen, batch)
-    # Possible values of `Head.rows`. "first" and "last" are tried before "all", because these two
-    # values need only one token vector for each text.
-    methods = ("tokens",) if per_token else ("first", "last", "all")
-    for rows in methods:
-        head = Head(encoder, rows, per_token)
-        if _why_inexact(head, hidden, batch, expected) is None:
-            return head
-    # Run the whole model on a padded batch, as transformers itself does.
-    encoder.model.set_attn_implementation(encoder.own_attention)
-    whole_model = Head(encoder, "whole", per_token)
-    reason = _why_inexact(whole_model, hidden, batch, expected)
-    if reason is not None:
-        raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
-    return whole_model
-
-
-def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor) -> str | None:
-    """Return the reason why the output of a head is wrong, or None if the output is correct.
-
-    Example: "its output has the shape (2, 3)".
-
-    Args:
-        head: the head.
-        hidden: the token vectors of the texts, [num_tokens, hidden_size].
-        batch: the texts.
-        expected: the correct logits, float32 (see Head.logits for the shape).
-    """
-    try:
-        output = head.logits(hidden, batch).float()
-    except _MODEL_ERRORS as error:
-        return f"{type(error).__name__}: {error}"
-    if output.shape != expected.shape:
-        return f"its output has the shape {tuple(output.shape)}"
-    difference = relative_difference(output, expected)
-    if difference <= _TOLERANCE[head.encoder.dtype]:
-        return None
-    return f"its output differs from the whole model's by {difference:.2g} (relative)"
-
-
-def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
-    """Run the whole model on each text alone, and return the logits.
-
-    The model uses its own attention.
-
-    Shapes: returns float32 [num_texts, num_labels], or [num_tokens, num_labels] if the head
-    classifies single tokens.
-    """
-    logits_of_texts = []
-    with own_attention(encoder, chosen):
-        for text in batch.split():
-            arguments = {"input_ids": text.token_ids[None]}
-            if text.type_ids is not None:
-                arguments["token_type_ids"] = text.type_ids[None]
-            logits = encoder.model(**arguments).logits.float()
-            if logits.ndim == 3:
-                # A head that classifies single tokens returns [1, length, num_labels].
-                logits = logits[0]
-            logits_of_texts.append(logits)
-    return torch.cat(logits_of_texts)
 
 
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
@@ -250,7 +201,7 @@ def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> 
     forward = PaddedForward(encoder)
     try:
         vectors = torch.cat([forward(text).float() for text in batch.split()])
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         raise UnsupportedModelError(
             f"{name} is not supported: the forward pass of one text failed: "
             f"{type(error).__name__}: {error}"
@@ -300,8 +251,10 @@ def _lens_beyond_windows(
 ) -> list[int]:
     """Return the lengths of further texts that must be compared because of sliding windows.
 
-    There is one length for each of the model's sliding windows, which is longer than the window.
-    Lengths that the texts of `batch` already reach, and lengths above the limit are left out.
+    For each sliding window, the result contains the length of a text that is longer than the
+    window. A length is left out if `batch` already contains such a text, or if the length exceeds
+    the limit. Example: for windows of 8 and 64 tokens, and texts of at most 20 tokens, the result
+    is [70].
 
     The list is empty if the model cannot compute packed batches. All other methods use the model's
     own attention, so the sliding windows need not be tested.
@@ -326,38 +279,30 @@ def _sliding_windows(
     encoder.model.set_attn_implementation(hook.name)
     try:
         forward.run(batch, attention)
-    except _MODEL_ERRORS:
+    except MODEL_ERRORS:
         return set()
     finally:
         encoder.model.set_attn_implementation(encoder.own_attention)
     return attention.windows
 
 
-def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[float, str]:
-    """Return the relative error of a method's vectors, and a description of the error.
-
-    Example: (0.5, "the vectors differ by 0.5 (relative)"). If the method fails, or if its vectors
-    have a wrong shape, the relative error is infinite.
-
-    Args:
-        forward: the method that computes the batch.
-        batch: the texts.
-        expected: the token vectors of the texts computed one by one, [num_tokens, hidden_size].
-    """
+def _compare(forward: Forward, check: _SelfCheck) -> _Comparison:
+    """Compute all texts as one batch, and compare the token vectors with the expected vectors."""
     try:
-        batched = forward(batch)
-    except _MODEL_ERRORS as error:
-        return float("inf"), f"{type(error).__name__}: {error}"
-    if batched.shape != expected.shape:
-        return float("inf"), f"its vectors have the shape {tuple(batched.shape)}"
-    errors = row_errors(batched, expected)
+        batched = forward(check.batch)
+    except MODEL_ERRORS as error:
+        return _Comparison(float("inf"), f"{type(error).__name__}: {error}")
+    if batched.shape != check.expected.shape:
+        return _Comparison(float("inf"), f"its vectors have the shape {tuple(batched.shape)}")
+    errors = row_errors(batched, check.expected)  # the relative error of each token's vector
     if forward.encoder.dtype != torch.float32:
         # At low precision, rounding can make a mixture-of-experts model choose other experts for a
         # few tokens, even if the method is exact. An inexact method changes the vectors of most
         # tokens. The median error of each text distinguishes these two cases.
-        errors = torch.stack([text.median() for text in torch.split(errors, list(batch.lens))])
+        errors_of_texts = torch.split(errors, list(check.batch.lens))
+        errors = torch.stack([text_errors.median() for text_errors in errors_of_texts])
     difference = errors.max().item()
-    return difference, f"the vectors differ by {difference:.2g} (relative)"
+    return _Comparison(difference, f"the vectors differ by {difference:.2g} (relative)")
 
 
 @contextmanager

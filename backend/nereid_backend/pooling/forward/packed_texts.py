@@ -48,10 +48,16 @@ class TokenBatch:
         types: Sequence[Sequence[int] | None],
         device: torch.device,
     ) -> "TokenBatch":
-        """Pack several texts into a batch.
+        """Pack several texts into a batch: write their tokens one after another.
 
         If only some texts have type ids, the tokens of the other texts get the type id 0. Example:
         [[5, 6], [7]] returns a batch with the token_ids [5, 6, 7] and the lens (2, 1).
+
+        Args:
+            sequences: the token ids of each text.
+            types: the type ids of each text. In a pair of texts, the type id of a token is 0 in the
+                first text, and 1 in the second text. None means that a text has no type ids.
+            device: the device of the batch.
         """
         flat_ids = [token_id for ids in sequences for token_id in ids]
         token_ids = torch.tensor(flat_ids, dtype=torch.int64).to(device)

@@ -98,8 +98,10 @@ def splade_outputs(
 ) -> list[Value | None]:
     """Return the nonzero SPLADE weights of each text, as a dict from token ids to weights.
 
-    The weight of a vocabulary entry is the maximum (or the sum) of log1p(relu(logit)) over the
-    tokens of the text.
+    SPLADE computes logits over the vocabulary at each token of a text. The weight of a vocabulary
+    entry is the maximum (or the sum) of log1p(relu(logit)) over the tokens of the text. Example:
+    the entry 7 has the logits -1, 0 and 2 at the three tokens of a text. Its maximum is 2, so its
+    weight is log1p(2) = 1.1.
 
     Args:
         logit_slices: the logits over the vocabulary for each token, in slices of consecutive
@@ -112,22 +114,44 @@ def splade_outputs(
     Returns:
         One dict for each text. If a weight is not finite, None replaces the dict.
     """
-    weights: Tensor | None = None
-    for number, logits in _logits_of_texts(logit_slices, batch):
-        if weights is None:
-            # Initialise the maximum with 0. The maximum of 0 and the logits is the ReLU of the
-            # largest logit.
-            weights = logits.new_zeros(len(batch.lens), logits.shape[1])
-        if strategy == "max":
-            weights[number] = torch.maximum(weights[number], logits.amax(0))
-        else:
-            weights[number] += _log1p(logits.relu(), num_log1p).sum(0)
-    assert weights is not None, "a batch contains at least one text"
+    parts = _logits_of_texts(logit_slices, batch)
     if strategy == "max":
         # log1p is an increasing function, so the maximum of log1p values equals log1p of the
         # maximum. Applying log1p only to the maximum is faster.
-        weights = _log1p(weights, num_log1p)
+        weights = _log1p(_largest_relu(parts, len(batch.lens)), num_log1p)
+    else:
+        weights = _sum_of_log1p(parts, len(batch.lens), num_log1p)
     return [_nonzero_weights(row) for row in weights]
+
+
+def _largest_relu(parts: Iterator[tuple[int, Tensor]], num_texts: int) -> Tensor:
+    """Return the largest relu(logit) over the tokens of each text, [num_texts, vocab_size].
+
+    `parts` contains pairs: the number of a text, and the logits [n, vocab_size] of some of its
+    tokens.
+    """
+    largest: Tensor | None = None
+    for number, logits in parts:
+        if largest is None:
+            # The maximum of 0 and the logits is the ReLU of the largest logit.
+            largest = logits.new_zeros(num_texts, logits.shape[1])
+        largest[number] = torch.maximum(largest[number], logits.amax(0))
+    assert largest is not None, "a batch contains at least one text"
+    return largest
+
+
+def _sum_of_log1p(parts: Iterator[tuple[int, Tensor]], num_texts: int, num_log1p: int) -> Tensor:
+    """Return the sum of log1p(relu(logit)) over the tokens of each text, [num_texts, vocab_size].
+
+    log1p is applied `num_log1p` times. For `parts`, see `_largest_relu`.
+    """
+    sums: Tensor | None = None
+    for number, logits in parts:
+        if sums is None:
+            sums = logits.new_zeros(num_texts, logits.shape[1])
+        sums[number] += _log1p(logits.relu(), num_log1p).sum(0)
+    assert sums is not None, "a batch contains at least one text"
+    return sums
 
 
 def _logits_of_texts(

@@ -6,11 +6,19 @@ The module also compares the vectors of these texts.
 
 import random
 
+import torch
 from torch import Tensor
 
 from nereid_backend.pooling.forward.packed_texts import TokenBatch
 from nereid_backend.pooling.loading.load_encoder import Encoder
 
+# A method of computing a batch is exact if its outputs differ by at most `TOLERANCE` from the
+# outputs of the same texts computed one by one. The limits are relative errors (see `row_errors`),
+# one for each data type.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# A model's code raises one of the errors in `MODEL_ERRORS` if the code does not support a method or
+# an input.
+MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
 # The number of tokens in each text that is used to test the methods.
 _SELF_CHECK_LENS = (5, 5, 13, 21)
 # Test texts consist of random tokens. If the tokenizer has fewer than `_MIN_TEST_IDS` tokens, token
@@ -28,7 +36,8 @@ def self_check_lens(max_len: int) -> tuple[int, ...]:
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     """Return a batch of texts that consist of random tokens.
 
-    `lens` contains the length of each text. The texts contain no special tokens.
+    `lens` contains the length of each text. The texts contain no special tokens. They are the same
+    in each call, so that the self-check always has the same result.
     """
     plain_ids = _plain_token_ids(encoder)
     rng = random.Random(0)
@@ -36,7 +45,8 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     types: list[list[int] | None] = [None] * len(lens)
     num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
     if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
-        # Use both type ids. Otherwise, a method that confuses the two type ids could pass the test.
+        # In the model, the type id distinguishes the two texts of a pair. Use both type ids in each
+        # text. Otherwise, a method that confuses the two type ids could pass the test.
         types = [[0] * (length // 2) + [1] * (length - length // 2) for length in lens]
     return TokenBatch.of(texts, types, encoder.device)
 

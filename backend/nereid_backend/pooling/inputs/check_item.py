@@ -34,11 +34,13 @@ class ItemChecker:
         self._is_vision_language = is_vision_language
         self._is_generative = spec.loader in (CAUSAL, IMAGE_CAUSAL)
 
-    def check(self, item: PoolingItem) -> PoolingItem:
+    def check_and_complete(self, item: PoolingItem) -> PoolingItem:
         """Validate an item, and return a copy in which missing fields are filled in.
 
-        The fields `kind`, `prompt_name` and `prompt` are filled in. If the item permits truncation,
-        texts that are too large are truncated.
+        The fields `kind`, `prompt_name` and `prompt` are filled in with the defaults of the
+        checkpoint. If the item permits truncation, texts that are too large are truncated. Example:
+        if "query" is the default prompt of the checkpoint, and its text is "query: ", an item
+        without a prompt gets the prompt_name "query" and the prompt "query: ".
 
         Raises:
             RequestError: the item is wrong.
@@ -53,7 +55,8 @@ class ItemChecker:
         for field, text in (("prompt", prompt), ("instruction", item.instruction)):
             if text is not None:
                 self._text_limit.check(f"{field}: the {field}", text)
-        # An empty prompt suppresses the checkpoint's default prompt.
+        # The prompt of an item may be empty, so that the checkpoint's default prompt is not used.
+        # Such an item has no prompt.
         return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
 
     def _check_kind(self, kind: str) -> None:
@@ -71,11 +74,13 @@ class ItemChecker:
         The input fields are `text`, `token_ids`, `pair` and `image`. One of these fields must be
         set. For a vision-language model, `text` and `image` may both be set.
         """
-        sources = (item.text, item.token_ids, item.pair, item.image)
-        num_sources = sum(source is not None for source in sources)
-        has_text_and_image = item.text is not None and item.image is not None
-        num_allowed = 2 if self._is_vision_language and has_text_and_image else 1
-        if num_sources != num_allowed:
+        fields = [
+            name
+            for name in ("text", "token_ids", "pair", "image")
+            if getattr(item, name) is not None
+        ]
+        is_text_with_image = fields == ["text", "image"]
+        if len(fields) != 1 and not (self._is_vision_language and is_text_with_image):
             both = ", or both a text and an image" if self._is_vision_language else ""
             raise RequestError(
                 "input: an input must contain exactly one of the following: text, token ids, a "
@@ -150,8 +155,12 @@ class ItemChecker:
     def _prompt_name(self, item: PoolingItem) -> str | None:
         """Return the name of the checkpoint's prompt that is prepended to the text of an item.
 
-        Return None if the item has its own prompt or no prompt. `_check_prompt_fields` must have
-        accepted the item.
+        The name is the `prompt_name` of the item, or the default of the checkpoint. Return None if
+        the item has its own prompt or no prompt. `_check_prompt_fields` must have accepted the
+        item.
+
+        Raises:
+            RequestError: the checkpoint has no prompt with this name.
         """
         can_have_prompt = has_text(item) or self._is_vision_language
         if item.prompt is not None or not can_have_prompt:

@@ -9,7 +9,7 @@ an instruction, the query and the document. This is the format in the model card
 (June 2025).
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,11 @@ _SYSTEM = (
 )
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _ROLES = ("query", "document")
+# The format in which prompts contain a query and a document. "pair": the tokenizer joins the query
+# and the document, and there is no prompt. "roles": the chat template renders two messages with the
+# roles "query" and "document". "user message": one message contains an instruction, the query and
+# the document.
+_Format = Literal["pair", "roles", "user message"]
 # Two texts that do not occur in any template. A template is rendered with these texts as the query
 # and the document. If one of the texts is missing in the result, the template does not support the
 # roles "query" and "document".
@@ -73,18 +78,21 @@ class GenerativeReranker:
         self.yes, self.no = answers or (self._token_id("yes"), self._token_id("no"))
         # Only checkpoints for sentence-transformers contain the token ids of "yes" and "no" in
         # their files.
-        is_for_sentence_transformers = answers is not None
-        has_template = bool(tokenizer.chat_template)
-        # Whether the query and the document are tokenised as a pair, without a prompt.
-        # sentence-transformers does so if there is no chat template.
-        self._uses_pair = is_for_sentence_transformers and not has_template
-        self.truncation_side = tokenizer.truncation_side if self._uses_pair else "right"
-        # Whether the query and the document are messages with the roles "query" and "document".
-        # For its own checkpoints, sentence-transformers always uses these roles. The template of
-        # such a checkpoint is therefore accepted even if it copies any role name into the prompt.
-        self._has_roles = has_template and self._renders_roles(
-            must_be_known=not is_for_sentence_transformers
-        )
+        self._format = self._choose_format(is_for_sentence_transformers=answers is not None)
+        self.truncation_side = tokenizer.truncation_side if self._format == "pair" else "right"
+
+    def _choose_format(self, *, is_for_sentence_transformers: bool) -> _Format:
+        """Return the format in which prompts contain the query and the document.
+
+        The format depends on the chat template, and on the library for which the checkpoint was
+        made.
+        """
+        if not self._tokenizer.chat_template:
+            return "pair" if is_for_sentence_transformers else "user message"
+        # For its own checkpoints, sentence-transformers always uses the roles "query" and
+        # "document". The template of such a checkpoint may copy any role name into the prompt.
+        must_be_known = not is_for_sentence_transformers
+        return "roles" if self._renders_roles(must_be_known=must_be_known) else "user message"
 
     def tokens(
         self, pair: tuple[str, str], instruction: str | None, limit: int | None
@@ -105,7 +113,7 @@ class GenerativeReranker:
             RequestError: the prompt is longer than the limit even without the document.
         """
         query, document = pair
-        if self._uses_pair:
+        if self._format == "pair":
             return self._encode_pair(query, document, limit)
         ids = self._encode(self._render(query, document, instruction))
         if limit is None or len(ids) <= limit:
@@ -161,7 +169,7 @@ class GenerativeReranker:
         Example: the query "a" and the document "b" return the messages [{"role": "query",
         "content": "a"}, {"role": "document", "content": "b"}] if the template supports these roles.
         """
-        if self._has_roles:
+        if self._format == "roles":
             return _role_messages(_ROLES, query, document, instruction), self._template_kwargs
         text = (
             f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"

@@ -91,7 +91,7 @@ class ItemPreparer:
 
         Raises:
             ConfigError, ModelError: the model cannot follow the checkpoint's rules for queries (see
-                TextRules.of).
+                TextRules.check_and_create).
         """
         self._spec = spec
         self._info = info
@@ -102,14 +102,18 @@ class ItemPreparer:
         # The process that decodes images; None if the model accepts no images.
         image_source = images or prompts
         self._image_process = image_source.process if image_source is not None else None
-        # Validation.
-        side = tokenizer.truncation_side if reranker is None else reranker.truncation_side
-        text_limit = TextLimit(info.max_model_len, info.max_token_bytes, side)
+        # Validates an item, and fills in its missing fields.
+        truncation_side = (reranker or tokenizer).truncation_side
+        text_limit = TextLimit(info.max_model_len, info.max_token_bytes, truncation_side)
         self._checker = ItemChecker(spec, info, text_limit, is_vision_language=prompts is not None)
-        # Tokenisation.
-        self._rules = TextRules.of(spec.late_interaction, info.max_model_len, tokenizer)
-        self._prompt_lens: dict[str, int] = {}  # a cache, see `_prompt_len`
-        # Some tokenizers return type ids although the model has no embedding for them.
+        # The length limits of queries and documents, and the expansion of short queries.
+        self._rules = TextRules.check_and_create(
+            spec.late_interaction, info.max_model_len, tokenizer
+        )
+        # Maps the text of a prompt to the number of its tokens; a cache of `_prompt_len`.
+        self._prompt_lens: dict[str, int] = {}
+        # Whether the tokenizer returns type ids, and the model uses them. Some tokenizers return
+        # type ids although the model has no embedding for them.
         num_types = getattr(spec.config, "type_vocab_size", None)
         self._wants_types = num_types != 1 and "token_type_ids" in tokenizer.model_input_names
 
@@ -138,19 +142,20 @@ class ItemPreparer:
         checked: list[PoolingItem] = []
         for index, item in enumerate(items):
             with _error_index(index, len(items)):
-                checked.append(self._checker.check(item))
+                checked.append(self._checker.check_and_complete(item))
+        # The keys of these two dicts are the indices of the items.
         prepared: dict[int, Prepared] = {}
-        texts: dict[int, PoolingItem] = {}
+        texts: dict[int, PoolingItem] = {}  # the items that are tokenised in one call
         for index, item in enumerate(checked):
             with _error_index(index, len(items)):
-                result = self._prepare_alone(item)
-            if result is None:
+                prepared_alone = self._prepare_alone(item)
+            if prepared_alone is None:
                 texts[index] = item
             else:
-                prepared[index] = result
+                prepared[index] = prepared_alone
         for index, ids, types in self._tokenise(texts):
             with _error_index(index, len(items)):
-                prepared[index] = self._with_text(texts[index], ids, types)
+                prepared[index] = self._prepare_text(texts[index], ids, types)
         return [prepared[index] for index in range(len(items))]
 
     def _prepare_alone(self, item: PoolingItem) -> Prepared | None:
@@ -257,8 +262,11 @@ class ItemPreparer:
             instruction = item.instruction or item.prompt
             yield index, reranker.tokens((query, document), instruction, limit), None
 
-    def _with_text(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> Prepared:
-        """Return the prepared item for a text or a pair.
+    def _prepare_text(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> Prepared:
+        """Prepare an item that is a text or a pair.
+
+        A text that is too long is truncated. If the item is a short query of a model such as
+        ColBERT, mask tokens are then appended (see TextRules.expand).
 
         Args:
             item: the item.
@@ -276,7 +284,7 @@ class ItemPreparer:
             raise RequestError(
                 "input: the text is empty and has no tokens. Send at least one character."
             )
-        prompt_len = 0
+        prompt_len = 0  # the number of tokens that are left out of the pooling
         if item.prompt and not self._spec.include_prompt:
             # At least one token must be pooled.
             prompt_len = min(self._prompt_len(item.prompt), len(ids) - 1)

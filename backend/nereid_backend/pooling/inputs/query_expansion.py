@@ -27,10 +27,18 @@ class TextRules:
     mask_id: int | None
 
     @classmethod
-    def of(
+    def check_and_create(
         cls, late: LateInteraction, max_model_len: int, tokenizer: PreTrainedTokenizerBase
     ) -> "TextRules":
         """Check that the loaded model can follow the rules of a checkpoint, and return the rules.
+
+        Only query expansion is checked. It appends mask tokens to each short query, until the query
+        has a certain length, such as 32 tokens.
+
+        Args:
+            late: the rules in the files of the checkpoint.
+            max_model_len: the length limit of all inputs in tokens.
+            tokenizer: the tokenizer of the checkpoint.
 
         Raises:
             ConfigError: `max_model_len` is smaller than the length of an expanded query.

@@ -124,6 +124,8 @@ class RetrievalPrompts:
     def prepare(self, item: PoolingItem) -> ImagePrompt:
         """Convert an input to a prompt. The input is a query (a text) or a page (an image).
 
+        The processor of the checkpoint adds the fixed prompt of queries or of pages.
+
         Raises:
             RequestError: the image is invalid, or the input has both a text and an image.
         """
@@ -138,10 +140,10 @@ class RetrievalPrompts:
             )
         if item.image is not None:
             token_ids, images = prepare_images(self.process, "", [item.image])
-            return ImagePrompt(token_ids, images, "")
+            return ImagePrompt(token_ids, images, text="")
         outputs = run_processor(self._processor.process_queries, text=[item.text])
-        token_ids, _ = split_outputs(outputs)
-        return ImagePrompt(token_ids, None, item.text or "")
+        token_ids, _no_images = split_outputs(outputs)
+        return ImagePrompt(token_ids, images=None, text=item.text or "")
 
 
 Prompts = ChatPrompts | RetrievalPrompts

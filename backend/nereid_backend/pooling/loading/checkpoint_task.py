@@ -71,6 +71,10 @@ def _task_from_files(
 ) -> str:
     """Derive the task of a checkpoint from its files, for the setting `task=auto`.
 
+    The modules in modules.json have precedence over the architecture. Examples:
+    BertForSequenceClassification with one label is a reranker, and the same class with three labels
+    is a classifier. BertModel is an embedding model.
+
     Raises:
         ConfigError: the files describe a generative checkpoint, so the settings must contain the
             task.

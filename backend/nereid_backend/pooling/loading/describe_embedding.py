@@ -90,8 +90,14 @@ def _describe_token_vectors(
 ) -> CheckpointSpec:
     """Return the description of a checkpoint that computes its output from token vectors.
 
-    The output consists of the token vectors themselves, or of one pooled vector. `later` contains
-    the modules that follow the transformers model.
+    The output of a text consists of its token vectors (multi-vector output), or of one vector that
+    combines them (pooling).
+
+    Args:
+        base: the fields that are already known.
+        settings: the settings.
+        root: the folder of the checkpoint.
+        later: the modules that follow the transformers model.
     """
     token_modules = tuple(
         module
@@ -167,10 +173,15 @@ def _check_multi_vector_modules(root: Path, later: list[ModuleSpec], *, is_colbe
 def _describe_dense(
     base: CheckpointSpec, settings: PoolingConfig, root: Path, later: list[ModuleSpec]
 ) -> CheckpointSpec:
-    """Return the description of a checkpoint with dense output.
+    """Return the description of a checkpoint with dense output: one vector for each text.
 
-    The checkpoint may have sparse and multi-vector output, too. `later` contains the modules that
-    follow the transformers model. The list may be empty.
+    The checkpoint may have sparse and multi-vector output, too.
+
+    Args:
+        base: the fields that are already known.
+        settings: the settings. The setting `pooling` replaces the pooling method of the checkpoint.
+        root: the folder of the checkpoint.
+        later: the modules that follow the transformers model. The list may be empty.
     """
     pooling_modules = [module for module in later if module.kind == "Pooling"]
     pooling = pooling_modules[0] if pooling_modules else None
@@ -178,12 +189,11 @@ def _describe_dense(
     vector_modules = tuple(
         module for module in later if not module.maps_tokens and module.kind != "Pooling"
     )
-    # None means that the files do not determine whether vectors are scaled to length 1.
+    # Whether vectors are scaled to length 1; None if the files do not determine this.
     normalizes = ends_with_normalize(later) if pooling is not None else None
     if normalizes:
-        # `dense_outputs` first truncates the vectors to `dimensions`, and then scales them. The
-        # module Normalize must not scale the vectors before the truncation, so this module is left
-        # out of the layers.
+        # Leave out the last module, which scales the vectors. Requests may truncate vectors, and
+        # vectors must be scaled after the truncation. `dense_outputs` therefore scales them.
         vector_modules = vector_modules[:-1]
     return replace(
         base,

@@ -134,6 +134,10 @@ def read_late_interaction(
 ) -> LateInteraction:
     """Read the rules for queries and documents from the files of a checkpoint.
 
+    A checkpoint with late interaction, such as ColBERT, computes one vector for each token. Its
+    rules are, for example, a length limit for queries, and a marker such as "[Q] " that precedes
+    each query.
+
     Args:
         root: the folder of the checkpoint.
         architecture: the name of the model's class in config.json.
@@ -160,7 +164,7 @@ def read_late_interaction(
         query_length=query_length,
         document_length=_length(root, "document_length", values.get("document_length")),
         expansion=expansion,
-        markers=tuple((role, text) for role, text in values.get("markers", ()) if text),
+        markers=tuple((role, marker) for role, marker in values.get("markers", ()) if marker),
         skip_words=tuple(values.get("skiplist_words") or ()),
         skip_roles=_skip_roles(values.get("skiplist_tasks")),
     )
@@ -200,24 +204,28 @@ def is_pylate(saved: Mapping[str, Any]) -> bool:
 
 
 def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rules for queries and documents from the content of PyLate's file.
+    """Read the rules for queries and documents from config_sentence_transformers.json.
 
-    The keys of the result are the names that sentence-transformers uses. The result has the key
-    "markers" only if PyLate has written the file.
+    PyLate writes its rules into this file. The keys of the result are the names that
+    sentence-transformers uses for the same rules. Example: {"query_prefix": "[Q] ",
+    "do_query_expansion": False} returns the markers [("query", "[Q] "), ("document", "")], and None
+    for the length limits, the query expansion and the words without vectors (skiplist_words).
     """
-    values = {name: saved.get(name) for name in _SETTINGS}
-    values["skiplist_words"] = saved.get("skiplist_words")
+    values = {name: saved.get(name) for name in (*_SETTINGS, "skiplist_words")}
     if is_pylate(saved) and values["skiplist_words"] is None:
+        # By default, PyLate returns no vectors for punctuation.
         values["skiplist_words"] = list(string.punctuation)
-    if _PYLATE_KEYS.isdisjoint(saved):
-        return values
-    values["markers"] = [
-        (QUERY, saved.get("query_prefix") or ""),
-        (DOCUMENT, saved.get("document_prefix") or ""),
-    ]
-    is_expansion_off = saved.get("do_query_expansion") is False
-    if "query_expansion" not in saved and not is_expansion_off:
-        values["query_expansion"] = _pylate_expansion(saved)
+    has_pylate_rules = not _PYLATE_KEYS.isdisjoint(saved)
+    if has_pylate_rules:
+        # A marker precedes each query or document. An empty text means that there is no marker.
+        values["markers"] = [
+            (QUERY, saved.get("query_prefix") or ""),
+            (DOCUMENT, saved.get("document_prefix") or ""),
+        ]
+        # If the file also has query_expansion, the key of sentence-transformers, its value is used.
+        expands_queries = saved.get("do_query_expansion") is not False
+        if expands_queries and "query_expansion" not in saved:
+            values["query_expansion"] = _pylate_expansion(saved)
     return values
 
 

@@ -48,6 +48,10 @@ _NOT_FOR_TEMPLATES = {"padding", "truncation", "max_length", "return_tensors", "
 def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     """Return the description of the checkpoint in the folder `settings.model`.
 
+    The description contains, for example, the task, the kinds of output, and the layers that follow
+    the transformers model. A checkpoint of sentence-transformers lists its layers (modules) in
+    modules.json.
+
     Raises:
         ModelError: a file is missing or broken, or requires something that is not supported.
         ConfigError: the setting `task` or `pooling` does not fit the checkpoint.
@@ -58,7 +62,7 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
             f"{root} is not a folder. Set model to the folder of a Hugging Face checkpoint."
         )
     modules = read_modules(root)
-    folder = modules[0].folder if modules else root
+    folder = modules[0].folder if modules else root  # the folder of the transformers model
     config = _read_config(folder)
     architectures = getattr(config, "architectures", None) or [config.model_type]
     architecture = architectures[0]
@@ -100,19 +104,19 @@ def _read_base(
 
     Args:
         folder: the folder of the transformers model.
-        config: the config of this model.
+        config: the config of the transformers model.
         architecture: the name of the model's class.
         task: "embed", "rerank" or "classify".
         saved: the content of config_sentence_transformers.json.
 
     Raises:
-        UnsupportedModelError: the checkpoint renders inputs as chat messages, but is not a
-            supported vision-language model.
+        UnsupportedModelError: the checkpoint embeds chat messages, but is not a supported
+            vision-language model.
     """
     settings = read_settings(folder)
     takes_messages = _takes_messages(folder, config, architecture, settings)
-    renders_messages = "message" in (settings.get("modality_config") or {})
-    if task == "embed" and renders_messages and not takes_messages:
+    requires_messages = "message" in (settings.get("modality_config") or {})
+    if task == "embed" and requires_messages and not takes_messages:
         raise UnsupportedModelError(
             f"{folder} embeds texts with a chat template (modality_config), but it is no "
             "vision-language model. This is not supported."

@@ -71,21 +71,26 @@ def read_modules(root: Path) -> list[ModuleSpec]:
     if not path.is_file():
         return []
     try:
-        entries = sorted(json.loads(path.read_text(encoding="utf-8")), key=lambda e: e["idx"])
-        modules = [
-            ModuleSpec(
-                kind=entry["type"].rsplit(".", 1)[-1],
-                folder=root / entry["path"],
-                config=read_json(root / entry["path"] / "config.json"),
-            )
-            for entry in entries
-        ]
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        ordered_entries = sorted(entries, key=lambda entry: entry["idx"])
+        modules = [_module_of(entry, root) for entry in ordered_entries]
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"{path} cannot be read as a list of modules ({error!r}). Download the file again."
         ) from error
     _check_modules(path, modules)
     return modules
+
+
+def _module_of(entry: dict[str, Any], root: Path) -> ModuleSpec:
+    """Convert an entry of modules.json in the folder `root` to a ModuleSpec.
+
+    Example: {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"} has the
+    kind "Pooling" and the folder root/1_Pooling.
+    """
+    folder = root / entry["path"]
+    kind = entry["type"].rsplit(".", 1)[-1]
+    return ModuleSpec(kind, folder, config=read_json(folder / "config.json"))
 
 
 def is_embedder(modules: Iterable[ModuleSpec]) -> bool:
@@ -134,7 +139,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
-    """Raise UnsupportedModelError if a module in modules.json is not supported."""
+    """Raise an UnsupportedModelError if a module is not supported.
+
+    The first module must be a transformers model. A layer must replace its input by its output, so
+    the names of the input and the output must be equal.
+
+    Args:
+        path: the path of modules.json, for error messages.
+        modules: the modules in the file.
+    """
     if not modules or modules[0].kind not in _FIRST_MODULES:
         first = modules[0].kind if modules else "nothing"
         raise UnsupportedModelError(

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the method by which the output of a classifier's head is computed."""
+
+import torch
+from torch import Tensor
+
+from nereid_backend.errors import UnsupportedModelError
+from nereid_backend.pooling.forward.choose_forward import ChosenForward, own_attention
+from nereid_backend.pooling.forward.packed_texts import TokenBatch
+from nereid_backend.pooling.forward.pooling_forward import Head
+from nereid_backend.pooling.forward.self_check_texts import (
+    MODEL_ERRORS,
+    TOLERANCE,
+    random_batch,
+    relative_difference,
+    self_check_lens,
+)
+from nereid_backend.pooling.loading.load_encoder import Encoder
+
+
+@torch.inference_mode()
+def choose_head(
+    encoder: Encoder, chosen: ChosenForward, name: str, max_len: int, *, per_token: bool
+) -> Head:
+    """Choose the method of computing the output of a model's head.
+
+    Some heads need only the vector of each text's first or last token. Other heads need the vectors
+    of all tokens, or a run of the whole model. The cheapest method with a correct output is chosen.
+    The output is correct if it equals the output of the whole model for each text alone, except for
+    rounding errors.
+
+    Args:
+        encoder: the model.
+        chosen: the method of computing token vectors.
+        name: the name of the model's class, for error messages.
+        max_len: the length limit of inputs in tokens.
+        per_token: whether the head classifies single tokens instead of whole texts.
+
+    Mutates: the model's attention implementation, but only if the whole model must be run to
+    compute the head's output.
+
+    Raises:
+        UnsupportedModelError: the head's output for a batch is wrong with every method.
+    """
+    batch = random_batch(encoder, self_check_lens(max_len))
+    hidden = chosen.forward(batch)
+    expected = _whole_model_logits(encoder, chosen, batch)
+    # Possible values of `Head.rows`. "first" and "last" are tried before "all", because these two
+    # values need only one token vector for each text.
+    methods = ("tokens",) if per_token else ("first", "last", "all")
+    for rows in methods:
+        head = Head(encoder, rows, per_token)
+        if _why_inexact(head, hidden, batch, expected) is None:
+            return head
+    # Run the whole model on a padded batch, as transformers itself does.
+    encoder.model.set_attn_implementation(encoder.own_attention)
+    whole_model = Head(encoder, "whole", per_token)
+    reason = _why_inexact(whole_model, hidden, batch, expected)
+    if reason is not None:
+        raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
+    return whole_model
+
+
+def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor) -> str | None:
+    """Return the reason why the output of a head is wrong, or None if the output is correct.
+
+    Example: "its output has the shape (2, 3)".
+
+    Args:
+        head: the head.
+        hidden: the token vectors of the texts, [num_tokens, hidden_size].
+        batch: the texts.
+        expected: the correct logits, float32 (see Head.logits for the shape).
+    """
+    try:
+        output = head.logits(hidden, batch).float()
+    except MODEL_ERRORS as error:
+        return f"{type(error).__name__}: {error}"
+    if output.shape != expected.shape:
+        return f"its output has the shape {tuple(output.shape)}"
+    difference = relative_difference(output, expected)
+    if difference <= TOLERANCE[head.encoder.dtype]:
+        return None
+    return f"its output differs from the whole model's by {difference:.2g} (relative)"
+
+
+def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
+    """Run the whole model on each text alone, and return the logits.
+
+    The model uses its own attention.
+
+    Shapes: returns float32 [num_texts, num_labels], or [num_tokens, num_labels] if the head
+    classifies single tokens.
+    """
+    logits_of_texts = []
+    with own_attention(encoder, chosen):
+        for text in batch.split():
+            arguments = {"input_ids": text.token_ids[None]}
+            if text.type_ids is not None:
+                arguments["token_type_ids"] = text.type_ids[None]
+            logits = encoder.model(**arguments).logits.float()
+            if logits.ndim == 3:
+                # A head that classifies single tokens returns [1, length, num_labels].
+                logits = logits[0]
+            logits_of_texts.append(logits)
+    return torch.cat(logits_of_texts)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the weights of an embedding, rerank or classification checkpoint."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from nereid_backend.checkpoints.weight_arguments import weight_arguments
+from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
+from nereid_backend.pooling.loading.checkpoint_spec import (
+    BASE,
+    CAUSAL,
+    IMAGE_CAUSAL,
+    MASKED,
+    RETRIEVAL,
+    SEQUENCE,
+    TOKENS,
+    TOWERS,
+    CheckpointSpec,
+)
+from nereid_backend.pooling.loading.late_interaction_files import (
+    STANFORD_ARCHITECTURE,
+    STANFORD_PROJECTION,
+)
+
+# The auto class of transformers for each kind of model.
+_AUTO: dict[str, Any] = {
+    BASE: AutoModel,
+    SEQUENCE: AutoModelForSequenceClassification,
+    TOKENS: AutoModelForTokenClassification,
+    MASKED: AutoModelForMaskedLM,
+    CAUSAL: AutoModelForCausalLM,
+    IMAGE_CAUSAL: AutoModelForImageTextToText,
+    TOWERS: AutoModel,
+}
+# A tensor whose name ends with one of these texts is constant. If a checkpoint lacks such a tensor,
+# or contains one that the model does not need, this is not an error.
+_NOT_SAVED = ("position_ids", "token_type_ids", "inv_freq")
+
+
+def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
+    """Create the model on the CPU, and load its weights.
+
+    Raises:
+        ModelError: the weights are damaged or incomplete.
+        UnsupportedModelError: transformers has no code for the model.
+    """
+    arguments = weight_arguments(spec.folder, spec.config, dtype)
+    reads_folder = arguments["pretrained_model_name_or_path"] is not None
+    try:
+        load = _loading_function(spec, reads_folder=reads_folder)
+        with quiet():
+            model, report = load(
+                **arguments, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except (ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: {first_line(error)}"
+        ) from error
+    except (OSError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
+        # RuntimeError: the weights have wrong shapes. TypeError and AttributeError: the config
+        # contains values that the model's code cannot use.
+        raise ModelError(
+            f"the weights in {spec.folder} cannot be read ({first_line(error)}). Download the "
+            "checkpoint again."
+        ) from error
+    _check_report(spec, report)
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Return a context in which transformers shows no progress bars and no warnings."""
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if was_shown:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
+    """Raise an error if the checkpoint lacks weights, or has weights that the model does not use.
+
+    Args:
+        spec: the description of the checkpoint.
+        report: transformers' report about loading. `missing_keys` contains the weights that the
+            checkpoint lacks. `unexpected_keys` contains the weights that the model does not use.
+
+    Raises:
+        ModelError: weights are missing.
+        UnsupportedModelError: weights are unused, and transformers has no class for the model.
+    """
+    missing = sorted(name for name in report["missing_keys"] if not name.endswith(_NOT_SAVED))
+    if missing:
+        raise ModelError(
+            f"{spec.folder} lacks {len(missing)} weights that the task {spec.task} needs, such as "
+            f"{missing[0]}. The model's output would be random. Download the checkpoint again, or "
+            "choose another task."
+        )
+    if hasattr(transformers, spec.architecture):
+        return  # The unused weights belong to a head that this task does not need.
+    # transformers has loaded the weights into another class. The class in the config, which is
+    # missing in transformers, may need the unused weights.
+    unexpected = report.get("unexpected_keys", ())
+    unused = sorted(name for name in unexpected if not _is_ignored(spec, name))
+    if unused:
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: transformers has no such class, and the class "
+            f"for {spec.config.model_type} does not use {len(unused)} of the weights, such as "
+            f"{unused[0]}."
+        )
+
+
+def _is_ignored(spec: CheckpointSpec, name: str) -> bool:
+    """Return whether transformers may leave out a weight whose name is `name`.
+
+    This function is for checkpoints whose class does not exist in transformers.
+    """
+    # Nereid itself loads the projection of Stanford's checkpoints, and does not use poolers.
+    is_projection = spec.architecture == STANFORD_ARCHITECTURE and name == STANFORD_PROJECTION
+    return is_projection or "pooler." in name or name.endswith(_NOT_SAVED)
+
+
+def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[..., Any]:
+    """Return a function that loads the model: `from_pretrained` of a transformers class.
+
+    Example: for a classifier in a folder, the result is the function of
+    AutoModelForSequenceClassification, an auto class. An auto class reads the config of the
+    checkpoint, and chooses the class of the model.
+
+    Args:
+        spec: the description of the checkpoint.
+        reads_folder: whether transformers reads the weights from a folder. If False, the caller
+            passes the weights as a dict. An auto class accepts no dict of weights.
+    """
+    if spec.loader == RETRIEVAL:
+        # transformers has no auto class for these models.
+        retrieval_class = getattr(transformers, spec.architecture, None)
+        if retrieval_class is None:
+            raise ValueError(f"transformers has no class {spec.architecture}")
+        return partial(retrieval_class.from_pretrained)
+    auto_class = _AUTO[spec.loader]
+    has_head = spec.loader != BASE
+    # An auto class cannot load a model without a head, because the model's pooler must be left out.
+    can_use_auto_class = has_head and reads_folder
+    model_class = None if can_use_auto_class else _model_class(auto_class, spec)
+    if model_class is None:
+        return partial(auto_class.from_pretrained, trust_remote_code=False)
+    if has_head:
+        return partial(model_class.from_pretrained)
+    return _loading_function_without_head(spec, model_class)
+
+
+def _loading_function_without_head(
+    spec: CheckpointSpec,
+    model_class: Any,  # noqa: ANN401 - a model class
+) -> Callable[..., Any]:
+    """Return a function that loads a model without a head and without a pooler.
+
+    A pooler is a layer that follows the token vectors. Nereid does not use the pooler, and the
+    weights of a pooler are often untrained.
+    """
+    # If an encoder-decoder model has no head, only the encoder computes the token vectors.
+    if getattr(spec.config, "is_encoder_decoder", False):
+        model_class = _encoder_alone(spec, model_class)
+    has_pooler = "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+    if has_pooler:
+        return partial(model_class.from_pretrained, add_pooling_layer=False)
+    return partial(model_class.from_pretrained)
+
+
+def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - classes of transformers
+    """Return the class that the auto class `auto` assigns to the config, or None."""
+    try:
+        mapped = auto._model_mapping[type(spec.config)]
+    except KeyError:
+        return None
+    # Some configs belong to several classes.
+    classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
+    for model_class in classes:
+        if model_class.__name__ == spec.architecture:
+            return model_class
+    return classes[0]
+
+
+def _encoder_alone(spec: CheckpointSpec, whole: type) -> Any:  # noqa: ANN401 - a model class
+    """Return the class of the encoder of an encoder-decoder model."""
+    name = whole.__name__.removesuffix("Model") + "EncoderModel"
+    encoder_class = getattr(transformers, name, None)
+    if encoder_class is None:
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: it has an encoder and a decoder, and "
+            f"transformers has no class {name} for the encoder alone."
+        )
+    return encoder_class

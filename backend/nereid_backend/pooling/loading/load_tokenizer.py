@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the tokenizer of an embedding, rerank or classification checkpoint."""
+
+from tokenizers.normalizers import Lowercase, Normalizer, Sequence
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
+
+from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
+from nereid_backend.pooling.loading.checkpoint_spec import TOKENS, CheckpointSpec
+
+
+def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the checkpoint.
+
+    Raises:
+        ModelError: the tokenizer is missing or broken.
+        UnsupportedModelError: the model classifies single tokens, but the tokenizer cannot report
+            the characters of each token.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            spec.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        # The tokenizers library raises the class Exception itself for broken files.
+        raise ModelError(
+            f"the tokenizer in {spec.folder} cannot be loaded: {first_line(error)}"
+        ) from error
+    if spec.lower_case:
+        _convert_to_lower_case(tokenizer)
+    if spec.loader == TOKENS and not tokenizer.is_fast:
+        raise UnsupportedModelError(
+            f"{spec.architecture} requires a tokenizer that reports the characters of each token, "
+            f"but {type(tokenizer).__name__} does not. Add a tokenizer.json to {spec.folder}."
+        )
+    _register_markers(tokenizer, spec)
+    return tokenizer
+
+
+def _convert_to_lower_case(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Change the tokenizer, so that it converts each text to lower case first.
+
+    Do nothing if the tokenizer is not a fast tokenizer, which has a `backend_tokenizer`.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return
+    parts: list[Normalizer] = [Lowercase()]
+    if backend.normalizer is not None:
+        parts.append(backend.normalizer)
+    backend.normalizer = Sequence(parts)
+
+
+def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) -> None:
+    """Change the tokenizer, so that it converts each marker of queries or documents to one token.
+
+    Without this function, a tokenizer may split the marker "[unused0]" into several tokens, because
+    the marker is an ordinary entry of the vocabulary. A marker that the vocabulary does not contain
+    stays ordinary text, as in sentence-transformers.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for _, marker in spec.late_interaction.markers:
+        # The marker ends with a space. The vocabulary may contain the marker with or without this
+        # space.
+        entry = marker if marker in vocabulary else marker.strip()
+        if entry in vocabulary and tokenizer.tokenize(entry) != [entry]:
+            token = AddedToken(entry, normalized=False, special=True)
+            tokenizer.add_tokens([token], special_tokens=True)

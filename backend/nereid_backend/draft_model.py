@@ -39,12 +39,12 @@ from nereid_backend.core.draft_tokens.draft_lengths import DraftLengths
 from nereid_backend.core.request import Request
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.core.updates import common_prefix_len
 from nereid_backend.errors import ModelError
 from nereid_backend.mtp_path import MtpPath
 from nereid_backend.runner import ForwardPath
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.sampler import NOT_FINITE, Sampler
+from nereid_backend.sequence_draft import SequenceDraft
 
 logger = logging.getLogger(__name__)
 
@@ -82,56 +82,6 @@ class DraftSizes:
     enable_prefix_caching: bool
 
 
-@dataclass(slots=True)
-class _Draft:
-    """The state of one sequence in the draft model.
-
-    Attributes:
-        target: the sequence in the large model.
-        own: the sequence in the draft model, with its own row and blocks. Its tokens are the known
-            tokens of `target`, followed by the draft tokens.
-        start_in_target: the index in `target` of the first token of `own`.
-        num_known: the number of known tokens in `own`.
-        length: the number of draft tokens to generate for the next step.
-        is_new: whether the draft model has not computed any token of `own` yet.
-    """
-
-    target: Sequence
-    own: Sequence
-    start_in_target: int
-    num_known: int
-    length: int = 0
-    is_new: bool = True
-
-    @property
-    def tokens(self) -> list[int]:
-        """The draft tokens that the draft model has generated for the next step."""
-        return self.own.token_ids[self.num_known :]
-
-    def update(self, *, keeps_accepted: bool) -> None:
-        """Replace the draft tokens by the tokens that the large model has chosen.
-
-        Example: the sequence has the known tokens [5, 6] and the draft tokens [7, 8], and the large
-        model has chosen 7 and 9. The known tokens become [5, 6, 7, 9]. The draft model has already
-        computed 5, 6 and the accepted draft token 7, so the next pass computes only 9.
-
-        Args:
-            keeps_accepted: if False, the next pass computes accepted draft tokens again.
-
-        Mutates: `num_known`, and the tokens and `num_computed_tokens` of `own`.
-        """
-        own = self.own
-        chosen_tokens = self.target.token_ids[self.start_in_target + self.num_known :]
-        num_reusable = self.num_known
-        if keeps_accepted:
-            num_reusable += common_prefix_len(self.tokens, chosen_tokens)
-        own.token_ids[self.num_known :] = chosen_tokens
-        self.num_known = len(own.token_ids)
-        # The last token is always computed again, because sampling needs its logits.
-        num_reusable = min(num_reusable, self.num_known - 1)
-        own.num_computed_tokens = min(own.num_computed_tokens, num_reusable)
-
-
 class DraftModel:
     """Generates draft tokens with a small model; see the interface `Drafter`.
 
@@ -152,34 +102,34 @@ class DraftModel:
         """
         self.lengths = DraftLengths(sizes.max_draft_tokens)
         self._path = path
-        # The same path if it belongs to an MTP layer, which also needs the hidden states of the
-        # large model.
+        # The same object as `_path` if it is the path of an MTP layer; None for a small model. An
+        # MTP layer also needs the hidden states of the large model.
         self._mtp = path if isinstance(path, MtpPath) else None
         self._hook = hook
         self._sizes = sizes
         self._sampler = Sampler()
-
-        # The draft model has its own blocks and its own rows of the batch.
+        # The blocks of the KV cache that belong to each sequence of the draft model.
         pool = BlockPool(sizes.num_blocks)
         cache = PrefixCache(pool, sizes.block_size) if sizes.enable_prefix_caching else None
         self._tables = BlockTables(pool, sizes.block_size, cache)
+        # The rows of the draft model's batch that no sequence uses.
         self._free_rows = list(range(sizes.max_num_seqs))
-
         # Maps each sequence of the large model that has a row in the draft model to its draft.
-        self._drafts: dict[Sequence, _Draft] = {}
+        self._drafts: dict[Sequence, SequenceDraft] = {}
         # The draft tokens of each sequence for the next step.
         self._proposals: dict[Sequence, list[int]] = {}
-        # Whether the draft model has failed. It then generates no more draft tokens.
+        # Whether the draft model has failed. If True, no more draft tokens are generated.
         self._is_broken = False
 
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Generate draft tokens for the next step; see `Drafter.prepare`.
+        """Generate draft tokens for the next step. `propose` returns them.
 
         If the draft model fails, it is never used again, and all requests continue without draft
         tokens.
 
         Args:
-            sequences: the sequences that the large model computes in the next step.
+            sequences: the sequences that the large model computes in the next step. Some of them
+                may get no draft tokens.
 
         Mutates: the KV cache of the draft model, and the proposals that `propose` returns.
         """
@@ -225,8 +175,11 @@ class DraftModel:
         for target in preempted:
             self._release(target)
 
-    def _prepare_draft(self, target: Sequence) -> _Draft | None:
-        """Update the draft of a sequence, and return the draft.
+    def _prepare_draft(self, target: Sequence) -> SequenceDraft | None:
+        """Update the draft of a sequence, and allocate blocks for the next draft tokens.
+
+        The draft is the state of the sequence in the draft model. It is created if it does not
+        exist yet. Its tokens become the tokens that the large model has chosen.
 
         Return None if the sequence gets no draft tokens in this step. This is the case while the
         prompt is computed, if the prompt has images, if the sequence is close to its length limit,
@@ -247,7 +200,8 @@ class DraftModel:
             # `draft.own` contains only known tokens here. Draft tokens must not get into the prefix
             # cache, because the large model may reject them.
             self._tables.cache.add(draft.own)
-        if not self._tables.try_extend(draft.own, draft.num_known + length):
+        has_blocks = self._tables.try_extend(draft.own, draft.num_known + length)
+        if not has_blocks:
             self._release(target)
             return None
         return draft
@@ -271,7 +225,7 @@ class DraftModel:
             self._sizes.max_model_len - num_known,
         )
 
-    def _admit(self, target: Sequence) -> _Draft | None:
+    def _admit(self, target: Sequence) -> SequenceDraft | None:
         """Create the draft of a sequence, with a row and blocks in the draft model.
 
         Return None if there are not enough free blocks.
@@ -290,7 +244,7 @@ class DraftModel:
         own.row = self._free_rows.pop()
         if self._mtp is not None:
             self._mtp.follow(own, target)
-        draft = _Draft(target, own, start_in_target, num_known=len(own.token_ids))
+        draft = SequenceDraft(target, own, start_in_target, num_known=len(own.token_ids))
         self._drafts[target] = draft
         return draft
 
@@ -304,27 +258,30 @@ class DraftModel:
         self._tables.release(own)
 
     @torch.inference_mode()
-    def _generate(self, drafts: list[_Draft], num_sequences: int) -> None:
+    def _generate(self, drafts: list[SequenceDraft], num_sequences: int) -> None:
         """Generate the draft tokens of a step, and store them in `_proposals`.
+
+        Each pass adds one token to each draft, until all drafts are complete. The measured time
+        helps to choose the number of draft tokens in later steps.
 
         Args:
             drafts: the drafts of the sequences. They contain no draft tokens yet.
             num_sequences: the number of sequences in the step.
         """
         start = time.perf_counter()
-        # Do not measure the time if the draft model must first compute a long prompt. The time
-        # would not show the cost of a draft token.
-        is_timed = all(_num_missing(draft) <= _MAX_TIMED_TOKENS for draft in drafts)
-        active = drafts
-        while active:
-            active = self._run_pass(active)
+        # Do not use the measured time if the draft model must first compute a long prompt, because
+        # the time would not show the cost of a draft token.
+        is_timed = all(draft.num_missing <= _MAX_TIMED_TOKENS for draft in drafts)
+        incomplete = drafts
+        while incomplete:
+            incomplete = self._run_pass(incomplete)
         self._proposals = {draft.target: draft.tokens for draft in drafts}
         num_tokens = sum(len(tokens) for tokens in self._proposals.values())
         if is_timed and num_tokens:
             seconds = time.perf_counter() - start
             self.lengths.costs.add_drafting(num_sequences, num_tokens, seconds)
 
-    def _run_pass(self, drafts: list[_Draft]) -> list[_Draft]:
+    def _run_pass(self, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
         """Compute the new tokens of some drafts, and sample the next draft token of each.
 
         If a draft has more uncomputed tokens than one pass may compute, several steps compute these
@@ -346,7 +303,7 @@ class DraftModel:
         sampling = [draft for draft, chunk in planned if chunk.samples]
         return self._sample(logits, sampling) if sampling else []
 
-    def _plan_pass(self, drafts: list[_Draft]) -> list[tuple[_Draft, Chunk]]:
+    def _plan_pass(self, drafts: list[SequenceDraft]) -> list[tuple[SequenceDraft, Chunk]]:
         """Divide the token budget of a pass among the drafts.
 
         Drafts with few uncomputed tokens come first, so that many drafts get their next token.
@@ -355,9 +312,9 @@ class DraftModel:
             The drafts that the pass computes, each with its chunk: the tokens to compute.
         """
         budget = self._sizes.max_num_batched_tokens
-        planned: list[tuple[_Draft, Chunk]] = []
-        for draft in sorted(drafts, key=_num_missing):
-            num_missing = _num_missing(draft)
+        planned: list[tuple[SequenceDraft, Chunk]] = []
+        for draft in sorted(drafts, key=lambda draft: draft.num_missing):
+            num_missing = draft.num_missing
             num_tokens = min(num_missing, budget)
             if num_tokens == 0:
                 break
@@ -377,11 +334,11 @@ class DraftModel:
         planned.sort(key=lambda pair: pair[1].num_tokens)
         return planned
 
-    def _sample(self, logits: torch.Tensor, drafts: list[_Draft]) -> list[_Draft]:
+    def _sample(self, logits: torch.Tensor, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
         """Append one sampled token to each draft, and return the drafts that need more tokens.
 
-        A draft ends with a stop token, or when it has its planned length. If the sampler reports an
-        error for a draft, the draft gets no more tokens.
+        A draft needs no more tokens if it ends with a stop token or has its planned length. If the
+        sampler reports an error for a draft, the draft gets no token and is not returned.
 
         Args:
             logits: [num_drafts, vocab_size].
@@ -401,12 +358,6 @@ class DraftModel:
             token_id = sampled.token_ids[index]
             draft.own.token_ids.append(token_id)
             ends_answer = token_id in draft.target.stop_token_ids
-            has_full_length = len(draft.own.token_ids) >= draft.num_known + draft.length
-            if not ends_answer and not has_full_length:
+            if not ends_answer and not draft.is_full:
                 active.append(draft)
         return active
-
-
-def _num_missing(draft: _Draft) -> int:
-    """Return the number of tokens of a draft that the draft model has not computed yet."""
-    return len(draft.own.token_ids) - draft.own.num_computed_tokens

@@ -8,7 +8,6 @@ Three calls execute a step. The first two calls only launch work on the device:
     finish    wait for the tokens and check them
 """
 
-import logging
 from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +22,11 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.device_transfer import HostCopy, upload
+from nereid_backend.sampling.accept_tokens import read_sampled
 from nereid_backend.sampling.draft_verification import Sampling, sampling_of
 from nereid_backend.sampling.ranked_logprobs import RankedRows, rank_prompt
-from nereid_backend.sampling.sampler import NOT_FINITE, PendingTokens, SampledTokens, Sampler
-from nereid_backend.sampling.token_masks import Job, MaskFiller, StepMasks, guide_of
-
-logger = logging.getLogger(__name__)
+from nereid_backend.sampling.sampler import NOT_FINITE, PendingTokens, Sampler
+from nereid_backend.sampling.token_masks import Job, MaskFiller, StepMasks
 
 
 class ForwardPath(Protocol):
@@ -122,8 +120,9 @@ class Runner:
     def start(self, plan: StepPlan, before: RunningStep | None = None) -> RunningStep:
         """Launch the forward pass of a step.
 
-        If no other step is running, threads fill the token masks at the same time. A token mask
-        contains the tokens that the grammar of a request allows next.
+        At the same time, threads fill the token masks. A token mask contains the tokens that the
+        grammar of a request allows next. If the previous step has not finished, its tokens are
+        still unknown, so the masks are filled later, in `sample`.
 
         Args:
             plan: a plan with at least one chunk.
@@ -136,6 +135,7 @@ class Runner:
         mask_jobs: abc.Sequence[Job] | None = None
         if before is None and self._vocab_size is not None:
             mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
+        # The tokens of the previous step. They are on the device, and are the input of this step.
         previous_token_ids = None
         if before is not None and before.pending is not None:
             previous_token_ids = before.pending.token_ids
@@ -195,7 +195,7 @@ class Runner:
             if step.pending is None:
                 return StepResult(prompt_logprobs=reports)
             sampled_tokens, device_token_ids = step.pending.result()
-        sampled = _read_sampled(step.sampling, sampled_tokens, step.masks)
+        sampled = read_sampled(step.sampling, sampled_tokens, step.masks)
         if sampled_tokens.errors:
             self._clear_not_finite(plan, sampled)
         return StepResult(sampled, reports, device_token_ids)
@@ -289,166 +289,3 @@ def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
     for report in reports:
         logprobs += report.ranked.read(*report.copy.wait())
     return logprobs
-
-
-def _read_sampled(
-    sampling: Sampling, sampled_tokens: SampledTokens, masks: StepMasks
-) -> list[Sampled]:
-    """Return the new tokens of each chunk for which tokens were sampled.
-
-    Example: the first chunk has 1 position, and the second chunk has 3 positions, because it has 2
-    draft tokens. The sampled token with the index 0 belongs to the first chunk. The sampled tokens
-    with the indices 1 to 3 belong to the second chunk.
-
-    Args:
-        sampling: the positions at which tokens were sampled. The positions of a sequence are
-            adjacent, and the last position follows all draft tokens of the sequence.
-        sampled_tokens: one sampled token for each position.
-        masks: the token masks of the step, with the errors of guides.
-    """
-    token_ids = sampled_tokens.token_ids
-    logprobs = sampled_tokens.logprobs
-    if _have_single_tokens(sampling, sampled_tokens):
-        # This condition is true in nearly all steps. In this case, the loop below would return the
-        # same tokens, but would take more time.
-        return [
-            Sampled([token_id], [logprob])
-            for token_id, logprob in zip(token_ids, logprobs, strict=True)
-        ]
-    sampled = []
-    next_index = 0
-    for num_positions in sampling.counts:
-        first = next_index  # the index of the sequence's first position
-        next_index += num_positions
-        sequence, drafts = sampling.positions[next_index - 1]
-        if first in masks.errors:
-            sampled.append(Sampled([], [], masks.errors[first]))
-        elif drafts or sequence.guide is not None or sampled_tokens.errors:
-            sampled.append(_accept_or_end(sequence, drafts, sampled_tokens, first))
-        else:
-            # Nearly all sequences have no draft tokens and no grammar. For such sequences,
-            # `_accept` would return the same tokens, but would take more time.
-            top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
-            sampled.append(Sampled([token_ids[first]], [logprobs[first]], None, top))
-    return sampled
-
-
-def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
-    """Return whether each sequence of the step gets exactly one new token, which was sampled.
-
-    The tokens then need no further processing. This is the case if no chunk has draft tokens, no
-    sequence has a grammar, no request asks for log-probabilities, and no position has an error.
-    """
-    positions = sampling.positions
-    has_drafts = len(positions) > len(sampling.counts)
-    if has_drafts or sampled_tokens.top or sampled_tokens.errors:
-        return False
-    # Building a list takes less time than passing a generator to `any`.
-    guides = [sequence.guide for sequence, _ in positions if sequence.guide is not None]
-    return not guides
-
-
-def _accept_or_end(
-    sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
-) -> Sampled:
-    """Return the new tokens of a sequence, or an error if its grammar fails.
-
-    The error ends the sequence. `_accept` describes the arguments.
-    """
-    try:
-        return _accept(sequence, drafts, sampled_tokens, first)
-    except Exception as error:
-        # A grammar library can raise any exception. The exception ends only this sequence.
-        logger.exception("The grammar of request %s failed.", sequence.request_id)
-        message = f"The grammar of the request failed: {type(error).__name__}: {error}"
-        return Sampled([], [], message)
-
-
-def _accept(
-    sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
-) -> Sampled:
-    """Verify the draft tokens of a sequence, and return the new tokens of the sequence.
-
-    The new tokens are sampled tokens. Each sampled token is followed by the tokens that the grammar
-    forces next. While the new tokens equal the draft tokens, the next sampled token is valid,
-    because the model has computed its logits after the same tokens. Draft tokens therefore never
-    change the answer. The guide does not get a token that ends the answer. If the sampling of a
-    valid token has failed, return only the error.
-
-    Example: drafts [5, 7, 9] and sampled tokens [5, 7, 4, 2]. The tokens 5 and 7 are accepted, 4
-    replaces the draft 9, and 2 is discarded. The result is [5, 7, 4].
-
-    Args:
-        sequence: the sequence. Its guide is advanced by the new tokens.
-        drafts: the draft tokens that the model has computed after the known tokens.
-        sampled_tokens: the tokens of the step. They contain one token after the known tokens and
-            one token after each draft token.
-        first: the index in `sampled_tokens` of the token after the known tokens.
-    """
-    guide = guide_of(sequence)
-    stop_ids = sequence.stop_token_ids
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
-    # The loop continues while all new tokens equal draft tokens, because the model has then
-    # computed the logits of the next token. At the start, there are no new tokens, so the condition
-    # is true. After the last draft token, the loop adds one more sampled token. `token_ids` is then
-    # longer than `drafts`, so the loop ends.
-    while token_ids == drafts[: len(token_ids)]:
-        index = first + len(token_ids)
-        if index in sampled_tokens.errors:
-            return Sampled([], [], sampled_tokens.errors[index])
-        token_ids.append(sampled_tokens.token_ids[index])
-        logprobs.append(sampled_tokens.logprobs[index])
-        if top is not None:
-            top.append(sampled_tokens.top[index])
-        if token_ids[-1] in stop_ids:
-            break
-        if guide is not None:
-            guide.accept(token_ids[-1:])
-            forced = _usable_forced(sequence, guide.forced(), len(token_ids))
-            token_ids += forced
-            logprobs += [0.0] * len(forced)
-            # `top` needs no entries for forced tokens, because there are none if the request asks
-            # for log-probabilities.
-            if token_ids[-1] in stop_ids:
-                break
-            if forced:
-                guide.accept(forced)
-    return Sampled(token_ids, logprobs, None, top)
-
-
-def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
-    """Return the forced tokens that can be added without another forward pass.
-
-    A token is forced if the grammar allows no other token at its position. The tokens are cut at a
-    stop token; see `_until_stop`.
-
-    The result is empty in two cases. If the request asks for log-probabilities, a step of the model
-    must compute them. If other fields of the request also limit the tokens, only the mask of the
-    next step combines these fields with the grammar.
-
-    Args:
-        sequence: the sequence.
-        forced: the tokens that the grammar forces next.
-        num_new: the number of tokens that this step has already added to the sequence.
-    """
-    params = sequence.params
-    has_other_limits = params.allowed_token_ids is not None or params.bad_words_token_ids
-    if params.logprobs is not None or has_other_limits:
-        return []
-    return _until_stop(sequence, forced, sequence.num_output_tokens + num_new)
-
-
-def _until_stop(sequence: Sequence, token_ids: list[int], num_before: int) -> list[int]:
-    """Return `token_ids` up to and including the first stop token of a sequence.
-
-    If the answer would be shorter than min_tokens, the stop token is left out, too. Example: if 9
-    is a stop token, [4, 9, 6] gives [4, 9]. If min_tokens does not allow the end yet, [4, 9, 6]
-    gives [4]. `num_before` is the number of output tokens before `token_ids`.
-    """
-    for index, token_id in enumerate(token_ids):
-        if token_id in sequence.stop_token_ids:
-            may_stop = num_before + index >= sequence.params.min_tokens
-            return token_ids[: index + 1] if may_stop else token_ids[:index]
-    return token_ids

@@ -108,27 +108,31 @@ def main() -> NoReturn:
     config, rank = messages.get()
     try:
         connection.send(STARTED)
-        torch.set_num_threads(config.num_threads)
-        rank.join()
-        shard = load_shard(config, AttentionHook(), rank, lambda _line: None)
-        service = RankService(config, rank, shard)
-        with torch.inference_mode():
-            while True:
-                service.handle(*messages.get())
+        _serve(config, rank, messages)
     except Exception as error:  # noqa: BLE001 - the process ends here, and rank 0 logs the reason
-        reason = str(error)
-        if not isinstance(error, NereidError):
-            reason = f"{type(error).__name__}: {reason}"
+        is_own_error = isinstance(error, NereidError)
+        reason = str(error) if is_own_error else f"{type(error).__name__}: {error}"
         connection.send(f"{FAILED}: {reason}")
     # os._exit ends the process without Python's cleanup, which would wait for the other ranks.
     os._exit(1)
 
 
+def _serve(config: EngineConfig, rank: Rank, messages: "queue.SimpleQueue[Any]") -> NoReturn:
+    """Join the group of all ranks, load this rank's part of the model, and handle all messages."""
+    torch.set_num_threads(config.num_threads)
+    rank.join()
+    shard = load_shard(config, AttentionHook(), rank, lambda _line: None)
+    service = RankService(config, rank, shard)
+    with torch.inference_mode():
+        while True:
+            service.handle(*messages.get())
+
+
 def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoReturn:
     """Put the messages of rank 0 into a queue. Exit if rank 0 sends "stop" or ends.
 
-    The first message is the pair (config, rank). This function runs in a separate thread, so that
-    the process can exit while the main thread waits for another rank.
+    This function runs in a separate thread, so that the process can exit while the main thread
+    waits for another rank.
     """
     rank: Rank | None = None
     while True:
@@ -138,9 +142,10 @@ def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoRe
             message = _STOP  # rank 0 has ended
         if message == _STOP:
             if rank is not None:
-                rank.remove_store()
+                rank.remove_store()  # the folder through which the ranks find each other
             os._exit(0)
-        if rank is None:
+        is_first_message = rank is None
+        if is_first_message:
             _config, rank = message
         messages.put(message)
 

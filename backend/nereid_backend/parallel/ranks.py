@@ -73,22 +73,27 @@ class Ranks:
         # The processes of the ranks 1, 2, ... and the connections to these processes.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        # `_watch` describes the failure of another rank in `_failure`, and then sets `_has_failed`.
-        # If no other rank has failed, `_failure` is empty.
+        # The description of another rank's failure; empty if no other rank has failed. `_watch`
+        # sets the description, and then the event `_has_failed`.
         self._failure = ""
         self._has_failed = threading.Event()
-        # Whether `close` was called. The other ranks then end without a failure.
+        # Whether `close` was called. If True, `_watch` reports no failure when a rank ends.
         self._is_closing = False
         try:
-            for number in range(1, size):
-                self._start(config, Rank(number, size, device.type, self.rank.store))
-            for number, connection in enumerate(self._connections, 1):
-                self._await_start(number, connection)
-            threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
-            self.rank.join()
+            self._start_all(config)
         except BaseException:
             self.close()
             raise
+
+    def _start_all(self, config: EngineConfig) -> None:
+        """Start the processes of the other ranks, and wait until all ranks form a group."""
+        for number in range(1, self.rank.size):
+            rank = Rank(number, self.rank.size, self.rank.device_type, self.rank.store)
+            self._start(config, rank)
+        for number, connection in enumerate(self._connections, 1):
+            self._await_start(number, connection)
+        threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
+        self.rank.join()
 
     def send(self, *message: object) -> None:
         """Send a message to all other ranks.
@@ -161,7 +166,7 @@ class Ranks:
     def close(self) -> None:
         """End the processes of the other ranks, and remove this process from the group.
 
-        A process that does not end in time is killed.
+        A process that does not end within 5 seconds is killed.
         """
         self._is_closing = True
         self.send("stop")
@@ -173,13 +178,18 @@ class Ranks:
                 process.wait(_EXIT_TIMEOUT_S)
         for connection in self._connections:
             connection.close()
-        if dist.is_initialized():
-            if self._failure:
-                # `destroy_process_group` would wait for the failed rank.
-                distributed_c10d._abort_process_group()
-            else:
-                dist.destroy_process_group()
+        self._leave_group()
         self.rank.remove_store()
+
+    def _leave_group(self) -> None:
+        """Remove this process from the group of torch.distributed, if it belongs to a group."""
+        if not dist.is_initialized():
+            return
+        if self._failure:
+            # `destroy_process_group` would wait for the failed rank.
+            distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
     def _start(self, config: EngineConfig, rank: Rank) -> None:
         """Start the process of a rank, and send the settings to the new process.

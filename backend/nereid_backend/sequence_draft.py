@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one sequence in the draft model."""
+
+from dataclasses import dataclass
+
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.updates import common_prefix_len
+
+
+@dataclass(slots=True)
+class SequenceDraft:
+    """The state of one sequence in the draft model.
+
+    Attributes:
+        target: the sequence in the large model.
+        own: the sequence in the draft model, with its own row and blocks. Its tokens are the known
+            tokens of `target`, followed by the draft tokens.
+        start_in_target: the index in `target` of the first token of `own`.
+        num_known: the number of known tokens in `own`.
+        length: the number of draft tokens that are generated for the next step.
+        is_new: whether the draft model has not computed any token of `own` yet.
+    """
+
+    target: Sequence
+    own: Sequence
+    start_in_target: int
+    num_known: int
+    length: int = 0
+    is_new: bool = True
+
+    @property
+    def tokens(self) -> list[int]:
+        """The draft tokens that the draft model has generated for the next step."""
+        return self.own.token_ids[self.num_known :]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the draft model has generated `length` draft tokens."""
+        return len(self.own.token_ids) >= self.num_known + self.length
+
+    @property
+    def num_missing(self) -> int:
+        """The number of tokens of `own` that the draft model has not computed yet."""
+        return len(self.own.token_ids) - self.own.num_computed_tokens
+
+    def update(self, *, keeps_accepted: bool) -> None:
+        """Replace the draft tokens by the tokens that the large model has chosen.
+
+        Example: the sequence has the known tokens [5, 6] and the draft tokens [7, 8], and the large
+        model has chosen 7 and 9. The known tokens become [5, 6, 7, 9]. The draft model has already
+        computed 5, 6 and the accepted draft token 7, so the next pass computes only 9.
+
+        Args:
+            keeps_accepted: if False, the next pass computes accepted draft tokens again.
+
+        Mutates: `num_known`, and the tokens and `num_computed_tokens` of `own`.
+        """
+        own = self.own
+        chosen_tokens = self.target.token_ids[self.start_in_target + self.num_known :]
+        num_reusable = self.num_known
+        if keeps_accepted:
+            num_reusable += common_prefix_len(self.tokens, chosen_tokens)
+        own.token_ids[self.num_known :] = chosen_tokens
+        self.num_known = len(own.token_ids)
+        # The last token is always computed again, because sampling needs its logits.
+        num_reusable = min(num_reusable, self.num_known - 1)
+        own.num_computed_tokens = min(own.num_computed_tokens, num_reusable)

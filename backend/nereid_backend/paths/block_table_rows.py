@@ -29,21 +29,33 @@ class BlockTableRows:
         null_block: int,
         num_groups: int,
     ) -> None:
-        """Create empty block tables. See `BatchBuilder` for the arguments."""
+        """Create empty block tables.
+
+        Args:
+            max_num_seqs: the number of rows, which is the largest number of running sequences.
+            max_model_len: the largest number of tokens in a sequence.
+            block_size: the number of tokens in one block.
+            null_block: the id of a block that contains only zeros. It fills the unused places of a
+                row.
+            num_groups: the number of groups of layers. A sequence has one block table for each
+                group.
+        """
         self.num_groups = num_groups
         self._block_size = block_size
         self._null_block = null_block
         max_blocks = math.ceil(max_model_len / block_size)
         shape = (max_num_seqs, max_blocks)
+        # For each group, the ids of the blocks, [max_num_seqs, max_blocks].
         self._arrays: list[Integers] = [
             np.full(shape, null_block, dtype=np.int64) for _ in range(num_groups)
         ]
         # For each group and row, the number of blocks that were copied into the row.
         self._num_filled = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each group and row, the number of freed blocks. The null block replaces each freed
-        # block in the row.
+        # For each group and row, the number of freed blocks at the start of the row. The row
+        # contains the null block in their places.
         self._num_dropped = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each row, the value of `Sequence.table_version` when the row was filled.
+        # For each row, the version of the sequence's block tables when the row was filled (see
+        # Sequence.table_version). A row with the current version needs no update.
         self._versions = [0] * max_num_seqs
 
     def update(self, plan: StepPlan) -> Integers:

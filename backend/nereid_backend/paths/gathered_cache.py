@@ -72,13 +72,14 @@ def probe_cache(
 ) -> CacheLayout:
     """Run the model with one token, and return the layout of its cache.
 
-    The layout describes which tensors of transformers' cache can be stored in blocks.
+    The layout describes which tensors of transformers' cache can be stored in blocks. A block
+    contains the keys and values of a fixed number of tokens.
 
     Args:
         checkpoint: the model.
-        token_id: the token.
+        token_id: any valid token id.
         accepts_states: whether layers may have convolutions and recurrences. The layout does not
-            contain their states, because blocks cannot contain states.
+            contain the states of these layers, because blocks cannot contain states.
 
     Raises:
         UnfitError: if the model does not use transformers' cache, or if the cache stores data that
@@ -96,8 +97,8 @@ def probe_cache(
         attention_mask=torch.ones_like(ids),
         cache=cache,
     )
-    specs: list[LayerSpec] = []
-    parts: list[LayerParts] = []
+    specs: list[LayerSpec] = []  # the shapes of all tensors that are stored in blocks
+    parts: list[LayerParts] = []  # for each layer, the indices of its shapes in `specs`
     for layer in cache.layers:
         _check_class(layer, accepts_states=accepts_states)
         parts.append(_add_layer(specs, layer))
@@ -167,7 +168,7 @@ def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers 
 
 
 def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes of a sparse indexer's stored keys; see `CacheLayout.indexers`."""
+    """Return the shapes of a sparse indexer's stored keys; see `LayerParts.indexer`."""
     shape = tuple(layer.indexer_keys.shape)
     if shape[:2] != (1, 1) or shape[2] % 2:
         raise UnfitError(

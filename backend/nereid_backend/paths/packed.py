@@ -73,13 +73,15 @@ class PackedPath:
         self._selects_logits = ModelCall(self._model).takes("logits_to_keep")
         self._positions = PositionEmbeddings(self._model)
         self._adapters = checkpoint.adapters
-        # Attention.
         self._hook = hook
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        self._compiled: CompiledForward | None = None  # set by `use`
-        # The caller sets these attributes if the model and the device support the feature.
+        # The compiled forward pass that `use` has set; None if the model's own code is run.
+        self._compiled: CompiledForward | None = None
+        # The caller sets the following attributes if the model and the device support the feature:
+        # the CUDA graphs of decode steps, the CUDA graphs of steps with prefills, and the
+        # computation of steps with images.
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None
         self.images: ImageSteps | None = None
@@ -107,7 +109,8 @@ class PackedPath:
         """Compute the logits of a step, [num_logits, vocab_size]; see `ForwardPath.forward`.
 
         Steps with images and some steps with adapters call the model's own code. All other steps
-        are replayed from CUDA graphs if possible.
+        are replayed from CUDA graphs if graphs of the right kind and size exist. Otherwise, the
+        compiled forward pass or the model's own code computes them.
 
         Args:
             plan: the plan of the step.

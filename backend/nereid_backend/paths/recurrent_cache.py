@@ -157,18 +157,24 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
 
 
 def _merge_values(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut_row
-    """Merge the values of an attribute, one for each sequence, into one value for the batch.
+    """Merge the values of a cache layer's attribute into one value for the batch.
 
-    This is the inverse of _cut_row. Example: two tensors [1, 8] give a tensor [2, 8].
+    `parts` contains the value of each sequence. Tensors are concatenated, and other values must be
+    equal. Examples: two tensors [1, 8] give a tensor [2, 8], and the values True and True give
+    True.
+
+    Raises:
+        UnfitError: if values that are not tensors differ.
     """
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts) if len(parts) > 1 else first
     if isinstance(first, dict):
         return {key: _merge_values([part[key] for part in parts]) for key in first}
-    if any(part != first for part in parts):
-        raise UnfitError(
-            "sequences of this model cannot share a batch, because an attribute of their states "
-            f"differs: {first} and {parts[-1]}"
-        )
+    for part in parts:
+        if part != first:
+            raise UnfitError(
+                "sequences of this model cannot share a batch, because an attribute of their "
+                f"states differs: {first} and {part}"
+            )
     return first

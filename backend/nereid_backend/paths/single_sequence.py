@@ -59,11 +59,11 @@ class SinglePath:
         self._has_encoder = bool(self._model.config.is_encoder_decoder)
         self._generation = self._model.generation_config
         argument_names = inspect.signature(self._model.forward).parameters
+        # Whether the model gets the positions of the tokens as an argument.
         self._takes_positions = "position_ids" in argument_names and not self._has_encoder
         # The name of the model's argument for the cache.
-        self._cache_name = "past_key_values"
-        if "cache_params" in argument_names:
-            self._cache_name = "cache_params"
+        has_cache_params = "cache_params" in argument_names
+        self._cache_name = "cache_params" if has_cache_params else "past_key_values"
         # For each row, the state of the row's sequence.
         self._states: dict[int, _SequenceState] = {}
 
@@ -92,29 +92,41 @@ class SinglePath:
     def _logits(self, row: int, chunk: Chunk) -> Tensor | None:
         """Return the logits at the last tokens of a chunk, [num_logits, vocab_size].
 
-        The last chunk of a prompt computes the whole prompt, because not every model can continue
-        its cache by several tokens. For earlier chunks, the result is None. Example: a chunk ends
-        with token 9 and needs 2 logits. One call of the model computes the logits after the first 9
-        tokens, and another call computes the logits after the first 10 tokens.
+        Example: the last chunk of a prompt contains the tokens 6 to 9 and needs 1 logit. One call
+        of the model computes all tokens from 0 to 9, because not every model can continue its cache
+        by several tokens. For earlier chunks of the prompt, the result is None. The next chunk
+        contains only token 10, and continues the cache.
         """
         if chunk.num_logits == 0:
             return None
-        # The lengths of the shortest and of the longest prefix whose logits are returned.
-        longest_len = chunk.start + chunk.num_tokens
-        shortest_len = longest_len - chunk.num_logits + 1
-        if self._uses_cache and not self._covers(row, shortest_len - 1):
-            # After a preemption, the sequence is computed in the same passes as before: the prompt
-            # in one pass, then each output token in a pass of its own. On some models, one pass
-            # over all tokens gives different logits. The loop computes the passes before the first
-            # needed one, and stores their state.
-            for prefix_len in range(chunk.sequence.num_prompt_tokens, shortest_len):
-                self._logits_after(row, chunk.sequence, prefix_len)
+        # Each call of the model returns the logits after a prefix of the sequence. The lengths of
+        # the needed prefixes are first_len, first_len + 1, ..., last_len.
+        last_len = chunk.start + chunk.num_tokens
+        first_len = last_len - chunk.num_logits + 1
+        if self._uses_cache and not self._covers(row, first_len - 1):
+            self._restore_state(row, chunk.sequence, first_len)
         return torch.stack(
             [
                 self._logits_after(row, chunk.sequence, prefix_len)
-                for prefix_len in range(shortest_len, longest_len + 1)
+                for prefix_len in range(first_len, last_len + 1)
             ]
         )
+
+    def _restore_state(self, row: int, sequence: Sequence, end: int) -> None:
+        """Compute the state of a preempted sequence again, and store it.
+
+        The model is called as before the preemption: once for the prompt, and then once for each
+        output token. On some models, one call for all tokens gives different logits. Example: for a
+        prompt of 5 tokens and the end 8, the calls compute the tokens 0 to 4, the token 5, and the
+        token 6.
+
+        Args:
+            row: the row of the sequence.
+            sequence: the sequence. If it has no output tokens before the end, nothing is computed.
+            end: the length of the next prefix, which the caller computes.
+        """
+        for prefix_len in range(sequence.num_prompt_tokens, end):
+            self._logits_after(row, sequence, prefix_len)
 
     def _covers(self, row: int, num_tokens: int) -> bool:
         """Return whether the stored state of a row covers exactly the first `num_tokens` tokens."""

@@ -289,8 +289,9 @@ class BatchBuilder:
     def _group_by_length(self, lens: Integers) -> list[_DecodeLengths]:
         """Divide the decodes of this step into groups whose sequences have similar lengths.
 
-        The groups limit padding: padding at most doubles the number of blocks that a group of long
-        sequences reads.
+        In one group, each sequence reads as many blocks of the KV cache as the longest sequence.
+        The surplus blocks are padding. With the groups, padding at most doubles the number of
+        blocks that long sequences read.
 
         Example: with 16 tokens in a block, the lengths [20, 30, 9000] give the groups [0, 1] and
         [2], because 9000 tokens need many more blocks than 30.
@@ -302,9 +303,9 @@ class BatchBuilder:
             return []
         num_blocks = (lens + self._block_size - 1) // self._block_size
         max_blocks = num_blocks.max()
-        # In one group, every sequence would read as many blocks as the longest sequence.
-        num_padded_blocks = len(lens) * max_blocks
-        if max_blocks <= _SHORT_BLOCKS or num_padded_blocks <= 2 * num_blocks.sum():
+        num_blocks_of_one_group = len(lens) * max_blocks
+        is_padding_small = num_blocks_of_one_group <= 2 * num_blocks.sum()
+        if max_blocks <= _SHORT_BLOCKS or is_padding_small:
             all_decodes = slice(len(lens))
             return [_DecodeLengths(all_decodes, lens)]
         # Level n contains the decodes with more than 2^(n-1) and at most 2^n blocks, so the numbers

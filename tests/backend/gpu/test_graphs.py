@@ -32,7 +32,8 @@ def graphs_of(engine):
 def poison(engine):
     """Overwrite the inputs and outputs of the graphs with wrong numbers."""
     found = graphs_of(engine)
-    for step, _ in found._graphs.values():
+    for graph in found._graphs.values():
+        step = graph.step
         step._numbers.copy_(torch.tensor([[7], [5], [2], [3]]).expand_as(step._numbers))
         step._table.zero_()
     if found._logits is not None:

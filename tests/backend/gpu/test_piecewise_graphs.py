@@ -20,7 +20,8 @@ def use_pieces(engine, capture=record_pieces, counts=(16, 32)):
 def poison(engine):
     """Overwrite the inputs and outputs of the graphs with wrong numbers."""
     graphs = engine._parts.runner._path.pieces
-    for static, _ in graphs._graphs.values():
+    for captured in graphs._graphs.values():
+        static = captured.static
         static._numbers.copy_(torch.tensor([[7], [5], [2]]).expand_as(static._numbers))
         static._index.fill_(1)
     graphs._logits.fill_(float("nan"))
@@ -45,7 +46,7 @@ def test_steps_with_more_tokens_or_logits_than_were_captured_run_as_they_are(eng
     graphs, _ = use_pieces(engine, counts=(16,))
     engine.generate([[5] * 17], SamplingParams(max_tokens=1))
     assert graphs.num_replays == 0
-    static, _ = graphs._graphs[16]
+    static = graphs._graphs[16].static
     static.num_logits = 2
     engine.generate([[5] * 3], SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert graphs.num_replays == 0

@@ -126,11 +126,14 @@ def load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
 def shims_of(device: torch.device, is_native: bool) -> Shims:
     """Return the operators for which compiled code calls a C function instead of Python code.
 
-    Each operator is mapped to the C declaration of the function.
+    A shim is a C function that implements one of Nereid's operators. cpu_shim.cpp defines the
+    shims. The result maps each operator to the declaration of its shim. torch's compiler copies
+    this declaration into the compiled code.
 
-    cpu_shim.cpp defines the functions. The CPU kernels for attention need a special layout of the
-    KV cache. Compiled code therefore calls these kernels only if the cache has this layout
-    (is_native); otherwise, it calls the Python implementation of the operator.
+    Args:
+        device: the device of the model. Only models on a CPU use shims.
+        is_native: whether the KV cache has the layout that the CPU kernels for attention need. If
+            False, compiled code calls the Python code of the attention operator.
     """
     if device.type != "cpu":
         return {}
@@ -159,8 +162,9 @@ def shims_of(device: torch.device, is_native: bool) -> Shims:
 def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
     """Return a hash that changes whenever the library must be compiled again.
 
-    For example, the hash depends on the version of torch, the config of the model, and the CPU. It
-    includes the values of very short vectors, but not the values of other weights.
+    For example, the hash depends on the version of torch, the config of the model, the shapes of
+    the weights, and the CPU. It depends on the values of very short vectors, because the compiler
+    writes these values into the library. It does not depend on the values of other weights.
     """
     config = {
         name: value

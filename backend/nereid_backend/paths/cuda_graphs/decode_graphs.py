@@ -85,14 +85,16 @@ class DecodeGraphs:
         self._sizes = sizes
         self._device = device
         self._report = report
-        # The numbers of rows for which graphs can be captured, and the graph for each of them.
+        # The numbers of rows for which graphs can be captured, in ascending order.
         self._row_counts = row_counts(sizes.max_num_seqs)
+        # The captured graphs by their number of rows.
         self._graphs: dict[int, _DecodeGraph] = {}
         # The tensor into which all graphs write their logits, [max_rows, vocab_size]. The first
         # capture creates it.
         self._logits: Tensor | None = None
-        # Whether too little memory is free for another graph.
-        self._is_full = False
+        # Whether further graphs can be captured. False after a capture has failed, or if too little
+        # memory is free.
+        self._can_capture = True
         self.failure: str | None = None
         self.num_captures = 0
         self.num_replays = 0
@@ -104,7 +106,7 @@ class DecodeGraphs:
         The largest graph comes first, because the smaller graphs can then use its memory.
         """
         for rows in reversed(self._row_counts):
-            if rows not in self._graphs and self.failure is None:
+            if rows not in self._graphs:
                 self._try_capture(rows)
 
     def forward(self, batch: StepBatch) -> Tensor | None:
@@ -117,20 +119,17 @@ class DecodeGraphs:
         Mutates: the KV cache, unless the result is None.
         """
         num_rows = self.rows_of(batch)
-        if num_rows is None or self.failure is not None:
+        if num_rows is None:
             return None
-        graph = self._graphs.get(num_rows)
+        graph = self._graphs.get(num_rows) or self._try_capture(num_rows, batch)
         if graph is None:
-            graph = self._try_capture(num_rows, batch)
-        if graph is None or self._logits is None:
             return None
-        step, replay = graph
-        step.fill(batch)
-        replay()
+        graph.step.fill(batch)
+        graph.replay()
         self.num_replays += 1
         # The caller gets a copy, because the next replay overwrites these logits and may run before
         # the caller reads them.
-        return self._logits[: batch.num_logits].clone()
+        return graph.logits[: batch.num_logits].clone()
 
     def rows_of(self, batch: StepBatch) -> int | None:
         """Return the number of rows of the graph for a step.
@@ -150,20 +149,20 @@ class DecodeGraphs:
     def _try_capture(self, rows: int, batch: StepBatch | None = None) -> "_DecodeGraph | None":
         """Capture a graph with the inputs of a step, or with padding if there is no step.
 
-        Return None if too little memory is free, or if the capture fails.
+        Return None if too little memory is free, or if this capture or an earlier capture fails.
+        After a failed capture, no graph is used, so the kernels of decode steps are launched one by
+        one. If only the memory is too small, the existing graphs are still used.
         """
-        if self._is_full:
+        if not self._can_capture:
             return None
         try:
             graph = self._capture_and_check(rows, batch)
         except GraphMemoryError as error:
-            self._is_full = True
+            self._can_capture = False
             self._report(f"No more CUDA graphs are captured: {error}.")
             return None
-        except Exception as error:  # noqa: BLE001
-            # This exception ends only the capture. The capture runs the model's code, which can
-            # raise any exception. After a failed capture, the kernels of decode steps are launched
-            # one by one.
+        except Exception as error:  # noqa: BLE001 - the model's code can raise any exception
+            self._can_capture = False
             self.failure = first_line(error)
             self._graphs.clear()
             self._logits = None
@@ -207,7 +206,7 @@ class DecodeGraphs:
         logits.zero_()  # Only a replay can write the expected logits.
         replay()
         check_replay(logits[:num_compared], expected[:num_compared])
-        return _DecodeGraph(step, replay)
+        return _DecodeGraph(step, replay, logits)
 
 
 class _DecodeGraph(NamedTuple):
@@ -216,10 +215,13 @@ class _DecodeGraph(NamedTuple):
     Attributes:
         step: the tensors from which the graph reads its inputs.
         replay: replays the graph.
+        logits: the tensor into which the graph writes its logits, [rows, vocab_size]. All graphs
+            share the memory of this tensor.
     """
 
     step: "StaticStep"
     replay: Replay
+    logits: Tensor
 
 
 class StaticStep:

@@ -98,7 +98,7 @@ class PiecewiseGraphs:
         self._cache = cache
         self._sizes = sizes
         self._report = report
-        # For each number of tokens, the graphs of a step with this number of tokens.
+        # The captured graphs by the number of tokens in the step.
         self._graphs: dict[int, _StepGraphs] = {}
         # The tensor into which all graphs write their logits, [max_num_logits, vocab_size]. The
         # first capture creates it.
@@ -126,10 +126,8 @@ class PiecewiseGraphs:
             except GraphMemoryError as error:
                 self._report(f"No more CUDA graphs of steps with prefills are captured: {error}.")
                 return
-            except Exception as error:  # noqa: BLE001
-                # This exception ends only the capture. The capture runs the model's code, which can
-                # raise any exception. After a failed capture, the kernels of steps with prefills
-                # are launched one by one.
+            except Exception as error:  # noqa: BLE001 - the model's code can raise any exception
+                # No graph is used, so the kernels of steps with prefills are launched one by one.
                 self.failure = first_line(error)
                 self._graphs.clear()
                 self._report(
@@ -142,25 +140,26 @@ class PiecewiseGraphs:
     def forward(self, batch: StepBatch) -> Tensor | None:
         """Replay the CUDA graphs for a step. Return the step's logits, [num_logits, vocab_size].
 
-        The caller owns the returned tensor. Return None if the step cannot be replayed; the caller
-        then launches the kernels of the step one by one.
+        The graphs for the next larger number of tokens are used, and the surplus tokens are
+        padding. The caller owns the returned tensor. Return None if the step cannot be replayed;
+        the caller then launches the kernels of the step one by one.
 
         Mutates: the KV cache, unless the result is None.
         """
         num_tokens = batch.input_ids.shape[1]
         fitting_counts = [count for count in self._graphs if count >= num_tokens]
-        if not fitting_counts or self._logits is None:
+        if not fitting_counts:
             return None
-        static, replay = self._graphs[min(fitting_counts)]
-        if batch.num_logits > static.num_logits:
+        graphs = self._graphs[min(fitting_counts)]
+        if batch.num_logits > graphs.static.num_logits:
             return None
-        static.fill(batch)
-        self._attention = batch.attention
-        replay()
+        graphs.static.fill(batch)
+        self._attention = batch.attention  # the graphs compute attention between their replays
+        graphs.replay()
         self.num_replays += 1
         # The caller gets a copy, because the next replay overwrites these logits and may run before
         # the caller reads them.
-        return self._logits[: batch.num_logits].clone()
+        return graphs.logits[: batch.num_logits].clone()
 
     def _capture_and_check(self, num_tokens: int) -> "_StepGraphs":
         """Capture the graphs for one number of tokens, and check the logits of a replay.
@@ -189,7 +188,7 @@ class PiecewiseGraphs:
         logits.zero_()  # Only a replay can write the expected logits.
         replay()
         check_replay(logits, expected)
-        return _StepGraphs(static, replay)
+        return _StepGraphs(static, replay, logits)
 
     def _split_attention(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
         """Return an attention function that calls `cut` to end a graph before each computation."""
@@ -250,10 +249,13 @@ class _StepGraphs(NamedTuple):
     Attributes:
         static: the tensors from which the graphs read their inputs.
         replay: replays the graphs, and computes the attention between them.
+        logits: the tensor into which the last graph writes the logits of the step, [num_logits,
+            vocab_size]. The graphs of all step sizes share the memory of this tensor.
     """
 
     static: "StaticTokens"
     replay: Replay
+    logits: Tensor
 
 
 class StaticTokens:

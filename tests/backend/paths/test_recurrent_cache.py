@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.recurrent_cache import merge_states
 

@@ -108,11 +108,15 @@ def _integer_layouts(group_size: int | None) -> tuple[Layout, Layout]:
 def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> None:
     """Raise an UnknownVariantError if the settings contain a variant that is not supported.
 
-    `schemes` contains the quantisation schemes of the settings. Each scheme may have its own
-    format.
+    The unsupported variants are unknown formats, sparse weights, and rotated weights.
+
+    Args:
+        settings: the field quantization_config of config.json.
+        schemes: the quantisation schemes in the settings, one for each group of layers. A scheme
+            may have its own format.
     """
-    for owner in (settings, *schemes):
-        format_name = owner.get("format")
+    for format_owner in (settings, *schemes):
+        format_name = format_owner.get("format")
         if format_name and format_name not in _FORMATS:
             raise UnknownVariantError(
                 f"the compressed-tensors format {format_name} is not supported. The supported "

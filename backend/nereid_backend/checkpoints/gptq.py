@@ -59,11 +59,11 @@ def _decode(
     bits: int,
     has_offset: bool,
 ) -> IntegerWeight:
-    """Return a weight: weight = (integer - zero) * scale.
+    """Unpack the integers, zeros and scales of a weight: weight = (integer - zero) * scale.
 
     The tensors qweight and qzeros contain the integers and the zeros, packed into 32-bit words.
     Each group of inputs has one zero and one scale. The optional tensor g_idx contains the group of
-    each input.
+    each input. Without g_idx, the inputs of a group are consecutive.
 
     Args:
         tensors: the tensors of the weight, by suffix.
@@ -71,16 +71,20 @@ def _decode(
         bits: the number of bits in the settings. If a weight has the tensor g_idx, this number is
             ignored, because the number of bits is derived from the number of inputs.
         has_offset: whether the file contains zero - 1 instead of zero.
+
+    Raises:
+        ValueError: if the shapes of the tensors do not match.
     """
     packed = tensors[".qweight"].T  # [out_features, words]
     scales = tensors[".scales"].T  # [out_features, groups]
     group_of_input = tensors.get(".g_idx")
     if group_of_input is None:
-        values = unpack_integers(packed, bits)
+        weight_bits = bits
+        values = unpack_integers(packed, weight_bits)
     else:
-        bits = _derive_bits(packed.shape[1], len(group_of_input))
-        values = unpack_integers(packed, bits, len(group_of_input))
-    zeros = _unpack_zeros(tensors[".qzeros"], bits, len(scales), has_offset=has_offset)
+        weight_bits = _derive_bits(packed.shape[1], len(group_of_input))
+        values = unpack_integers(packed, weight_bits, len(group_of_input))
+    zeros = _unpack_zeros(tensors[".qzeros"], weight_bits, len(scales), has_offset=has_offset)
     num_inputs = values.shape[1]
     num_groups = scales.shape[1]
     if zeros.shape != scales.shape or num_inputs < num_groups:
@@ -89,9 +93,10 @@ def _decode(
             f"{tuple(scales.shape)} do not match weights with {num_inputs} inputs"
         )
     group_size = math.ceil(num_inputs / num_groups)
+    irregular_groups = None  # None means that the inputs of each group are consecutive
     if group_of_input is not None:
-        group_of_input = _groups_if_irregular(group_of_input.long(), group_size, num_groups)
-    return IntegerWeight(values, scales, zeros, group_size, bits, group_of_input)
+        irregular_groups = _groups_if_irregular(group_of_input.long(), group_size, num_groups)
+    return IntegerWeight(values, scales, zeros, group_size, weight_bits, irregular_groups)
 
 
 def _unpack_zeros(packed: Tensor, bits: int, num_outputs: int, *, has_offset: bool) -> Tensor:

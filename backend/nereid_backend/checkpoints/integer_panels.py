@@ -215,6 +215,7 @@ def fill_placeholders(
 ) -> int:
     """Replace each placeholder in a model by the integers of its weight.
 
+    transformers has loaded the placeholders: tensors without memory, in place of quantised weights.
     A panel is a block of a weight matrix that is contiguous in memory. The CPU kernels read the
     integers in panels.
 
@@ -230,7 +231,8 @@ def fill_placeholders(
     Raises:
         ModelError: if a weight cannot be read, or if a placeholder is not the weight of a layer.
     """
-    # The layer of a placeholder is the layer whose weight has the same memory address.
+    # Maps the memory address of each placeholder to the placeholder. The layer of a placeholder is
+    # the layer whose weight has the same address.
     placeholders = {
         weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
     }

@@ -161,6 +161,12 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     """Return the model that transformers' `from_pretrained` loads with `arguments`.
 
+    Args:
+        folder: the folder of the checkpoint, for error messages.
+        config: the config of the checkpoint, which determines the class of the model.
+        arguments: the arguments of `from_pretrained`.
+        progress: called with one line of text every few seconds.
+
     Raises:
         _OwnAttentionError: if the class does not accept the attention implementation.
         ModelError: if the weights are damaged or incomplete. The message contains `folder`.
@@ -175,23 +181,38 @@ def _from_pretrained(
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except ModelError:
         raise
-    except (ValueError, KeyError, ImportError) as error:
-        # If transformers refuses the attention implementation, the message contains its name. The
-        # class of the model then accepts only its own attention implementations.
-        if arguments["attn_implementation"] in str(error):
-            raise _OwnAttentionError from error
-        raise UnsupportedModelError(
-            f"the model type {config.model_type} is not supported: {first_line(error)}"
-        ) from error
     except Exception as error:
-        # A damaged file can cause many kinds of exceptions. Example: a tensor with a wrong shape
-        # causes a RuntimeError.
-        raise ModelError(
-            f"the weights in {folder} cannot be read ({first_line(error)}). Download the "
-            "checkpoint again."
-        ) from error
+        attention = arguments["attn_implementation"]
+        raise _convert_error(error, folder, config, attention) from error
     _check_missing_weights(folder, sorted(report["missing_keys"]))
     return model  # type: ignore[no-any-return]
+
+
+def _convert_error(
+    error: Exception, folder: Path, config: PretrainedConfig, attention: str
+) -> Exception:
+    """Convert an exception of transformers' `from_pretrained` to an error of this package.
+
+    Args:
+        error: the exception.
+        folder: the folder of the checkpoint.
+        config: the config of the checkpoint.
+        attention: the name of the attention implementation.
+    """
+    if isinstance(error, ValueError | KeyError | ImportError):
+        # If transformers refuses the attention implementation, the message contains its name. The
+        # class of the model then accepts only its own attention implementations.
+        if attention in str(error):
+            return _OwnAttentionError()
+        return UnsupportedModelError(
+            f"the model type {config.model_type} is not supported: {first_line(error)}"
+        )
+    # A damaged file can cause many kinds of exceptions. Example: a tensor with a wrong shape causes
+    # a RuntimeError.
+    return ModelError(
+        f"the weights in {folder} cannot be read ({first_line(error)}). Download the checkpoint "
+        "again."
+    )
 
 
 def _check_missing_weights(folder: Path, names: list[str]) -> None:
@@ -209,11 +230,12 @@ def _check_missing_weights(folder: Path, names: list[str]) -> None:
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
     """Return the transformers class that generates text with a model, or None.
 
-    `config` is the config of the model. The result is the first of these classes that exists:
+    `config` is the config of the model. Its field `architectures` contains the name of a class. The
+    result is the first of these classes that exists:
 
-    - the class for images and text, if the field `architectures` of the config contains its name;
+    - the class for images and text that belongs to the config, if `architectures` names this class;
     - the class that AutoModelForCausalLM uses for the config;
-    - the class in the field `architectures`, if it can generate text and has no encoder.
+    - the class that `architectures` names, if it can generate text and has no encoder.
     """
     architectures = getattr(config, "architectures", None)
     class_name = architectures[0] if architectures else ""
@@ -221,7 +243,7 @@ def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers
         class_for_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         if class_for_images.__name__ == class_name:
             return class_for_images
-    with suppress(KeyError):  # The mapping does not contain the class of the config.
+    with suppress(KeyError):  # AutoModelForCausalLM has no class for the config
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     named_class: Any = getattr(transformers, class_name, None)
     is_model = isinstance(named_class, type) and issubclass(named_class, PreTrainedModel)

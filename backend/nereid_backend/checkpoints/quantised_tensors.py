@@ -227,11 +227,14 @@ def _choose_format(settings: Settings) -> Format:
 
 
 def _method(settings: Settings) -> str:
-    """Return the name of the quantisation method, which decides how the weights are stored.
+    """Return the name of the method whose layout the quantised weights have.
 
-    Some programs store weights in the layout of another method. In this case, the field
-    packing_format contains the name of the other method. Example: "auto_round:auto_gptq" means that
-    the method is "gptq". `settings` is the field quantization_config of config.json.
+    `settings` is the field quantization_config of config.json. It contains the name of the method
+    in quant_method. Some programs store weights in the layout of another method. The field
+    packing_format then contains the name of the other method.
+
+    Examples: {"quant_method": "awq"} returns "awq". {"quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq"} returns "gptq".
     """
     method = settings.get("quant_method")
     # Old checkpoints of bitsandbytes do not contain the name of the method.

@@ -96,7 +96,7 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
         ModelError: if a file is missing, incomplete or damaged, or if a tensor of the index is
             missing.
     """
-    file_of_tensor = _read_index(folder)
+    file_of_tensor = _read_index(folder)  # {} if the checkpoint has no index
     paths = sorted({folder / file for file in file_of_tensor.values()})
     if not paths:
         paths = _files_without_index(folder)

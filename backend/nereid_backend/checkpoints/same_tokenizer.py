@@ -33,10 +33,11 @@ _REMEDY = "Restart the server with the new checkpoint."
 
 
 def read_tokenizer_files(folder: str) -> TokenizerFiles:
-    """Return the hash of each tokenizer file in a folder; {} if the folder does not exist.
+    """Read the tokenizer files in a folder, and return the hash of each file by its name.
 
     The hashes show whether two checkpoints have the same tokenizer. Example:
-    {"tokenizer.json": "5f0c...", "chat_template.jinja": "91d2..."}.
+    {"tokenizer.json": "5f0c...", "chat_template.jinja": "91d2..."}. The result is {} if the folder
+    does not exist.
 
     Raises:
         ModelError: if a file cannot be read.

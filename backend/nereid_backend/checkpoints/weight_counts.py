@@ -21,11 +21,12 @@ _ANY_DTYPE = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class WeightCounts:
-    """The size of a checkpoint.
+    """The size of a checkpoint. A weight here is one number of a weight matrix.
 
     Attributes:
         num_weights: the number of weights.
-        num_integers: the number of weights that the CPU kernels use as integers with scales.
+        num_integers: the number of quantised weights in linear layers. The CPU kernels use them as
+            integers with scales.
         integer_bytes: the size of these integers and their scales in memory, in bytes.
         num_linear: the number of unquantised weights in linear layers, estimated from the names of
             the weights. For a GGUF file, the number is 0.
@@ -40,25 +41,21 @@ class WeightCounts:
 def count_weights(folder: Path) -> WeightCounts:
     """Count the weights of a checkpoint, to estimate its size in memory. No weight is read.
 
+    Weights of linear layers are counted separately, because only these weights can stay quantised
+    in memory. All other weights are dequantised when they are loaded.
+
     Raises:
         ModelError: if a file is missing or damaged.
         UnsupportedModelError: if the quantisation method is not supported.
     """
     weights = _weights(folder)
-    # The CPU kernels use quantised weights of linear layers as integers with scales.
-    integers = []
-    unquantised_linear = []
-    for name, weight in weights.items():
-        if not _can_be_linear(name):
-            continue
-        if weight.has_integers:
-            integers.append(weight)
-        elif _is_unquantised_matrix(weight):
-            unquantised_linear.append(weight)
+    linear = [weight for name, weight in weights.items() if _can_be_linear(name)]
+    quantised_linear = [weight for weight in linear if weight.has_integers]
+    unquantised_linear = [weight for weight in linear if _is_unquantised_matrix(weight)]
     return WeightCounts(
         num_weights=sum(weight.num_elements for weight in weights.values()),
-        num_integers=sum(weight.num_elements for weight in integers),
-        integer_bytes=sum(weight.integer_bytes for weight in integers),
+        num_integers=sum(weight.num_elements for weight in quantised_linear),
+        integer_bytes=sum(weight.integer_bytes for weight in quantised_linear),
         num_linear=sum(weight.num_elements for weight in unquantised_linear),
     )
 

@@ -117,6 +117,9 @@ _DEFAULT_ROPE_THETA = 10000.0
 def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[str, Any]:
     """Return the content of config.json for a GGUF file.
 
+    The metadata of the file contains most fields under other names. Example: the metadata value
+    llama.block_count becomes the field num_hidden_layers.
+
     Args:
         file: the header of the file.
         rope_factors: the numbers in the tensor rope_freqs.weight; None if the tensor does not
@@ -133,7 +136,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
             f"supported architectures are {', '.join(ARCHITECTURES)}. Use the model's "
             "safetensors files."
         )
-    fields = {**_FIELDS, **architecture.more_fields}
+    fields = {**_FIELDS, **architecture.more_fields}  # maps metadata keys to fields of the config
     values = _architecture_values(file)
     _check_values(file, values, allowed={*fields, *_REDUNDANT})
     config = {field: values[name] for name, field in fields.items() if name in values}
@@ -142,7 +145,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     config.setdefault("num_key_value_heads", num_heads)
     config.setdefault("head_dim", config["hidden_size"] // num_heads)
     _check_head_size(file, values, config["head_dim"])
-    # The fields that do not come from the metadata of the architecture alone.
+    # The following fields depend on more than one metadata value.
     config |= {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
@@ -271,43 +274,42 @@ def _rope(
 ) -> dict[str, Any]:
     """Return the parameters of the rotary position embeddings, as transformers names them.
 
+    Scaling extends the context of a model. Example: a file with the rope.freq_base 10000, the
+    rope.scaling.type "linear" and the rope.scaling.factor 4 gives {"rope_type": "linear",
+    "rope_theta": 10000, "factor": 4}.
+
     Args:
         file: the GGUF file.
         values: the metadata of the file, without the name of the architecture in the keys.
-        factors: the numbers in the tensor rope_freqs.weight; None if the tensor does not exist.
+        factors: the numbers in the tensor rope_freqs.weight, by which the file describes the
+            scaling of Llama 3; None if the tensor does not exist.
 
     Raises:
         UnsupportedModelError: if the scaling is not supported.
     """
-    parameters = {
-        "rope_type": "default",
-        "rope_theta": values.get("rope.freq_base", _DEFAULT_ROPE_THETA),
-    }
+    theta = values.get("rope.freq_base", _DEFAULT_ROPE_THETA)
     if factors is not None:
-        return _llama3_rope(file, parameters, factors)
+        return _llama3_rope(file, theta, factors)
     scaling = values.get("rope.scaling.type", "none")
     if scaling == "none":
-        return parameters
+        return {"rope_type": "default", "rope_theta": theta}
     if scaling not in ("linear", "yarn"):
         raise UnsupportedModelError(
             f"{file.path}: rope.scaling.type {scaling!r} is not supported. Use the model's "
             "safetensors files."
         )
-    parameters["rope_type"] = scaling
-    parameters["factor"] = values.get("rope.scaling.factor", 1.0)
+    factor = values.get("rope.scaling.factor", 1.0)
+    parameters = {"rope_type": scaling, "rope_theta": theta, "factor": factor}
     if scaling == "yarn":
-        # The original context length is the context length before the scaling. If the file does not
-        # contain this number or contains 0, use the context length of the model.
+        # The original length is the context length before the scaling. If the file does not contain
+        # this number or contains 0, use the context length of the model.
         original_length = values.get("rope.scaling.original_context_length")
-        parameters["original_max_position_embeddings"] = original_length or values.get(
-            "context_length"
-        )
+        context_length = values.get("context_length")
+        parameters["original_max_position_embeddings"] = original_length or context_length
     return parameters
 
 
-def _llama3_rope(
-    file: GgufFile, parameters: dict[str, Any], factors: Sequence[float]
-) -> dict[str, Any]:
+def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict[str, Any]:
     """Return the rope parameters if the file contains one factor for each rotary frequency.
 
     The file contains only these factors, but not the parameters from which they were computed. This
@@ -319,7 +321,8 @@ def _llama3_rope(
     """
     # The parameters of the Llama 3 models. Only `factor` differs between these models. It is the
     # factor of the lowest frequency, which is the largest factor.
-    common_parameters = parameters | {
+    common_parameters = {
+        "rope_theta": theta,
         "rope_type": "llama3",
         "factor": float(max(factors)),
         "low_freq_factor": 1.0,

@@ -113,10 +113,12 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
-    """Return the metadata and the descriptions of the tensors.
+    """Return the metadata of a GGUF file, and the descriptions of its tensors.
 
-    A GGUF file contains, in this order: "GGUF", the version, the number of tensors, the number of
-    metadata values, the metadata values, the descriptions of the tensors, and the tensors.
+    The file contains, in this order: "GGUF", the version, the number of tensors, the number of
+    metadata values, the metadata values, the descriptions of the tensors, and the tensors. Each
+    call of `reader` reads the next value. A description contains the name, the shape, the type and
+    the position of a tensor.
 
     Raises:
         ValueError, struct.error: if the file is damaged.
@@ -129,6 +131,7 @@ def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
         raise ValueError(f"the version is {version}, but only the versions 2 and 3 are supported")
     num_tensors = reader.number(_UINT64)
     num_values = reader.number(_UINT64)
+    # Check the two numbers before the loops, because a damaged file may contain huge numbers.
     reader.check(num_values * _MIN_VALUE_BYTES + num_tensors * _MIN_TENSOR_BYTES)
     metadata = {}
     for _ in range(num_values):
@@ -142,6 +145,7 @@ def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
     data_start = reader.place + padding
     tensors = [_locate_tensor(entry, data_start) for entry in entries]
     _check_positions(tensors, len(content))
+    _check_names(tensors)
     return metadata, tensors
 
 
@@ -292,11 +296,14 @@ def _locate_tensor(entry: _TensorEntry, data_start: int) -> GgufTensor:
 
 
 def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:
-    """Check the positions and the names of the tensors in a file.
+    """Check that each tensor is inside the file, and that no two tensors overlap.
+
+    Args:
+        tensors: the tensors of the file, in any order.
+        file_bytes: the size of the file in bytes.
 
     Raises:
-        ValueError: if a tensor ends after the end of the file, if two tensors overlap, or if two
-            tensors have the same name.
+        ValueError: if a tensor ends after the end of the file, or overlaps another tensor.
     """
     by_position = sorted(tensors, key=lambda tensor: tensor.start)
     previous_end = 0
@@ -310,6 +317,10 @@ def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:
                 "bytes"
             )
         previous_end = end
+
+
+def _check_names(tensors: list[GgufTensor]) -> None:
+    """Raise a ValueError if two tensors have the same name."""
     different_names = {tensor.name for tensor in tensors}
     if len(different_names) < len(tensors):
         raise ValueError("two tensors have the same name")

@@ -88,6 +88,9 @@ class GgufWeight:
     def decode(self) -> Tensor | IntegerWeight:
         """Read the weight from the file, and return its numbers as transformers needs them.
 
+        In some weights, llama.cpp stores the rows of each attention head in another order than
+        transformers. The rows of such a weight are reordered.
+
         The result is an IntegerWeight (integers with scales) if `has_integers` is true. Otherwise,
         the result is a tensor.
         """
@@ -179,16 +182,16 @@ def gguf_weights(
     """
     weights: dict[str, GgufWeight] = {}
     architecture = ARCHITECTURES[file.architecture]
-    # In these two projections, llama.cpp and transformers have different orders of the rows; see
-    # `_row_order`.
-    reordered_heads = {}
+    # Maps the layers whose rows must be reordered to the number of heads. In these layers,
+    # llama.cpp and transformers store the rows of a head in different orders; see `_row_order`.
+    heads_of_reordered_layers = {}
     if architecture.has_rotated_pairs:
-        reordered_heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
+        heads_of_reordered_layers = {"attn_q": num_heads, "attn_k": num_kv_heads}
     for tensor in file.tensors.values():
         if tensor.name in _NOT_WEIGHTS:
             continue
         name = _model_name(tensor.name, file)
-        if _ANY_EXPERT in name:
+        if _ANY_EXPERT in name:  # the tensor contains the weights of several experts
             weights |= _expert_weights(name, file.path, tensor, dtype)
             continue
         # If the architecture has sandwich norms (norms before and after attention), the file
@@ -199,7 +202,7 @@ def gguf_weights(
             file.path,
             tensor,
             dtype,
-            num_heads=reordered_heads.get(layer_part),
+            num_heads=heads_of_reordered_layers.get(layer_part),
             offset=1.0 if has_offset else 0.0,
         )
     return weights

@@ -177,9 +177,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
 
 
 def check_files(folder: Path) -> None:
-    """Raise a ModelError if a file of a checkpoint is missing, incomplete or damaged.
-
-    The config.json and all files with weights are checked, but the weights are not read.
+    """Check the config.json and all files with weights of a checkpoint. No weight is read.
 
     Raises:
         ModelError: a file is missing, incomplete or damaged.
@@ -267,17 +265,20 @@ def _choose_dtype(
 def _automatic_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
     """Return the data type that the setting dtype=auto selects.
 
-    This is the checkpoint's data type, with three exceptions. float32 is selected if the
-    checkpoint's data type is not in `_DTYPES`. On a CPU, float32 also replaces float16, and
-    replaces bfloat16 if the CPU has no fast kernel for bfloat16. In the last case, a warning is
-    logged.
+    The result is the checkpoint's data type, or float32 in these cases:
+
+    - The config contains no data type, or a data type that is not in `_DTYPES`.
+    - The data type is float16, and the device is a CPU.
+    - The data type is bfloat16, and the device is a CPU without a fast kernel for bfloat16. A
+      warning is logged, because the weights need twice the memory.
 
     Args:
         dtype: the checkpoint's data type; None if the config contains no data type.
         device: the device of the weights.
     """
-    is_slow_float16 = device.type == "cpu" and dtype == torch.float16
-    if dtype is None or dtype not in _DTYPES.values() or is_slow_float16:
+    if dtype is None or dtype not in _DTYPES.values():
+        return torch.float32
+    if dtype == torch.float16 and device.type == "cpu":
         return torch.float32
     if dtype == torch.bfloat16 and _has_slow_bfloat16(device):
         logger.warning(

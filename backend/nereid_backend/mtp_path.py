@@ -154,8 +154,9 @@ class HiddenStates:
 def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> None:
     """Add new hidden states to the stored hidden states of a sequence.
 
-    The new hidden states extend the last part if this part is short. Otherwise, they become a new
-    part.
+    The stored hidden states are divided into parts. A part contains the hidden states of
+    consecutive tokens in one tensor. If the last part is short, the new hidden states are appended
+    to this part. Otherwise, they become a new part.
 
     Example: the last part contains the positions 4 to 9, and the new hidden states are those of
     the positions 8 and 9. The tokens at these positions were rejected draft tokens. The last part
@@ -169,13 +170,17 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
     """
     last = parts[-1] if parts else None
     if last is not None and _can_extend(last, start):
-        kept = last.states[: start - last.start]
-        parts[-1] = _StoredStates(last.start, torch.cat([kept, states]))
+        states_before_start = last.states[: start - last.start]
+        parts[-1] = _StoredStates(last.start, torch.cat([states_before_start, states]))
     else:
         # Copy the hidden states. A view would keep the hidden states of the whole step in memory.
         parts.append(_StoredStates(start, states.clone()))
+    _delete_oldest(parts)
+
+
+def _delete_oldest(parts: list[_StoredStates]) -> None:
+    """Delete the oldest parts if the other parts contain at least `_MAX_STATES` hidden states."""
     num_stored = sum(len(part.states) for part in parts)
-    # Delete the oldest part if the other parts contain enough hidden states.
     while num_stored - len(parts[0].states) >= _MAX_STATES:
         num_stored -= len(parts.pop(0).states)
 
@@ -207,6 +212,9 @@ class MtpPath:
     ) -> None:
         """Create a path without sequences.
 
+        An MTP layer predicts the next token from the last token and from the large model's hidden
+        state at the previous token. The predicted tokens are draft tokens.
+
         Args:
             mtp_model: an MtpModel of transformers.
             hook: the engine's entry in transformers' attention interface.
@@ -223,8 +231,8 @@ class MtpPath:
         self._builder = builder
         # Maps each sequence of this path to the corresponding sequence of the large model.
         self._targets: dict[Sequence, Sequence] = {}
-        # Maps each sequence to the output of the MTP layer for the last token of the sequence,
-        # [hidden_size].
+        # Maps each sequence of this path to the output of the MTP layer for the last token of the
+        # sequence, [hidden_size].
         self._last_outputs: dict[Sequence, Tensor] = {}
 
     def follow(self, own: Sequence, target: Sequence) -> None:

@@ -165,6 +165,9 @@ def _parse_config(file: Path, text: bytes) -> dict[str, Any]:
 def _check_settings(file: Path, config: dict[str, Any]) -> None:
     """Raise a ModelError if an adapter changes more than the outputs of linear layers.
 
+    An adapter is refused if it replaces modules, biases or the weights of the model, or if it has a
+    setting whose effect this module does not know.
+
     Args:
         file: the path of adapter_config.json, for error messages.
         config: the content of adapter_config.json.
@@ -254,22 +257,28 @@ def _check_rank(file: Path, config: dict[str, Any], layer_name: str, rank: int) 
 def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return the matrices lora_A and lora_B of each linear layer.
 
-    Example: the tensor `base_model.model.layers.0.q_proj.lora_A.weight` is the matrix "A" of the
-    layer `layers.0.q_proj`.
+    The result maps the name of a layer to its matrices by letter. Example: the tensors
+    `base_model.model.layers.0.q_proj.lora_A.weight` and
+    `base_model.model.layers.0.q_proj.lora_B.weight` give {"layers.0.q_proj": {"A": ..., "B": ...}}.
+
+    Args:
+        file: the path of the weights, for error messages.
+        tensors: the tensors of the file by name.
 
     Raises:
         ModelError: if a tensor is not such a matrix, or contains NaN, infinity or integers.
     """
     matrices: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        match = _MATRIX.fullmatch(key)
+    for tensor_name, tensor in tensors.items():
+        match = _MATRIX.fullmatch(tensor_name)
         if match is None:
             raise ModelError(
-                f"{file}: the tensor {key} is not a matrix lora_A or lora_B of a linear layer."
+                f"{file}: the tensor {tensor_name} is not a matrix lora_A or lora_B of a linear "
+                "layer."
             )
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ModelError(
-                f"{file}: the tensor {key} must contain finite floating point numbers."
+                f"{file}: the tensor {tensor_name} must contain finite floating point numbers."
             )
         layer_name, letter = match.groups()
         matrices.setdefault(layer_name, {})[letter] = tensor
@@ -295,7 +304,7 @@ def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str 
             return f"the matrix lora_{letter} is missing."
     shape_a = tuple(parts["A"].shape)
     shape_b = tuple(parts["B"].shape)
-    rank = shape_a[0]
+    rank = shape_a[0] if shape_a else 0  # a damaged file may contain a tensor without dimensions
     expected_a = (rank, sizes.in_features)
     expected_b = (sizes.out_features, rank)
     has_expected_shapes = shape_a == expected_a and shape_b == expected_b

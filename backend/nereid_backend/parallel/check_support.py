@@ -37,14 +37,15 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
             few GPUs.
     """
     size = config.tensor_parallel_size
-    is_unsupported_setting_used = {
+    # Maps the name of each unsupported setting to True if the setting is used.
+    unsupported_settings = {
         "weight_dtype": config.weight_dtype != "auto",
         "compile_forward": config.compile_forward is True,
         "measure_attention": config.measure_attention,
         "async_scheduling": config.async_scheduling,
         "lora_adapters": bool(config.lora_adapters),
     }
-    for name, is_used in is_unsupported_setting_used.items():
+    for name, is_used in unsupported_settings.items():
         if is_used:
             raise ConfigError(
                 f"{name}: this setting cannot be combined with tensor_parallel_size={size}. Remove "
@@ -52,8 +53,7 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
             )
     if device.type != "cpu":
         _check_gpus(config)
-        return
-    if torch.cuda.is_available():
+    elif torch.cuda.is_available():
         raise ConfigError(
             f"device: the value cpu cannot be combined with tensor_parallel_size={size} on a "
             "machine with GPUs. To use the CPU, hide the GPUs with an empty environment "
@@ -81,6 +81,9 @@ def check_checkpoint(config: EngineConfig) -> None:
 
     transformers divides a model with a plan, which describes how to divide the weight of each
     layer. Every process (rank) loads one part of each weight.
+
+    Args:
+        config: the settings. tensor_parallel_size is the number of ranks.
 
     Raises:
         ModelError: if the checkpoint is damaged.
@@ -159,20 +162,22 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
     """Raise a ConfigError if the number of query heads is not a multiple of `size`.
 
     If one layer computes queries, keys and values together, the number of KV heads must be a
-    multiple of `size`, too.
+    multiple of `size`, too. Example: a model with 12 query heads can be divided among 4 ranks, but
+    not among 8 ranks.
 
     Args:
         config: the config of the text model, which contains the numbers of heads.
-        plan: maps the names of layers to styles of division.
+        plan: maps the names of layers to styles of division. The style determines which part of a
+            layer each rank computes.
         size: the number of ranks, which compute the model together.
     """
     divided_layers = _layers_with_divided_outputs(plan)
-    fields = []
+    divided_fields = []  # the fields of the config whose value must be a multiple of `size`
     if divided_layers & _LAYERS_OF_HEADS:
-        fields.append("num_attention_heads")
+        divided_fields.append("num_attention_heads")
     if divided_layers & _FUSED_LAYERS:
-        fields.append("num_key_value_heads")
-    for field in fields:
+        divided_fields.append("num_key_value_heads")
+    for field in divided_fields:
         num_heads = number_of_heads(config, field)
         if num_heads is not None and num_heads % size != 0:
             raise ConfigError(

@@ -47,6 +47,8 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         ModelError: if the weights are damaged.
         UnsupportedModelError: if the divided model cannot use the forward path `packed`.
     """
+    # transformers itself cannot give the same KV head to several ranks. `rules` prevents that it
+    # divides the layers of KV heads, and `keep_own_heads` then removes the heads of other ranks.
     rules = _replication_rules(config, rank.size)
     with rank.loading():
         checkpoint = load_checkpoint(

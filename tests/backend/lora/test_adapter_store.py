@@ -163,6 +163,7 @@ _Q = "base_model.model.model.layers.0.self_attn.q_proj"
     [
         ({f"{_Q}.lora_A.weight": None}, "q_proj: the matrix lora_A is missing"),
         ({f"{_Q}.lora_A.weight": (4, 63)}, r"q_proj: .* the shapes \(4, 63\) and \(64, 4\)"),
+        ({f"{_Q}.lora_A.weight": ()}, r"q_proj: .* the shapes \(\) and \(64, 4\)"),
         ({f"{_Q}.lora_B.weight": "nan"}, "lora_B.weight must contain finite"),
         ({f"{_Q}.lora_magnitude_vector": (64,)}, "lora_magnitude_vector is not a matrix"),
         (

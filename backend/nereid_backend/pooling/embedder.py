@@ -48,6 +48,9 @@ class _OfflineModel:
     def _run(self, items: list[PoolingItem]) -> list[Value]:
         """Compute the values of items, and return the values in the order of the items.
 
+        The engine computes the items in several steps, and may return their results in another
+        order.
+
         Raises:
             EngineError: an item failed. The other items are then not computed.
         """

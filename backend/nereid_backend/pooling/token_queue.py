@@ -65,24 +65,25 @@ class TokenQueue:
     def take(self, budget: int) -> list[QueuedItem]:
         """Remove the items of the next step from the queue, and return them.
 
-        The requests take turns. The first item belongs to the request whose turn is next after the
-        previous call.
+        The requests take turns: each request gives one item, and is then the last request. Example:
+        request a has items of 5, 6 and 7 tokens, and request b has one item of 9 tokens. `take(22)`
+        returns the items of 5, 9 and 6 tokens. The next call returns the item of 7 tokens.
 
         Args:
             budget: the largest total number of tokens of the returned items. If the first item has
                 more tokens than `budget`, only the first item is returned.
         """
         taken: list[QueuedItem] = []
-        num_left = budget  # tokens
+        num_left = budget  # the number of tokens that further items may have
         while self._waiting:
             # The first request in the dict is the request whose turn is next.
-            request_id, queued_items = next(iter(self._waiting.items()))
-            if taken and queued_items[0].prepared.num_tokens > num_left:
+            request_id, waiting_items = next(iter(self._waiting.items()))
+            if taken and waiting_items[0].prepared.num_tokens > num_left:
                 break
-            queued = queued_items.popleft()
-            taken.append(queued)
-            num_left -= queued.prepared.num_tokens
-            if queued_items:
+            item = waiting_items.popleft()
+            taken.append(item)
+            num_left -= item.prepared.num_tokens
+            if waiting_items:
                 self._waiting.move_to_end(request_id)  # the next turn belongs to another request
             else:
                 del self._waiting[request_id]

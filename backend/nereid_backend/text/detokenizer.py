@@ -82,9 +82,11 @@ class Detokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         """Add new tokens of the answer, and return the new text.
 
-        If the new text ends in the middle of a character, return "" and wait for further tokens.
-        A tokenizer decodes the bytes of an incomplete character as the replacement character
-        U+FFFD.
+        If the text ends in the middle of a character, return "" and wait for the next tokens. A
+        tokenizer decodes the bytes of an incomplete character as the replacement character U+FFFD.
+        Example: two tokens contain the two bytes of "é". Two calls of this method return "" and
+        "é". If more than 8 tokens wait, their bytes are invalid, so the text before the invalid
+        bytes is returned.
         """
         if not token_ids:
             return ""
@@ -93,14 +95,14 @@ class Detokenizer:
         text = self._decode(self._window)
         num_held = len(self._window) - self._num_returned
         can_wait = num_held <= _MAX_HELD_TOKENS
-        has_new_text = len(text) != len(returned_text)
-        if can_wait and not has_new_text:
-            # The new tokens have no text, for example because they are special tokens. Do not mark
-            # them as returned, because they are no useful context for decoding further tokens.
-            return ""
         ends_within_character = text.endswith(_REPLACEMENT)
+        # Some tokens have no text, such as special tokens. Such tokens also wait, because they are
+        # no useful context for decoding the next tokens.
+        has_new_text = len(text) != len(returned_text)
+        if can_wait and (ends_within_character or not has_new_text):
+            return ""
         if ends_within_character:
-            return "" if can_wait else self._return_decodable(returned_text)
+            return self._return_decodable(returned_text)
         self._mark_returned(len(self._window))
         return text[len(returned_text) :]
 

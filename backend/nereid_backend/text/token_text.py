@@ -72,7 +72,9 @@ class TokenText:
 def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
     """Return the function that converts an entry of the vocabulary to bytes, or None.
 
-    Return None if the tokenizer's decoder does not define how the vocabulary represents bytes.
+    The decoder of a tokenizer is a list of steps. The types of these steps show how the vocabulary
+    represents bytes. Example: the type "ByteLevel" returns the function `byte_level`. Return None
+    if the types do not show this.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

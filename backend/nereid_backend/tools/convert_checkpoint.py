@@ -105,6 +105,9 @@ def _converted(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the value of each tensor in the new checkpoint.
 
+    Example: with 8 bits, the weight "up_proj.weight" gives the integers "up_proj.weight" and the
+    scales "up_proj.weight_scale".
+
     Args:
         weights: the weights of the source by name. A weight is read from disk when it is indexed.
         integer_names: the names of the weights that become integers of `bits` bits.
@@ -112,7 +115,7 @@ def _converted(
         dtype: the data type of the other weights.
     """
     for name, lazy_weight in weights.items():
-        weight = lazy_weight[...]
+        weight = lazy_weight[...]  # read from disk
         is_matrix = weight.dim() == 2
         if bits is not None and name in integer_names and is_matrix:
             layer_name = name.removesuffix(".weight")

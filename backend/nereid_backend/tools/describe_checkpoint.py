@@ -35,20 +35,23 @@ def describe(path: str, *, loads: bool = False) -> list[Finding]:
     """Return a list of findings about a checkpoint.
 
     A finding is a dictionary such as {"check": "tokenizer", "ok": True, "finding":
-    "tokenizer.json"}. If files are missing, the list contains only this finding.
+    "tokenizer.json"}. If the check of the files fails, the list contains only the finding of this
+    check.
 
     Args:
         path: the folder of a checkpoint, or a GGUF file.
         loads: whether the checkpoint is loaded to find its forward path.
     """
-    findings = [_run("files", lambda: _describe_files(path))]
-    if not findings[0]["ok"]:
-        return findings
+    files = _run("files", lambda: _describe_files(path))
+    if not files["ok"]:
+        return [files]
     folder = Path(checkpoint_folder(path))
-    findings += [
+    weights = _run("weights", lambda: _describe_weights(folder))
+    findings = [
+        files,
         _run("architecture", lambda: _describe_architecture(folder)),
-        _run("weights", lambda: _describe_weights(folder)),
-        *_memory(folder),
+        weights,
+        *(_memory(folder) if weights["ok"] else ()),
         _run("tokenizer", lambda: _describe_tokenizer(folder)),
         _run("chat template", lambda: _describe_template(folder)),
     ]
@@ -98,7 +101,10 @@ def _describe_weights(folder: Path) -> str:
 
 
 def _memory(folder: Path) -> list[Finding]:
-    """Return the size of the weights in memory, one finding for each setting of the data type."""
+    """Return the size of the weights in memory, one finding for each setting of the data type.
+
+    The weights must be readable (see `count_weights`).
+    """
     free_bytes = available_memory()
     findings = []
     for setting, weight_bytes in memory_by_setting(count_weights(folder)).items():

@@ -1,6 +1,7 @@
 """`nereid doctor CHECKPOINT`: what the checkpoint is, its memory, and what does not work."""
 
 import json
+import shutil
 
 from backend.checkpoints.gguf_writer import write_gguf
 from backend.tiny_models import BY_NAME
@@ -45,3 +46,15 @@ def test_a_damaged_checkpoint_is_a_failed_check(tmp_path):
     [finding] = describe(str(tmp_path))
     assert not finding["ok"]
     assert "has no .safetensors files" in finding["finding"]
+
+
+def test_an_unsupported_quantisation_is_a_failed_check(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "quantised")
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "quantization_config": {"quant_method": "other"}}))
+    found = by_check(describe(str(folder)))
+    assert not found["weights"]["ok"]
+    assert "quantised with the method 'other'" in found["weights"]["finding"]
+    assert not any(check.startswith("memory") for check in found)
+    assert found["tokenizer"]["ok"]

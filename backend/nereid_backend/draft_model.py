@@ -282,7 +282,7 @@ class DraftModel:
             self.lengths.costs.add_drafting(num_sequences, num_tokens, seconds)
 
     def _run_pass(self, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
-        """Compute the new tokens of some drafts, and sample the next draft token of each.
+        """Compute the new tokens of some drafts, and sample the next draft token of each draft.
 
         If a draft has more uncomputed tokens than one pass may compute, several steps compute these
         tokens. The draft gets no draft token before the last of these steps.

@@ -135,7 +135,7 @@ class Runner:
         mask_jobs: abc.Sequence[Job] | None = None
         if before is None and self._vocab_size is not None:
             mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
-        # The tokens of the previous step. They are on the device, and are the input of this step.
+        # The tokens of the previous step, on the device. The decodes of this step read them.
         previous_token_ids = None
         if before is not None and before.pending is not None:
             previous_token_ids = before.pending.token_ids

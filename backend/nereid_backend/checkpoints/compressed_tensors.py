@@ -132,17 +132,22 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
 
 def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the group size of the schemes, or None if there is no common group size."""
+    """Return the group size that all schemes with groups have.
+
+    `weights` contains the settings of each scheme. Return None if no scheme has groups, or if two
+    schemes have different group sizes.
+    """
     sizes = {arguments.get("group_size") for arguments in weights}
     sizes -= {None, -1}  # the values of schemes without groups
-    if len(sizes) != 1:
-        return None
-    (common_size,) = sizes
-    return common_size
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Return the numbers of rows and columns in a block of float8 weights; None without blocks."""
+    """Return the numbers of rows and columns of a block; None if no scheme divides weights.
+
+    A scheme for float8 weights may divide each weight into blocks, which have one scale each.
+    `weights` contains the settings of each scheme.
+    """
     for arguments in weights:
         shape = arguments.get("block_structure")
         if shape:

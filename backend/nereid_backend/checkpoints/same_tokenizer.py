@@ -77,7 +77,7 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
 
 def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
-    """Raise a ModelError if the new checkpoint has only vocabularies that the old one lacks.
+    """Raise a ModelError if the new checkpoint has vocabulary files, but no file of the old one.
 
     Such tokenizers cannot be compared. Example: the old checkpoint has tokenizer.json, and the new
     checkpoint has vocab.txt.

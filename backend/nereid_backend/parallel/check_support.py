@@ -25,8 +25,8 @@ _LAYERS_OF_HEADS = _FUSED_LAYERS | {"k_proj", "q_proj", "q_b_proj"}
 def check_settings(config: EngineConfig, device: torch.device) -> None:
     """Check that tensor parallelism supports the settings, and that there are enough GPUs.
 
-    With tensor parallelism, several processes (ranks) compute one model together. Each of them
-    loads a part of every divided layer.
+    With tensor parallelism, several processes (ranks) compute one model together. Each rank loads a
+    part of every divided layer.
 
     Args:
         config: the settings. tensor_parallel_size is larger than 1.

@@ -67,7 +67,7 @@ class RankService:
 
     def _build(self, sizes: Sizes) -> None:
         """Remove the previous forward path, if there is one, and build a new forward path."""
-        self._path = None  # The memory of the previous path must be free.
+        self._path = None  # Free the memory of the previous path before the new path is built.
         self._path = self._shard.spec.build(sizes)
         self._decoder = PlanDecoder()
 

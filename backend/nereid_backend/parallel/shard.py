@@ -47,8 +47,8 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         ModelError: if the weights are damaged.
         UnsupportedModelError: if the divided model cannot use the forward path `packed`.
     """
-    # transformers itself cannot give the same KV head to several ranks. `rules` prevents that it
-    # divides the layers of KV heads, and `keep_own_heads` then removes the heads of other ranks.
+    # transformers itself cannot give the same KV head to several ranks. With `rules`, each rank
+    # loads all KV heads, and `keep_own_heads` then deletes the heads of other ranks.
     rules = _replication_rules(config, rank.size)
     with rank.loading():
         checkpoint = load_checkpoint(
@@ -74,9 +74,10 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
 
 
 def _replication_rules(config: EngineConfig, size: int) -> dict[str, str]:
-    """Return rules for k_proj and v_proj, which are needed if there are fewer KV heads than ranks.
+    """Return the rules with which each rank loads all KV heads.
 
-    See `kv_heads.replication_rules`.
+    The rules are empty if there are enough KV heads for all ranks (see
+    `kv_heads.replication_rules`).
     """
     folder = Path(checkpoint_folder(config.model))
     model = model_without_weights(read_config(folder, config.trust_remote_code))

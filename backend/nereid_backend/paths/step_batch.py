@@ -92,7 +92,10 @@ class _PackedChunks:
 
     @classmethod
     def of(cls, chunks: list[Chunk], rows: Integers) -> "_PackedChunks":
-        """Join the tokens of the chunks. `rows` are the rows of the chunks."""
+        """Join the tokens of the chunks.
+
+        `rows` contains the row of each chunk's sequence in the block tables.
+        """
         starts = np.array([chunk.start for chunk in chunks])
         counts = np.array([chunk.num_tokens for chunk in chunks])
         num_logits = np.array([chunk.num_logits for chunk in chunks])

@@ -137,8 +137,8 @@ def _accept(
             forced = _usable_forced(sequence, guide.forced(), len(token_ids))
             token_ids += forced
             logprobs += [0.0] * len(forced)
-            # `top` needs no entries for forced tokens, because there are none if the request asks
-            # for log-probabilities.
+            # If the request asks for log-probabilities, `forced` is empty. `top` therefore needs no
+            # entries for forced tokens.
             if token_ids[-1] in stop_ids:
                 break
             if forced:

@@ -36,7 +36,7 @@ _BITS = {"int4": 4, "int8": 8}
 _SHARD_BYTES = 2 * 2**30
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _WRITTEN_FILES = ("config.json", INDEX)
-_FAILURE = 2  # the exit code
+_FAILURE = 2  # the exit code if the conversion fails
 
 
 def convert(source: str, target: str, dtype: Target) -> None:

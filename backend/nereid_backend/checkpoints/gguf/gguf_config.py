@@ -257,9 +257,13 @@ def _has_bfloat16(file: GgufFile) -> bool:
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ids of the special tokens. The end-of-turn token is an EOS token, too."""
+    """Return the ids of the special tokens.
+
+    The tokens that end a text, a turn or a message are EOS tokens. Example:
+    {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 5} gives the eos_token_id
+    [2, 5].
+    """
     prefix = "tokenizer.ggml."
-    # The tokens that end a text, a turn or a message.
     end_names = [f"{prefix}{end}_token_id" for end in ("eos", "eot", "eom")]
     end_ids = sorted({metadata[name] for name in end_names if metadata.get(name) is not None})
     return {

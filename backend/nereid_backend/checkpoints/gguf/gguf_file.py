@@ -27,8 +27,9 @@ from nereid_backend.errors import ModelError
 _MAGIC = b"GGUF"  # the first bytes of every GGUF file
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
-# A header that exceeds these limits is refused, because a malicious header could use all memory.
-# The vocabularies of real models have fewer strings.
+# The limits on the number of strings and on the size of a header. A larger header is refused,
+# because a malicious header could use all memory. The vocabularies of real models have fewer
+# strings.
 _MAX_STRINGS = 2**22
 _MAX_HEADER_BYTES = 2**29
 # The numbers of the metadata types that have no fixed size.
@@ -150,7 +151,7 @@ def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
 
 
 def _read_alignment(metadata: Mapping[str, Any]) -> int:
-    """Return the number of bytes of which the position of each tensor is a multiple.
+    """Return the alignment in bytes. The position of each tensor is a multiple of the alignment.
 
     Raises:
         ValueError: if the number in the metadata is not valid.
@@ -238,7 +239,7 @@ class _Reader:
             return list(self._numbers(_FORMATS[element_kind], num_elements))
         if element_kind != _STRING:
             raise ValueError(f"an array has elements of the unknown type {element_kind}")
-        # Each string has at least the bytes of its length.
+        # Each string has at least 8 bytes, because a string begins with its length.
         self.check(num_elements * _STRING_LENGTH_BYTES)
         return [self.string() for _ in range(num_elements)]
 

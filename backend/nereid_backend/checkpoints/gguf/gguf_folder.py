@@ -38,8 +38,13 @@ _SPECIAL_TOKENS = {
 def create_gguf_folder(path: Path, link: str) -> Path:
     """Return the checkpoint folder for a GGUF file. Create the folder if it does not exist.
 
-    GGUF is llama.cpp's format, a single file. The folder is in Nereid's cache folder, and describes
-    the file as transformers expects. It contains a link to the file with the name `link`.
+    A GGUF file contains a whole model in llama.cpp's format. The checkpoint folder contains the
+    config and the tokenizer of the model in the format of transformers, and a link to the GGUF
+    file. The folder is in Nereid's cache folder.
+
+    Args:
+        path: the path of the GGUF file.
+        link: the name of the link.
 
     Raises:
         ModelError: if the file is damaged.

@@ -41,7 +41,8 @@ Run = Callable[[StepBatch], Tensor]
 # The largest number of rows of a graph. Steps with more rows gain nothing from a graph, because the
 # GPU needs longer to run the kernels than the CPU needs to launch them.
 _MAX_ROWS = 512
-# The smallest distance between the numbers of rows of two graphs with at least this number of rows.
+# If two graphs have at least `_MIN_DISTANCE` rows, their numbers of rows differ by at least
+# `_MIN_DISTANCE`.
 _MIN_DISTANCE = 8
 # The largest accepted error of a replay, relative to the standard deviation of the logits. A replay
 # runs the same kernels as a step without a graph. Correct logits can therefore differ only by
@@ -329,7 +330,8 @@ def row_counts(max_rows: int) -> list[int]:
         if last < _MIN_DISTANCE:
             distance = last
         else:
-            power_of_two = 1 << (last.bit_length() - 1)  # the largest one that is at most `last`
+            # the largest power of two that is not greater than `last`
+            power_of_two = 1 << (last.bit_length() - 1)
             distance = max(_MIN_DISTANCE, power_of_two // 4)
         counts.append(last + distance)
     return counts

@@ -154,7 +154,7 @@ class PiecewiseGraphs:
         if batch.num_logits > graphs.static.num_logits:
             return None
         graphs.static.fill(batch)
-        self._attention = batch.attention  # the graphs compute attention between their replays
+        self._attention = batch.attention  # `replay` computes this attention between the graphs
         graphs.replay()
         self.num_replays += 1
         # The caller gets a copy, because the next replay overwrites these logits and may run before

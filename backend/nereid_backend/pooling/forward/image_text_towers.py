@@ -95,7 +95,7 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
     prepack_linears(encoder.model)
     difference = relative_difference(text_vectors(encoder, batch), expected)
     tolerance = _TOLERANCE if encoder.dtype == torch.float32 else _LOW_PRECISION_TOLERANCE
-    if not difference <= tolerance:  # The negation also refuses NaN.
+    if not difference <= tolerance:  # If the difference is NaN, this condition is true, too.
         raise UnsupportedModelError(
             f"{name} is not supported: the vectors of texts in a padded batch differ from the "
             f"vectors of the same texts computed one by one. The relative difference is "

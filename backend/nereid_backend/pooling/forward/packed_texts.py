@@ -192,7 +192,11 @@ class PackedAttention:
     def _attend_by_groups(
         self, query: Tensor, key: Tensor, value: Tensor, options: TextAttention
     ) -> Tensor:
-        """Compute the same as `_attend_with_kernels` with torch's functions."""
+        """Compute the attention of one layer with torch's functions.
+
+        One call of a function computes a group: neighbouring texts of the same length. The
+        docstring of `__call__` describes the shapes of the inputs.
+        """
         attention = GroupAttention(options, self._masks)
         parts = []
         for group in self.groups:

@@ -21,8 +21,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
 # The number of tokens in each text that is used to test the methods.
 _SELF_CHECK_LENS = (5, 5, 13, 21)
-# Test texts consist of random tokens. If the tokenizer has fewer than `_MIN_TEST_IDS` tokens, token
-# ids below `_MIN_TEST_IDS` are also used, unless the model's vocabulary is smaller.
+# Test texts consist of random tokens of the tokenizer. If the tokenizer has fewer than
+# `_MIN_TEST_IDS` tokens, the texts may contain all token ids below `_MIN_TEST_IDS` that the model
+# accepts.
 _MIN_TEST_IDS = 8
 # The smallest divisor of a relative error. It prevents a division by zero if all numbers are 0.
 _MIN_SCALE = 1e-12

@@ -181,7 +181,9 @@ class ItemPreparer:
         return Prepared(item, ids, images=prompt.images, num_tokens=len(ids))
 
     def _with_token_ids(self, item: PoolingItem, ids: Sequence[int]) -> Prepared:
-        """Prepare an item that is a list of token ids. A list that is too long is truncated.
+        """Prepare an item that is a list of token ids.
+
+        A list that is too long is truncated if the item permits this.
 
         Raises:
             RequestError: a token id is wrong, or the list is too long and must not be truncated.

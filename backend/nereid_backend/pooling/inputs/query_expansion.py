@@ -32,8 +32,8 @@ class TextRules:
     ) -> "TextRules":
         """Check that the loaded model can follow the rules of a checkpoint, and return the rules.
 
-        Only query expansion is checked. It appends mask tokens to each short query, until the query
-        has a certain length, such as 32 tokens.
+        Only the rule of query expansion is checked. This rule appends mask tokens to each short
+        query, until the query has a certain length, such as 32 tokens.
 
         Args:
             late: the rules in the files of the checkpoint.

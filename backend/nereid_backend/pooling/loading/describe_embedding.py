@@ -49,9 +49,9 @@ def describe_embedding(
 ) -> CheckpointSpec:
     """Return the description of an embedding checkpoint.
 
-    The checks below distinguish a model with sparse output (SPLADE), a vision-language model for
-    retrieval such as ColPali, a model with a text and an image tower such as CLIP, and a model that
-    returns or pools token vectors.
+    There are four types of models: SPLADE models with sparse output, vision-language models for
+    retrieval such as ColPali, models with a text tower and an image tower such as CLIP, and models
+    that return or pool token vectors. The type determines the fields `kinds` and `loader`.
 
     Args:
         base: the fields that every task has.
@@ -206,7 +206,11 @@ def _describe_dense(
 
 
 def _kinds_of_files(root: Path) -> tuple[str, ...]:
-    """Return the kinds of output of a dense model. A separate file contains each further layer."""
+    """Return the kinds of output of a dense model.
+
+    The checkpoint of a model with sparse or multi-vector output contains a file with the layer that
+    computes this output.
+    """
     kinds = ["dense"]
     if (root / SPARSE_FILE).is_file():
         kinds.append("sparse")

@@ -85,7 +85,7 @@ class LateInteraction:
 
     @property
     def treats_queries(self) -> bool:
-        """Whether queries are processed differently from documents. The prompts do not count."""
+        """Whether queries are processed differently from documents, except for their prompts."""
         skips_only_documents = bool(self.skip_words) and QUERY not in self.skip_roles
         return self.query_length is not None or self.expansion is not None or skips_only_documents
 
@@ -111,8 +111,8 @@ class LateInteraction:
     def mark(self, prompts: Mapping[str, str]) -> dict[str, str]:
         """Add the markers of queries and documents to the prompts of a checkpoint.
 
-        Return the new prompts by name. If queries are treated differently, the result contains the
-        name "query", so that clients can select this name.
+        Return the new prompts by name. If queries are processed differently from documents, the
+        result contains the name "query", so that clients can select this name.
 
         Example: {"query": "find: "} and the marker "[Q] " of queries return
         {"query": "[Q] find: "}.

@@ -37,9 +37,9 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
 
 
 def _convert_to_lower_case(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Change the tokenizer, so that it converts each text to lower case first.
+    """Change a tokenizer so that the tokenizer first converts each text to lower case.
 
-    Do nothing if the tokenizer is not a fast tokenizer, which has a `backend_tokenizer`.
+    Only fast tokenizers, which have the attribute `backend_tokenizer`, are changed.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -51,11 +51,12 @@ def _convert_to_lower_case(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) -> None:
-    """Change the tokenizer, so that it converts each marker of queries or documents to one token.
+    """Change a tokenizer so that the tokenizer converts each marker to one token.
 
-    Without this function, a tokenizer may split the marker "[unused0]" into several tokens, because
-    the marker is an ordinary entry of the vocabulary. A marker that the vocabulary does not contain
-    stays ordinary text, as in sentence-transformers.
+    A marker, such as "[unused0] ", precedes each query or document of a model such as ColBERT.
+    Without this function, a tokenizer may split the marker into several tokens, because the marker
+    is an ordinary entry of the vocabulary. A marker that the vocabulary does not contain stays
+    ordinary text, as in sentence-transformers.
     """
     vocabulary = tokenizer.get_vocab()
     for _, marker in spec.late_interaction.markers:

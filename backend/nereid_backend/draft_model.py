@@ -150,7 +150,7 @@ class DraftModel:
             self._is_broken = True
             self._proposals = {}
             if self._mtp is not None:
-                self._mtp.hidden.close()
+                self._mtp.hidden.close()  # stop storing the hidden states of the large model
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return the draft tokens of a sequence; see `Drafter.propose`."""

@@ -51,9 +51,9 @@ class BlockTableRows:
         ]
         # For each group and row, the number of blocks that were copied into the row.
         self._num_filled = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each group and row, the number of freed blocks at the start of the row. The row
-        # contains the null block in their places.
-        self._num_dropped = [[0] * max_num_seqs for _ in range(num_groups)]
+        # For each group and row, the number of blocks at the start of the row that were replaced by
+        # the null block, because the sequence no longer needs them.
+        self._num_replaced = [[0] * max_num_seqs for _ in range(num_groups)]
         # For each row, the version of the sequence's block tables when the row was filled (see
         # Sequence.table_version). A row with the current version needs no update.
         self._versions = [0] * max_num_seqs
@@ -118,24 +118,24 @@ class BlockTableRows:
             is_first: whether this is the first chunk since the sequence got the row. The row then
                 contains the blocks of an earlier sequence.
 
-        Mutates: the row, and the numbers of its filled and dropped blocks.
+        Mutates: the row, and the numbers of its filled and replaced blocks.
         """
         block_table = sequence.block_tables[group]
         num_freed = sequence.num_dropped_blocks[group]
         table_row = self._arrays[group][row]
         num_filled = self._num_filled[group][row]
-        num_replaced = self._num_dropped[group][row]
+        num_replaced = self._num_replaced[group][row]
         if is_first:
             # Remove the blocks of the earlier sequence.
             table_row[:num_filled] = self._null_block
             num_filled = 0
             self._num_filled[group][row] = 0
-            self._num_dropped[group][row] = 0
+            self._num_replaced[group][row] = 0
         elif num_freed > num_replaced:
             # The freed blocks may already belong to another sequence, so the row must not contain
             # them.
             table_row[num_replaced:num_freed] = self._null_block
-            self._num_dropped[group][row] = num_freed
+            self._num_replaced[group][row] = num_freed
         if len(block_table) > num_filled:
             table_row[num_filled : len(block_table)] = block_table[num_filled:]
             self._num_filled[group][row] = len(block_table)

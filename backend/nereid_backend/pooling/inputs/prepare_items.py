@@ -290,14 +290,14 @@ class ItemPreparer:
         if item.prompt and not self._spec.include_prompt:
             # At least one token must be pooled.
             prompt_len = min(self._prompt_len(item.prompt), len(ids) - 1)
-        ids, types, num_attended = self._rules.expand(item, ids, types)
+        expanded = self._rules.expand(item, ids, types)
         return Prepared(
             item,
-            token_ids=ids,
-            type_ids=types,
+            token_ids=expanded.token_ids,
+            type_ids=expanded.type_ids,
             prompt_len=prompt_len,
-            num_tokens=len(ids),
-            num_attended=num_attended,
+            num_tokens=len(expanded.token_ids),
+            num_attended=expanded.num_attended,
             skips_words=self._rules.skips_words(item),
             offsets=self._offsets(item, limit) if item.kind == "token_classify" else None,
         )

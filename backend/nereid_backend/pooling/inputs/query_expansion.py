@@ -2,12 +2,27 @@
 """Applies the rules of a checkpoint with late interaction to tokenised queries and documents."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError
 from nereid_backend.pooling.loading.late_interaction_files import DOCUMENT, QUERY, LateInteraction
 from nereid_backend.pooling.pooling_items import PoolingItem
+
+
+class ExpandedText(NamedTuple):
+    """The tokens of a text, with mask tokens at the end if the text is a short query.
+
+    Attributes:
+        token_ids: the tokens.
+        type_ids: the type ids of the tokens; None means the model's default.
+        num_attended: the number of tokens to which all tokens attend (see Prepared.num_attended).
+    """
+
+    token_ids: list[int]
+    type_ids: list[int] | None
+    num_attended: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +94,7 @@ class TextRules:
         """Return whether the output for an item omits the vectors of tokens such as punctuation."""
         return _role_of(item) in self.late.skip_roles
 
-    def expand(
-        self, item: PoolingItem, ids: list[int], types: list[int] | None
-    ) -> tuple[list[int], list[int] | None, int | None]:
+    def expand(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> ExpandedText:
         """Append mask tokens to a short query. Return any other text unchanged.
 
         Example: for a length of 5, the query [7, 8, 9] becomes [7, 8, 9, mask, mask]. The number of
@@ -91,19 +104,18 @@ class TextRules:
             item: the item of the text.
             ids: the tokens of the text.
             types: the type ids of the tokens; None means the model's default.
-
-        Returns:
-            The tokens, their type ids, and the number of attended tokens (Prepared.num_attended).
         """
         expansion = self.late.expansion
         if expansion is None or self.mask_id is None or _role_of(item) != QUERY:
-            return ids, types, None
+            return ExpandedText(ids, types, None)
         num_masks = expansion.length - len(ids)
         if num_masks <= 0:
-            return ids, types, None
-        num_attended = None if expansion.is_attended else len(ids)
-        expanded_types = None if types is None else [*types, *[0] * num_masks]
-        return [*ids, *[self.mask_id] * num_masks], expanded_types, num_attended
+            return ExpandedText(ids, types, None)
+        return ExpandedText(
+            token_ids=ids + [self.mask_id] * num_masks,
+            type_ids=None if types is None else types + [0] * num_masks,
+            num_attended=None if expansion.is_attended else len(ids),
+        )
 
 
 def _role_of(item: PoolingItem) -> str:

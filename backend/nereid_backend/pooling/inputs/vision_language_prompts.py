@@ -66,6 +66,7 @@ class ChatPrompts:
             RequestError: the image or the text is invalid.
         """
         if item.pair is not None:
+            # The prompt of a pair is also an instruction for the reranker.
             return self._prepare_pair(item.pair, item.instruction or item.prompt)
         parts: list[dict[str, Any]] = []
         if item.image is not None:

@@ -45,25 +45,39 @@ def choose_task(
         return "embed"
     if settings.task == "auto":
         return _task_from_files(architecture, modules, config, folder)
-    has_head = architecture.endswith(SEQUENCE_HEAD)
     if settings.task == "classify":
-        if not (has_head or architecture.endswith(TOKEN_HEAD)):
-            raise ConfigError(
-                f"task: classifying requires a checkpoint with a *{SEQUENCE_HEAD} or *{TOKEN_HEAD} "
-                f"architecture, but this one has {architecture}."
-            )
-        return "classify"
+        _check_classifies(architecture)
+    else:
+        _check_reranks(architecture, config, folder)
+    return settings.task
+
+
+def _check_classifies(architecture: str) -> None:
+    """Raise a ConfigError if the name of an architecture shows that it is no classifier."""
+    if not architecture.endswith((SEQUENCE_HEAD, TOKEN_HEAD)):
+        raise ConfigError(
+            f"task: classifying requires a checkpoint with a *{SEQUENCE_HEAD} or *{TOKEN_HEAD} "
+            f"architecture, but this one has {architecture}."
+        )
+
+
+def _check_reranks(architecture: str, config: PretrainedConfig, folder: Path) -> None:
+    """Raise a ConfigError if a checkpoint can be no reranker.
+
+    A reranker has a head with one label, or is a generative model that answers "yes" or "no". The
+    docstring of `choose_task` describes the arguments.
+    """
+    has_head = architecture.endswith(SEQUENCE_HEAD)
     if has_head and config.num_labels != 1:
         raise ConfigError(
             f"task: reranking requires a head with 1 label, but {architecture} in {folder} has "
             f"{config.num_labels}. Set task=classify."
         )
-    if not (has_head or architecture.endswith(GENERATIVE)):
+    if not has_head and not architecture.endswith(GENERATIVE):
         raise ConfigError(
             f"task: reranking requires a *{SEQUENCE_HEAD} checkpoint with 1 label, or a "
             f"generative checkpoint that answers yes or no, but this one has {architecture}."
         )
-    return "rerank"
 
 
 def _task_from_files(

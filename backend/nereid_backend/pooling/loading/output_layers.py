@@ -64,15 +64,17 @@ def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> Ou
     token_layers = [load_layer(module, device) for module in spec.token_modules]
     if spec.architecture == STANFORD_ARCHITECTURE:
         token_layers.insert(0, load_projection(root, STANFORD_PROJECTION, device))
+    # A SPLADE model (MASKED) computes its sparse output with its own head.
     has_sparse_layer = "sparse" in spec.kinds and spec.loader != MASKED
+    sparse = load_linear(root / SPARSE_FILE, device) if has_sparse_layer else None
+    # If the model has only multi-vector output, the token vectors themselves are the output.
     has_multi_vector_layer = "multi_vector" in spec.kinds and "dense" in spec.kinds
+    multi_vector = load_linear(root / MULTI_VECTOR_FILE, device) if has_multi_vector_layer else None
     return OutputLayers(
         tokens=token_layers,
         vector=[load_layer(module, device) for module in spec.vector_modules],
-        sparse=load_linear(root / SPARSE_FILE, device) if has_sparse_layer else None,
-        multi_vector=(
-            load_linear(root / MULTI_VECTOR_FILE, device) if has_multi_vector_layer else None
-        ),
+        sparse=sparse,
+        multi_vector=multi_vector,
         skipped=_skipped_tokens(spec, encoder, has_sparse_layer=has_sparse_layer),
     )
 

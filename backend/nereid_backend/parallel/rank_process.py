@@ -119,6 +119,7 @@ def main() -> NoReturn:
 
 def _serve(config: EngineConfig, rank: Rank, messages: "queue.SimpleQueue[Any]") -> NoReturn:
     """Join the group of all ranks, load this rank's part of the model, and handle all messages."""
+    assert config.num_threads is not None, "rank 0 has set the number of threads"
     torch.set_num_threads(config.num_threads)
     rank.join()
     shard = load_shard(config, AttentionHook(), rank, lambda _line: None)

@@ -102,7 +102,8 @@ def _hidden_size(config: Any) -> int:  # noqa: ANN401 - a config of transformers
     """Return the size of the token vectors that the transformers model computes."""
     text_config = config.get_text_config()
     # In some configs, the attribute `d_model` contains the size.
-    return int(getattr(text_config, "hidden_size", None) or getattr(text_config, "d_model", 0))
+    size: Any = getattr(text_config, "hidden_size", None) or getattr(text_config, "d_model", 0)
+    return int(size)
 
 
 def _describe_pooling(loaded: LoadedModel) -> str:

@@ -162,7 +162,7 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
         return partial(retrieval_class.from_pretrained)
     auto_class = _AUTO[spec.loader]
     has_head = spec.loader != BASE
-    # An auto class cannot load a model without a head, because the model's pooler must be left out.
+    # If the model has no head, its pooler must be left out, which an auto class cannot do.
     can_use_auto_class = has_head and reads_folder
     model_class = None if can_use_auto_class else _model_class(auto_class, spec)
     if model_class is None:

@@ -24,7 +24,7 @@ GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(i
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers test-python test-ray check docs prose settings lint format type kernels collect deps demo-train demo-eval archs image-archs bench bench-formats bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-images bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-agents bench-context bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile test-schemathesis clean
+.PHONY: help setup serve test test-long test-parsers test-python test-ray check docs prose settings lint format type kernels collect deps demo-train demo-eval archs image-archs bench bench-formats bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-images bench-large-images bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-agents bench-context bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile test-schemathesis clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -178,6 +178,9 @@ bench-pooling: setup ## Compare embedding models and rerankers with sentence-tra
 
 bench-images: setup ## Measure chats with images: time to the first token, tokens/s, and the effect on text requests
 	@$(BIN)/python -m loadtest.bench.bench_images $(ARGS)
+
+bench-large-images: setup ## Measure the CPU time and the memory that the image worker needs for large image files
+	@$(BIN)/python -m loadtest.bench.bench_large_images $(ARGS)
 
 bench-constraints: setup ## Measure grammars: compile time, masks, first token, and tokens/s with and without a schema
 	@$(BIN)/python -m loadtest.bench.bench_grammars $(ARGS)

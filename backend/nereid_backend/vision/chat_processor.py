@@ -173,7 +173,7 @@ class ChatProcessor:
         """
         if not self.has_template:
             return self._prepare_plain(messages, found)
-        return self.prepare_text(self.render(messages, template_arguments), found)
+        return self.prepare_text(self.render(messages, template_arguments), list(found))
 
     def _prepare_plain(self, messages: list[dict[str, Any]], found: Sequence[Found]) -> ImagePrompt:
         """Convert messages to a prompt if the checkpoint has no chat template.
@@ -187,16 +187,16 @@ class ChatProcessor:
         values = [getattr(self.processor, _TOKENS[type(item)], None) for item in found]
         placeholders = [value for value in values if isinstance(value, str)]
         if len(placeholders) < len(found):  # The processor has no placeholder for some media.
-            return self.prepare_text(text, found)
+            return self.prepare_text(text, list(found))
         try:
-            return self.prepare_text("".join([*placeholders, text]), found)
+            return self.prepare_text("".join([*placeholders, text]), list(found))
         except RequestError as error:
             first_error = error
         with suppress(RequestError):
-            return self.prepare_text(text, found)
+            return self.prepare_text(text, list(found))
         raise first_error
 
-    def prepare_text(self, text: str, found: Sequence[Found]) -> ImagePrompt:
+    def prepare_text(self, text: str, found: list[Found]) -> ImagePrompt:
         """Convert a rendered text and its media to a prompt.
 
         The text contains one placeholder for each image, video and audio file, unless the processor
@@ -204,6 +204,8 @@ class ChatProcessor:
 
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
+
+        Mutates: `found`. The image files are removed, so that their memory is freed early.
         """
         kinds = _kinds(found)
         for kind in kinds:
@@ -247,11 +249,13 @@ class ChatProcessor:
                 f"messages: the chat template cannot render the messages: {first_line(error)}"
             ) from error
 
-    def _process(self, text: str, found: Sequence[Found]) -> dict[str, Any]:
+    def _process(self, text: str, found: list[Found]) -> dict[str, Any]:
         """Call the processor for a text and its media. Return the outputs.
 
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
+
+        Mutates: `found`. The image files are removed.
         """
         arguments = self._media_arguments(found)
         tokenizer = getattr(self.processor, "tokenizer", None)
@@ -272,11 +276,13 @@ class ChatProcessor:
             ) from error
         return {name: value for name, value in outputs.items() if name != "video_metadata"}
 
-    def _media_arguments(self, found: Sequence[Found]) -> dict[str, Any]:
+    def _media_arguments(self, found: list[Found]) -> dict[str, Any]:
         """Decode images, videos and audio, and return the processor's arguments for them.
 
         Raises:
             RequestError: a file is damaged or exceeds a limit.
+
+        Mutates: `found`. The image files are removed.
         """
         arguments: dict[str, Any] = {}
         if "images" not in self.refused:

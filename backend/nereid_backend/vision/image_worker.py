@@ -34,10 +34,15 @@ from nereid_backend.process_limits import limit_child
 _MAX_CHILD_BYTES = 768 * 2**20
 # A child that has answered this many requests is replaced, so that lost memory cannot add up.
 _MAX_REQUESTS = 100
+# The largest number of characters of a data URL that are searched for the beginning of the base64
+# text, such as "data:image/png;base64,".
+_MAX_URL_PREFIX = 100
 # The beginning of a packed answer that is no refusal: a list of three values, whose first value is
 # the text "done".
 _DONE = b"\x93\xa4done"
 
+# Prepares the images of a request. The arguments are a text and the images. The function may remove
+# images from the list, so that their memory is freed.
 Prepare = Callable[[str, list[bytes]], list[Any]]
 
 
@@ -162,7 +167,7 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
         limit_child(_MAX_CHILD_BYTES, timeout_s)
         answer = _DONE
         while answer.startswith(_DONE):
-            answer = _answer(prepare, connection.recv_bytes())
+            answer = _answer(prepare, connection)
             connection.send_bytes(answer)
     except (EOFError, OSError):
         # The parent process has closed the connection.
@@ -175,13 +180,16 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
         os._exit(0)
 
 
-def _answer(prepare: Prepare, request: bytes) -> bytes:
-    """Prepare the images of a packed request. Return the packed result, or a refusal.
+def _answer(prepare: Prepare, connection: Connection) -> bytes:
+    """Receive a packed request, and prepare its images. Return the packed result, or a refusal.
 
     Raises:
+        EOFError, OSError: the parent process has closed the connection.
         MemoryError: the images need more memory than this process may use.
     """
-    text, images = msgpack.unpackb(request)
+    # The packed request is not stored in a variable, so its memory is freed before the images are
+    # prepared.
+    text, images = msgpack.unpackb(connection.recv_bytes())
     try:
         packed: bytes = msgpack.packb(prepare(text, images))
     except MemoryError:
@@ -216,9 +224,16 @@ def _load(folder: Path) -> Prepare:
     from nereid_backend.vision.audio_parts import is_audio_url, read_audio_url
     from nereid_backend.vision.messages import Found, FoundImage, FoundVideo, check_numbers
     from nereid_backend.vision.packed_tensors import pack_images
-    from nereid_backend.vision.read_image import decode_data_url
+    from nereid_backend.vision.read_image import (
+        IMAGE_DATA_URL,
+        ImageLimits,
+        decode_base64,
+        decode_data_url,
+    )
+    from nereid_backend.vision.shared_pixels import share_pixels
     from nereid_backend.vision.video_frames import is_video_url, read_video_url
 
+    share_pixels(ImageLimits().max_pixels)
     # Threads of torch do not survive a fork.
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -226,6 +241,11 @@ def _load(folder: Path) -> Prepare:
 
     def decode(content: bytes, number: int) -> Found:
         field = f"image {number}"
+        match = IMAGE_DATA_URL.match(content[:_MAX_URL_PREFIX].decode("ascii", "replace"))
+        if match is not None:
+            # A text would need a second copy of the content.
+            base64_text = memoryview(content)[match.end() :]
+            return FoundImage(field, decode_base64(base64_text, field, processor.limits))
         if content[:5].lower() == b"data:" or b"://" in content[:20]:
             url = content.decode("utf-8", "replace")
             if is_video_url(url):
@@ -239,7 +259,10 @@ def _load(folder: Path) -> Prepare:
             raise RequestError(f"{field}: the base64 content is damaged: {error}") from error
 
     def prepare(text: str, images: list[bytes]) -> list[Any]:
-        found = [decode(image, number) for number, image in enumerate(images, 1)]
+        found: list[Found] = []
+        while images:
+            # The base64 text is removed from the list, so that its memory is freed.
+            found.append(decode(images.pop(0), len(found) + 1))
         check_numbers(found, processor.limits)
         prompt = processor.prepare_text(text, found)
         assert prompt.images is not None

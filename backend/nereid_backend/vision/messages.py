@@ -155,14 +155,22 @@ def _read_image_part(part: Mapping[str, Any], field: str) -> FoundImage:
     raise RequestError(f"{field}: the content part has no image. Set image_url.url.")
 
 
-def read_images(found: Sequence[Found], limits: ImageLimits) -> list["Image"]:
+def read_images(found: list[Found], limits: ImageLimits) -> list["Image"]:
     """Decode the images in `found`, and return them in the same order. Other media are left out.
 
     Raises:
         RequestError: an image is damaged or too large.
         ModelError: Pillow is not installed.
+
+    Mutates: `found`. The source of each image is replaced by None, so that the memory of the image
+    file is freed before the next image is decoded.
     """
-    return [_decode(image, limits) for image in found if isinstance(image, FoundImage)]
+    images = []
+    for index, item in enumerate(found):
+        if isinstance(item, FoundImage):
+            images.append(_decode(item, limits))
+            found[index] = FoundImage(item.field, None)
+    return images
 
 
 def read_video(found: FoundVideo, limits: ImageLimits) -> list["Image"]:

@@ -6,7 +6,6 @@ list, or if the size exceeds a limit, the file is refused. The pixels are decode
 checks.
 """
 
-import base64
 import binascii
 import io
 import re
@@ -77,8 +76,13 @@ def decode_data_url(url: str, field: str, limits: ImageLimits) -> bytes:
     return decode_base64(url[match.end() :], field, limits)
 
 
-def decode_base64(text: str, field: str, limits: ImageLimits) -> bytes:
+def decode_base64(text: str | bytes | memoryview, field: str, limits: ImageLimits) -> bytes:
     """Decode the base64 text of a file, and return the bytes of the file.
+
+    Args:
+        text: the base64 text, as a text or in ASCII bytes.
+        field: the name of the request field, for error messages.
+        limits: the limits of the file.
 
     Raises:
         RequestError: the text is not valid base64, or the file is too large.
@@ -93,7 +97,7 @@ def decode_base64(text: str, field: str, limits: ImageLimits) -> bytes:
             f"{limits.max_bytes}. Send a smaller file."
         )
     try:
-        return base64.b64decode(text, validate=True)
+        return binascii.a2b_base64(text, strict_mode=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{field}: the base64 content is damaged: {error}") from error
 
@@ -132,9 +136,10 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
             warnings.simplefilter("ignore")
             with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 check_size(image.size, field, limits)
-                # `in_place` avoids a copy. A copy of an image of 16 million pixels needs 48 MB.
-                PIL.ImageOps.exif_transpose(image, in_place=True)
-                return _to_rgb(image)
+                decoded = _decode_pixels(image, data)
+                # `in_place` avoids a copy. A copy of an image of 16 million pixels needs 64 MB.
+                PIL.ImageOps.exif_transpose(decoded, in_place=True)
+                return _to_rgb(decoded)
     except RequestError:
         raise
     except PIL.Image.DecompressionBombError as error:
@@ -150,6 +155,27 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
         # An image decoder can raise any exception for a broken file. Convert the exception to a
         # RequestError, so that only the current request fails.
         raise RequestError(f"{field}: the image cannot be decoded: {error}") from error
+
+
+def _decode_pixels(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pillow
+    """Decode the pixels of an opened image file. Return the image, or a new image.
+
+    Args:
+        image: the image that `PIL.Image.open` has returned.
+        data: the content of the file.
+    """
+    if image.format == "WEBP":
+        # The import is here, because most files are in other formats.
+        from nereid_backend.vision.decode_webp import decode_still_webp
+
+        decoded = decode_still_webp(image, data)
+        if decoded is not None:
+            return decoded
+    image.load()
+    if image.format == "WEBP":
+        # The decoder of an animation contains two more images of the same size.
+        image._decoder = None
+    return image
 
 
 def check_size(size: tuple[int, int], field: str, limits: ImageLimits) -> None:

@@ -31,7 +31,9 @@ def _load(folder: Path) -> Prepare:
     from nereid_backend.core.image_inputs import ImageInputs
     from nereid_backend.vision.packed_tensors import pack_images
     from nereid_backend.vision.read_image import ImageLimits, decode_image
+    from nereid_backend.vision.shared_pixels import share_pixels
 
+    share_pixels(ImageLimits().max_pixels)
     # Threads of torch do not survive a fork.
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -39,7 +41,10 @@ def _load(folder: Path) -> Prepare:
 
     def prepare(text: str, images: list[bytes]) -> list[Any]:  # noqa: ARG001 - the parameters of all workers
         (data,) = images  # A request contains one image.
-        token_ids, arguments = process(decode_image(data, "image", ImageLimits()))
+        images.clear()
+        image = decode_image(data, "image", ImageLimits())
+        del data  # The memory of the file is freed before the image is prepared.
+        token_ids, arguments = process(image)
         return ["done", token_ids, pack_images(ImageInputs(arguments, b"", 0))]
 
     return prepare

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes still WebP images directly into the memory of a Pillow image.
+
+Pillow decodes each WebP file as an animation. For an image of 16 million pixels, the decoder of
+animations needs 192 MB in addition to the 64 MB of the decoded image. This module calls the
+function for still images in the library libwebp, which Pillow has loaded. The pixels are the same.
+"""
+
+import ctypes
+import struct
+from functools import cache
+from typing import Any
+
+from nereid_backend.vision.shared_pixels import PixelMemory
+
+_PIXEL_BYTES = 4
+_HEADER_BYTES = 12
+_CHUNK_HEADER_BYTES = 8
+_PIXEL_CHUNKS = (b"VP8X", b"ALPH", b"VP8 ", b"VP8L")
+
+
+def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pillow
+    """Decode a WebP file, and return a new image; None if the file must be decoded by Pillow.
+
+    None is returned if the file contains an animation, or if libwebp cannot be called.
+
+    Args:
+        image: the image that `PIL.Image.open` has returned. Its pixels are not decoded yet.
+        data: the content of the file.
+    """
+    import PIL.Image
+
+    library = _libwebp()
+    if library is None or image.n_frames != 1 or image.mode not in ("RGB", "RGBA"):
+        return None
+    data = _without_metadata(data)
+    width, height = ctypes.c_int(), ctypes.c_int()
+    is_valid = library.WebPGetInfo(data, len(data), ctypes.byref(width), ctypes.byref(height))
+    if not is_valid or (width.value, height.value) != image.size:
+        return None
+    decoded = PIL.Image.new(image.mode, image.size)
+    try:
+        memory = PixelMemory(decoded)
+    except (ValueError, AttributeError):
+        return None
+    row_bytes = _PIXEL_BYTES * image.width
+    num_bytes = row_bytes * image.height
+    if not library.WebPDecodeRGBAInto(data, len(data), memory.address, num_bytes, row_bytes):
+        return None
+    # The info contains the EXIF data, which may contain a rotation.
+    decoded.info = image.info
+    return decoded
+
+
+def _without_metadata(data: bytes) -> bytes:
+    """Return a WebP file without the chunks that libwebp does not need to decode the pixels.
+
+    libwebp detects that the pixels of a damaged file are incomplete only if no other chunk follows
+    them.
+
+    Example: the chunks VP8X, ICCP, VP8 and EXIF become the chunks VP8X and VP8.
+    """
+    content = memoryview(data)
+    kept = []
+    start = _HEADER_BYTES
+    while start + _CHUNK_HEADER_BYTES <= len(data):
+        name, num_bytes = struct.unpack_from("<4sI", data, start)
+        # A chunk with an odd number of bytes is followed by one padding byte.
+        end = start + _CHUNK_HEADER_BYTES + num_bytes + num_bytes % 2
+        if name in _PIXEL_CHUNKS:
+            kept.append(content[start:end])
+        start = end
+    num_kept = sum(map(len, kept))
+    if num_kept == len(data) - _HEADER_BYTES:
+        return data
+    # The size in the header counts the four bytes "WEBP".
+    header = struct.pack("<4sI4s", b"RIFF", num_kept + 4, b"WEBP")
+    return b"".join([header, *kept])
+
+
+@cache
+def _libwebp() -> ctypes.CDLL | None:
+    """Return the library libwebp that Pillow has loaded; None if its functions are not found."""
+    try:
+        from PIL import _webp
+
+        # A symbol is also searched in the libraries with which `_webp` is linked.
+        library = ctypes.CDLL(_webp.__file__)
+        get_info, decode = library.WebPGetInfo, library.WebPDecodeRGBAInto
+    except (ImportError, OSError, AttributeError):
+        return None
+    size_pointer = ctypes.POINTER(ctypes.c_int)
+    get_info.argtypes = [ctypes.c_char_p, ctypes.c_size_t, size_pointer, size_pointer]
+    get_info.restype = ctypes.c_int
+    decode.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+    ]
+    decode.restype = ctypes.c_void_p
+    return library

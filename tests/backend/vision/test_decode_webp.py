@@ -1,0 +1,84 @@
+"""WebP files that are decoded without Pillow's decoder of animations give the same pixels."""
+
+import io
+
+import pytest
+from backend.vision.image_archs import picture
+from nereid_backend import RequestError
+from nereid_backend.vision.decode_webp import decode_still_webp
+from nereid_backend.vision.read_image import ImageLimits, decode_image
+from PIL import Image
+
+
+def webp(image: Image.Image, **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "WEBP", **options)
+    return file.getvalue()
+
+
+def transparent() -> Image.Image:
+    """Return an image with transparent, half-transparent and opaque pixels."""
+    image = picture(1, 61, 45).convert("RGBA")
+    image.putalpha(Image.linear_gradient("L").resize(image.size))
+    return image
+
+
+def rotation() -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x112] = 6
+    return exif
+
+
+_STILL = {
+    "lossy": webp(picture(1, 61, 45), quality=80),
+    "lossless": webp(picture(2, 61, 45), lossless=True),
+    "lossy and transparent": webp(transparent(), quality=80),
+    "lossless and transparent": webp(transparent(), lossless=True, exact=True),
+    "with EXIF data": webp(picture(3, 61, 45), exif=rotation()),
+}
+
+
+@pytest.mark.parametrize("data", _STILL.values(), ids=_STILL)
+def test_a_still_image_has_the_pixels_that_pillow_decodes(data):
+    with Image.open(io.BytesIO(data)) as image:
+        decoded = decode_still_webp(image, data)
+        assert (decoded.mode, decoded.size) == (image.mode, image.size)
+        assert decoded.tobytes() == image.tobytes()
+        assert decoded.getexif() == image.getexif()
+
+
+def test_the_rotation_in_the_exif_data_is_applied():
+    image = decode_image(_STILL["with EXIF data"], "image", ImageLimits())
+    assert image.size == (45, 61)
+
+
+def test_the_first_frame_of_an_animation_is_decoded_by_pillow():
+    frames = [picture(seed, 61, 45) for seed in (1, 2)]
+    data = webp(frames[0], save_all=True, append_images=frames[1:], lossless=True)
+    with Image.open(io.BytesIO(data)) as image:
+        assert decode_still_webp(image, data) is None
+    assert decode_image(data, "image", ImageLimits()).tobytes() == frames[0].tobytes()
+
+
+@pytest.mark.parametrize("data", _STILL.values(), ids=_STILL)
+def test_a_damaged_file_is_refused_or_decoded_like_by_pillow(data):
+    for position in range(30, len(data), max(1, len(data) // 20)):
+        broken = data[:position] + bytes([data[position] ^ 0xFF]) + data[position + 1 :]
+        try:
+            with Image.open(io.BytesIO(broken)) as image:
+                image.load()
+                expected = (image.mode, image.size, image.tobytes())
+        except (OSError, ValueError, SyntaxError):
+            with pytest.raises(RequestError, match="image"):
+                decode_image(broken, "image", ImageLimits())
+            continue
+        with Image.open(io.BytesIO(broken)) as image:
+            decoded = decode_still_webp(image, broken)
+        if decoded is not None:
+            assert (decoded.mode, decoded.size, decoded.tobytes()) == expected
+
+
+@pytest.mark.parametrize("data", _STILL.values(), ids=_STILL)
+def test_a_truncated_file_is_refused(data):
+    with pytest.raises(RequestError, match="image"):
+        decode_image(data[: len(data) * 2 // 3], "image", ImageLimits())

@@ -97,6 +97,10 @@ CASES = {
     "chat: a message without a role": chat(messages=[{"content": "hello"}]),
     "chat: an empty role": chat(messages=[{"role": "", "content": "hello"}]),
     "chat: content is a number": chat(messages=[{"role": "user", "content": 3}]),
+    "chat: a user message without content": chat(messages=[{"role": "user"}]),
+    "chat: a system message whose content is null": chat(
+        messages=[{"role": "system", "content": None}, *HELLO]
+    ),
     "chat: an unknown model": chat(model="gpt-9"),
     "chat: model is a number": chat(model=3),
     "chat: temperature is too high": chat(temperature=2.5),

@@ -35,6 +35,10 @@ from nereid_client.protocol.refused import (
 )
 from nereid_client.protocol.request_body import RequestBody
 
+# In OpenAI's API, the content of a message with one of these roles must not be missing or null. A
+# message of the assistant can contain only tool calls.
+_ROLES_WITH_CONTENT = ("system", "developer", "user")
+
 
 class ChatMessage(RequestBody):
     """One message of a chat. Further fields are passed on to the chat template."""
@@ -42,7 +46,8 @@ class ChatMessage(RequestBody):
     role: Annotated[str, Field(min_length=1)]
     """The author of the message: system, developer, user, assistant or tool."""
     content: str | list[dict[str, Any]] | None = None
-    """The text of the message, or a list of content parts."""
+    """The text of the message, or a list of content parts. A message of the system, the developer
+    or the user must have content."""
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -82,6 +87,17 @@ class ChatCompletionRequest(GenerationRequest):
     """A list of documents for the chat template."""
     metadata: Annotated[Any, FRONTEND_ONLY] = None
     """Accepted without effect."""
+
+    @model_validator(mode="after")
+    def _check_contents(self) -> Self:
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role in _ROLES_WITH_CONTENT:
+                raise FieldError(
+                    f"messages[{index}].content",
+                    f"messages[{index}].content must be a string or a list of content parts, "
+                    f"because a message of the role {message.role} must have content",
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> Self:

@@ -111,6 +111,14 @@ def test_hostile_arguments_of_a_tool_call_are_refused(tokenizer, arguments, prob
     assert problem in error
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+@pytest.mark.parametrize("fields", [{}, {"content": None}])
+def test_a_message_without_content_is_refused(tokenizer, role, fields):
+    error = refusal(tokenizer, chat(user(), {"role": role, **fields}))
+    assert "[INVALID_ARGUMENT]" in error
+    assert "the content of item 1 is missing or null" in error
+
+
 @pytest.mark.parametrize("calls", [5, {"a": 1}, "f"])
 def test_tool_calls_that_are_no_list_are_refused(tokenizer, calls):
     error = refusal(tokenizer, chat({"role": "assistant", "tool_calls": calls}))

@@ -69,6 +69,19 @@ async def test_reasoning_is_given_under_both_names_and_apart_from_content(chat):
     assert message["content"] == "let me look"
 
 
+async def test_calls_of_the_assistant_need_no_content_but_other_messages_do(post):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calls = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "a", "content": "b"}
+    answer = await post("/v1/chat/completions", messages=[*calls, result])
+    assert answer.status_code == 200
+    messages = [*calls, result, {"role": "user"}]
+    answer = await post("/v1/chat/completions", messages=messages)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[3].content"
+    assert "a message of the role user must have content" in answer.json()["error"]["message"]
+
+
 async def test_tool_calls_arrive_whole(chat):
     choice = (await chat(MARKUP)).json()["choices"][0]
     first, second = choice["message"]["tool_calls"]

@@ -18,6 +18,9 @@ AUDIO_PLACEHOLDER = {"type": "audio"}
 _PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
 _TEXT_PART_TYPES = ("text", "refusal")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# In OpenAI's API, the content of a message with one of these roles must not be missing or null. A
+# message of the assistant can contain only tool calls, and a tool can return nothing.
+_ROLES_WITH_CONTENT = ("system", "developer", "user")
 
 
 def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[str, Any]]:
@@ -78,7 +81,13 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
             f"messages: the role of item {index} must be one of {', '.join(_ROLES)}, but the "
             f"request has {shown(role)}."
         )
-    converted = {**message, "content": _read_content(message.get("content"), index)}
+    content = message.get("content")
+    if content is None and role in _ROLES_WITH_CONTENT:
+        raise RequestError(
+            f"messages: the content of item {index} is missing or null, but a message of the role "
+            f"{role} must have content. Send a string or a list of content parts."
+        )
+    converted = {**message, "content": _read_content(content, index)}
     calls = message.get("tool_calls")
     if calls:
         converted["tool_calls"] = _read_tool_calls(calls, index, limits)

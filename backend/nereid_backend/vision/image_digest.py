@@ -34,9 +34,10 @@ def _add_to_hash(hasher: hashlib.blake2b, value: Any) -> None:  # noqa: ANN401 -
     elif isinstance(value, Tensor):
         # The bytes alone do not determine a tensor.
         hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        hasher.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+        # `data` is a memoryview of the array, which needs no copy.
+        hasher.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     elif isinstance(value, np.ndarray):
         hasher.update(f"{value.dtype}{value.shape}".encode())
-        hasher.update(np.ascontiguousarray(value).tobytes())
+        hasher.update(np.ascontiguousarray(value).data)
     else:
         hasher.update(repr(value).encode())

@@ -19,6 +19,7 @@ from typing import Any
 import msgpack
 
 from nereid_backend.errors import EngineError, RequestError
+from nereid_backend.vision.large_messages import Message, receive_message
 
 _START_TIMEOUT_S = 120.0
 _TIMEOUT_S = 10.0
@@ -71,7 +72,7 @@ class ImageProcess:
             EngineError: the process has ended or cannot be started.
         """
         with self._lock:
-            kind, *values = self._answer(msgpack.packb(request))
+            kind, *values = self._answer(Message(msgpack.packb(request)))
         if kind != "done":
             raise RequestError(str(values[0]))
         return values
@@ -81,13 +82,13 @@ class ImageProcess:
         with self._lock:
             self._end()
 
-    def _answer(self, message: bytes) -> list[Any]:
+    def _answer(self, message: Message) -> list[Any]:
         """Send a message to the process, and return the unpacked answer."""
         connection = self._ready_connection()
         try:
-            connection.send_bytes(message)
+            message.send(connection)
             if connection.poll(_HANG_TIMEOUT_S):
-                answer: list[Any] = msgpack.unpackb(connection.recv_bytes())
+                answer: list[Any] = msgpack.unpackb(receive_message(connection).read())
                 return answer
         except (EOFError, OSError):
             pass

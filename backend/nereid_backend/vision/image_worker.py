@@ -6,7 +6,7 @@
 FD is the inherited end of a connection, FOLDER is the checkpoint, and TIMEOUT_S is the time limit
 of a request in seconds. The process loads torch and the checkpoint's processor once, and then forks
 a child, which prepares up to 100 requests. The time and the memory of a child are limited, so a
-hostile image ends only the child. Messages, packed with msgpack:
+hostile image ends only the child. Messages, packed with msgpack (see large_messages.py):
 
     first message of the worker    ["ready"] or ["failed", message]
     parent -> worker               [text, [image, ...]], each image is a data URL or base64;
@@ -30,6 +30,7 @@ import msgpack
 from nereid_backend.errors import RequestError
 from nereid_backend.fast_imports import importing
 from nereid_backend.process_limits import limit_child
+from nereid_backend.vision.large_messages import Message, receive_message
 
 _MAX_CHILD_BYTES = 768 * 2**20
 # A child that has answered this many requests is replaced, so that lost memory cannot add up.
@@ -51,11 +52,13 @@ def serve(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
     children = Children(prepare, timeout_s)
     while True:
         try:
-            request = connection.recv_bytes()
+            request = receive_message(connection)
         except (EOFError, OSError):
             children.close()
             return
-        connection.send_bytes(children.answer(request))
+        children.answer(request).send(connection)
+        # A request can occupy 32 MiB until the next request arrives.
+        request.close()
 
 
 class Children:
@@ -77,8 +80,8 @@ class Children:
         self._timeout_s = timeout_s
         self._child: _Child | None = None
 
-    def answer(self, request: bytes) -> bytes:
-        """Answer a request, and return the packed answer. `request` is packed, too."""
+    def answer(self, request: Message) -> Message:
+        """Answer a packed request, and return the packed answer."""
         if self._child is not None:
             try:
                 return self._ask(self._child, request)
@@ -86,7 +89,7 @@ class Children:
                 # Earlier requests may have used up the memory or the CPU time of the child, so a
                 # new child gets the request, too.
                 self.close()
-        self._child = _Child(self._prepare, self._timeout_s)
+        self._child = _Child(self._prepare, self._timeout_s, request)
         try:
             return self._ask(self._child, request)
         except (EOFError, OSError):
@@ -96,7 +99,7 @@ class Children:
                 "smaller or fewer files"
             )
 
-    def _ask(self, child: "_Child", request: bytes) -> bytes:
+    def _ask(self, child: "_Child", request: Message) -> Message:
         """Return the child's answer, or a refusal if the child exceeds the time limit.
 
         If the child must not be used again, end the child.
@@ -110,7 +113,7 @@ class Children:
                 f"the images or the audio were not prepared within {self._timeout_s:g} seconds. "
                 "Send smaller or fewer files"
             )
-        if not answer.startswith(_DONE) or child.num_requests >= _MAX_REQUESTS:
+        if not answer.starts_with(_DONE) or child.num_requests >= _MAX_REQUESTS:
             self.close()
         return answer
 
@@ -128,26 +131,35 @@ class _Child:
         num_requests: the number of requests that the child has answered.
     """
 
-    def __init__(self, prepare: Prepare, timeout_s: float) -> None:
-        """Fork the process."""
+    def __init__(self, prepare: Prepare, timeout_s: float, request: Message) -> None:
+        """Fork the process.
+
+        Args:
+            prepare: prepares the images of a request.
+            timeout_s: the time limit of a request.
+            request: the request that the worker is answering. The child closes its copy.
+        """
         self.num_requests = 0
         self._connection, child_end = Pipe()
         self._pid = os.fork()
         if self._pid == 0:
             self._connection.close()
+            # The child gets the request as a message. An open copy would occupy memory until the
+            # child ends.
+            request.close()
             _run_child(child_end, prepare, timeout_s)
         child_end.close()
 
-    def ask(self, request: bytes, timeout_s: float) -> bytes | None:
+    def ask(self, request: Message, timeout_s: float) -> Message | None:
         """Return the packed answer to a request; None if there is no answer within the time limit.
 
         Raises:
             EOFError, OSError: the child has ended.
         """
-        self._connection.send_bytes(request)
+        request.send(self._connection)
         if not self._connection.poll(timeout_s):
             return None
-        answer = self._connection.recv_bytes()
+        answer = receive_message(self._connection)
         self.num_requests += 1
         return answer
 
@@ -165,10 +177,10 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
     """
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)
-        answer = _DONE
-        while answer.startswith(_DONE):
+        answer = Message(_DONE)
+        while answer.starts_with(_DONE):
             answer = _answer(prepare, connection)
-            connection.send_bytes(answer)
+            answer.send(connection)
     except (EOFError, OSError):
         # The parent process has closed the connection.
         return
@@ -180,7 +192,7 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
         os._exit(0)
 
 
-def _answer(prepare: Prepare, connection: Connection) -> bytes:
+def _answer(prepare: Prepare, connection: Connection) -> Message:
     """Receive a packed request, and prepare its images. Return the packed result, or a refusal.
 
     Raises:
@@ -189,9 +201,9 @@ def _answer(prepare: Prepare, connection: Connection) -> bytes:
     """
     # The packed request is not stored in a variable, so its memory is freed before the images are
     # prepared.
-    text, images = msgpack.unpackb(connection.recv_bytes())
+    text, images = msgpack.unpackb(receive_message(connection).read())
     try:
-        packed: bytes = msgpack.packb(prepare(text, images))
+        return Message(msgpack.packb(prepare(text, images)))
     except MemoryError:
         raise
     except BaseException as error:  # noqa: BLE001 - the client must learn the reason
@@ -199,13 +211,11 @@ def _answer(prepare: Prepare, connection: Connection) -> bytes:
         reason = str(error) if is_refused else f"{type(error).__name__}: {error}"
         # `_refusal` adds the prefix.
         return _refusal(reason.removeprefix("messages: "))
-    return packed
 
 
-def _refusal(message: str) -> bytes:
+def _refusal(message: str) -> Message:
     """Return the refusal of a request, packed with msgpack. It contains the error message."""
-    packed: bytes = msgpack.packb(["refused", f"messages: {message.rstrip('.')}."])
-    return packed
+    return Message(msgpack.packb(["refused", f"messages: {message.rstrip('.')}."]))
 
 
 def _load(folder: Path) -> Prepare:

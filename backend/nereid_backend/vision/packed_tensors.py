@@ -52,7 +52,8 @@ def _pack(value: Any) -> Any:  # noqa: ANN401 - a tensor, a list or a plain valu
     A tensor is converted to a map that contains its type, its shape and its bytes.
     """
     if isinstance(value, Tensor):
-        content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        # msgpack packs a memoryview like bytes, without a copy.
+        content = value.contiguous().reshape(-1).view(torch.uint8).numpy().data
         name = str(value.dtype).removeprefix("torch.")
         return {"dtype": name, "shape": list(value.shape), "bytes": content}
     if isinstance(value, list | tuple):

@@ -15,6 +15,7 @@ from nereid_backend.serving.tokenizer.image_prompts import (
     take_images,
 )
 from nereid_backend.vision.image_worker import _MAX_REQUESTS, Children
+from nereid_backend.vision.large_messages import Message
 from nereid_backend.vision.packed_tensors import pack_images, unpack_images
 
 
@@ -25,7 +26,8 @@ def ask():
 
     def send(prepare, image=b"image", timeout_s=5.0):
         children = workers.setdefault(prepare, Children(prepare, timeout_s))
-        return msgpack.unpackb(children.answer(msgpack.packb(["text", [image]])))
+        request = Message(msgpack.packb(["text", [image]]))
+        return msgpack.unpackb(children.answer(request).read())
 
     yield send
     for children in workers.values():

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between the processes that prepare images.
+
+A request can contain 32 MiB of image files, and an answer can contain more than 100 MB of pixels.
+Two sockets lie between the engine's process and the process that decodes images, and each socket
+copies the bytes several times. A large message is therefore written once to a file in memory, and
+the sockets pass only the descriptor of the file.
+"""
+
+import contextlib
+import os
+import weakref
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+
+# Smaller messages are sent through the socket, because a file takes longer to create.
+_MIN_FILE_BYTES = 2**18
+# A larger message is an error of the sender.
+_MAX_BYTES = 2**31
+# This message announces the descriptor of a file. A packed request or answer is never empty.
+_FILE_FOLLOWS = b""
+
+
+class Message:
+    """The bytes of a message. The bytes of a large message are in a file in memory."""
+
+    def __init__(self, data: bytes = b"", descriptor: int | None = None) -> None:
+        """Store the bytes of a message.
+
+        Args:
+            data: the bytes of the message.
+            descriptor: the descriptor of a file that contains the bytes instead of `data`. The
+                descriptor is closed when this object is deleted.
+        """
+        if descriptor is None and len(data) >= _MIN_FILE_BYTES:
+            # If the file cannot be created, the bytes are sent through the socket.
+            with contextlib.suppress(OSError, AttributeError):
+                descriptor = _write_file(data)
+        self._data = data if descriptor is None else b""
+        self._descriptor = descriptor
+        if descriptor is not None:
+            self._close = weakref.finalize(self, os.close, descriptor)
+
+    def close(self) -> None:
+        """Free the memory of the message in this process."""
+        if self._descriptor is not None:
+            self._close()
+
+    def read(self) -> bytes:
+        """Return the bytes of the message.
+
+        Raises:
+            OSError: the file is damaged.
+        """
+        if self._descriptor is None:
+            return self._data
+        # The file is not mapped into memory, because a sender that truncates the file could then
+        # crash this process.
+        num_bytes = os.fstat(self._descriptor).st_size
+        if num_bytes > _MAX_BYTES:
+            raise OSError(f"a message has {num_bytes} bytes")
+        return os.pread(self._descriptor, num_bytes, 0)
+
+    def starts_with(self, prefix: bytes) -> bool:
+        """Return whether the message starts with `prefix`.
+
+        Raises:
+            OSError: the file is damaged.
+        """
+        if self._descriptor is None:
+            return self._data.startswith(prefix)
+        return os.pread(self._descriptor, len(prefix), 0) == prefix
+
+    def send(self, connection: Connection) -> None:
+        """Send the message. The message can be sent again.
+
+        Raises:
+            OSError: the other process has ended.
+        """
+        if self._descriptor is None:
+            connection.send_bytes(self._data)
+        else:
+            connection.send_bytes(_FILE_FOLLOWS)
+            reduction.send_handle(connection, self._descriptor, None)
+
+
+def receive_message(connection: Connection) -> Message:
+    """Receive a message that `Message.send` has sent.
+
+    Raises:
+        EOFError, OSError: the other process has ended, or has sent no valid message.
+    """
+    data = connection.recv_bytes()
+    if data != _FILE_FOLLOWS:
+        return Message(data)
+    try:
+        return Message(descriptor=reduction.recv_handle(connection))
+    except (RuntimeError, ValueError) as error:
+        raise EOFError("a message contains no descriptor of a file") from error
+
+
+def _write_file(data: bytes) -> int:
+    """Write bytes to a new file in memory, and return the descriptor of the file.
+
+    Raises:
+        OSError: the file cannot be created.
+        AttributeError: the operating system has no files in memory.
+    """
+    descriptor = os.memfd_create("nereid-message")
+    try:
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -280,7 +280,7 @@ def _content_node(wrapper: Wrapper | None, answer: Node | None) -> Node:
 
 
 def _empty_content(wrapper: Wrapper | None) -> Node:
-    """Return the grammar node for the markers around empty content, and for the empty text.
+    """Return the grammar node that matches the markers around empty content, or the empty text.
 
     Some templates write the markers of the content before tool calls, even if there is no content.
     Examples of matching texts: `<response></response>`, and `</response>` alone, because the prompt
@@ -321,7 +321,7 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
 
 
 def _unmarked_list_or_text(tools: ToolSection, request: Request) -> Node:
-    """Return the grammar node for either a list of tool calls without a marker, or free text.
+    """Return the grammar node for either a list of tool calls, such as `[f(), g()]`, or free text.
 
     Examples of matching texts: `[f(a=1), g()]` and `Let me look.` Only the first character
     distinguishes the two texts: a list starts with `[`, so free text must not start with `[`. Free
@@ -333,7 +333,7 @@ def _unmarked_list_or_text(tools: ToolSection, request: Request) -> Node:
 
 
 def _is_unmarked_list(tools: ToolSection) -> bool:
-    """Return whether tool calls are written as a list without a marker, such as `[f(), g()]`."""
+    """Return whether tool calls are written as a list, such as `[f(), g()]`, without a marker."""
     call = tools.calls[0]
     has_marker = bool(tools.opens or call.trigger)
     return isinstance(call.body, ListBody) and not has_marker

@@ -32,7 +32,7 @@ _NODE_TYPES = sorted({*_LEAF_TYPES, *_KEY_OF_SINGLE_NODE, *_KEY_OF_NODE_LIST})
 
 
 def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
-    """Return the grammar node that the content must match, or None for free text.
+    """Return the grammar node that the content must match, or None if any text is allowed.
 
     A grammar node is a dict from which xgrammar builds a grammar. Examples:
 
@@ -144,7 +144,7 @@ def _required_text(response_format: Mapping[str, Any], key: str) -> str:
 
 
 def _choice_node(choices: object) -> Node:
-    """Return the grammar node that matches each of the strings in `choices`, and no other text.
+    """Return the grammar node that matches any one of the strings in `choices`, and nothing else.
 
     Example: the node for `["yes", "no"]` matches `yes` and `no`.
 
@@ -246,7 +246,7 @@ def _inner_nodes(
 
 
 def _required_list(value: object, path: str) -> list[Any]:
-    """Return `value` unchanged. Raise ConstraintError if `value` is no list or an empty list."""
+    """Return `value`, which must be a non-empty list. Raise ConstraintError for any other value."""
     if not isinstance(value, list) or not value:
         raise ConstraintError(
             f"{path}: the value must be a list of at least one object, but is {shorten(value)}"
@@ -275,7 +275,7 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _required_triggers(value: object) -> list[str]:
-    """Validate the field `triggers` of a structural tag in the older form, and return the field.
+    """Check the field `triggers` of a structural tag in the older form. Return the field unchanged.
 
     Raises:
         ConstraintError: `value` is not a list of non-empty strings, or the list is empty.
@@ -289,7 +289,7 @@ def _required_triggers(value: object) -> list[str]:
 
 
 def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
-    """Convert one member of `structures`, a list in the older form, into a node of type `tag`.
+    """Convert a member of `structures`, which is a list in the older form, to a node of type `tag`.
 
     Example: `{"begin": "<f>", "schema": {}, "end": "</f>"}` gives a tag that matches `<f>`, any
     JSON value and `</f>`.

@@ -74,7 +74,7 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
 
 
 def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
-    """Return the node for all arguments of a tool call, each between an opening and a closing tag.
+    """Return the grammar node for all arguments of a tool call. Two tags enclose each argument.
 
     The required arguments come first, in the order of the schema. The optional arguments follow in
     the order of the schema.
@@ -125,7 +125,7 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
 
 
 def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
-    """Return the strings that the keyword `enum` allows, or None if the schema has no such list."""
+    """Return the list in the keyword `enum`, or None if `enum` is not a list of strings."""
     choices = schema.get("enum")
     if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
         return choices
@@ -146,7 +146,7 @@ def _text_until(opening: Node, close: str) -> Node:
 
 
 def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bool:
-    """Return whether `quoted.open` consists of `unquoted.open` and more text, such as a quote.
+    """Return whether `quoted.open` is longer than `unquoted.open` and starts with `unquoted.open`.
 
     Some templates write a string in quotes or in CDATA only if the string contains special
     characters, so there are two forms of an argument. Example: `<p><![CDATA[..]]></p>` is the
@@ -184,7 +184,7 @@ def _tagged_json(
 
 
 def _declared_type_names(types: frozenset[str]) -> list[str]:
-    """Return the type names that the opening tag of a value with one of `types` may contain.
+    """Return the type names that an opening tag may declare for a value whose type is in `types`.
 
     Some templates declare the type "number" for every value that is not a string. Example: the
     types {"array"} give ["array", "number"].
@@ -194,7 +194,7 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
 
 
 def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return those forms of an argument's tags that can contain a number, a boolean or null.
+    """Select the members of `forms` that are used for a number, a boolean or null.
 
     - A number, a boolean or null contains no special characters, so models never quote such a
       value. Example: of the forms that open with `<p>` and with `<p><![CDATA[`, only the form with
@@ -212,7 +212,7 @@ def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArgume
 def _json_or_python_word(
     schema: Mapping[str, Any], types: frozenset[str], closing_tag: str
 ) -> Node:
-    """Return the grammar node for a value that is JSON text, or a word of Python such as `None`.
+    """Return the grammar node for a value: either JSON text or a Python word, such as `None`.
 
     Models also write the Python words True, False and None for booleans and null. If the schema
     lists the allowed values, the node matches only JSON text.
@@ -346,7 +346,7 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
 
 
 def _list_of_optional(members: list[Node], separator: str) -> Node:
-    """Return the grammar node for a list in which each member is optional.
+    """Return the grammar node for a list of members. The list may omit any of the members.
 
     Example: if the members match `a` and `b`, and the separator is `,`, the node matches the empty
     text, `a`, `b` and `a,b`. If there are more than `_MAX_ORDERED_MEMBERS` members, the node also
@@ -365,5 +365,5 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """Return a list with one optional node for each member: the separator and then the member."""
+    """Return an optional node for each member. The node matches the separator and the member."""
     return [optional(sequence(const(separator), member)) for member in members]

@@ -72,7 +72,7 @@ def section_node(section: ToolSection, request: Request) -> Node:
     call = section.calls[0]
     if isinstance(call.body, ListBody):
         items = [_list_or_object(section, call.body, request)]
-        # If each list has its own markers, some models write one list for each tool call.
+        # Some models write a separate list for each tool call. Each such list has its own markers.
         has_own_markers = bool(call.open.strip() and call.close.strip())
         has_one_item = request.is_single or not has_own_markers
     else:
@@ -105,7 +105,7 @@ def _list_or_object(section: ToolSection, body: ListBody, request: Request) -> N
 
 
 def trigger_of(section: ToolSection) -> str:
-    """Return the "trigger": the text at the start of a tool call, or of the section of all calls.
+    """Return the "trigger": the text at which the tool calls start, such as `<tool_call>`.
 
     xgrammar lets the model write any text before the trigger. As soon as the model has written the
     trigger, xgrammar enforces a valid tool call.
@@ -281,7 +281,7 @@ def _is_id_optional(keys: Keys, id_path: str) -> bool:
 
 
 def _members_node(keys: Keys, name: Node, arguments: Node) -> Node:
-    """Return the grammar node for those members of a JSON object that every tool call has.
+    """Return the grammar node for the required members of a JSON object that is a tool call.
 
     The braces around the members do not belong to the node. Example of matching text:
     `"name": "f", "arguments": {"a": 1}`. `keys.order` defines the order of the members. If this

@@ -28,12 +28,11 @@ from nereid_parsers.tool_declarations import TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route that declares the header of constrained messages with the given stage.
+    """Return the preferred route for messages of `stage`. A route declares the header of a message.
 
-    A route declares a header, such as `<|channel|>final`, and the stage of the messages with this
-    header: reasoning, content or tool calls. If several routes have the stage, the first route
-    whose header has no fields (`{name}`) is preferred, because such a header is one exact text.
-    Return None if no route has the stage.
+    The header, such as `<|channel|>final`, shows the stage of a message: reasoning, content or tool
+    calls. If several routes have the stage, the first route whose header has no fields (`{name}`)
+    is preferred, because such a header is one exact text. Return None if no route has the stage.
     """
     routes = [route for route in layout.routes if route.stage is stage]
     exact_routes = [route for route in routes if not _has_fields(route.written_header)]
@@ -212,7 +211,7 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
 
 
 def _call_body(layout: Messages, tool: ToolSchema) -> Node:
-    """Return the grammar node for the body of a message that calls `tool`: the arguments.
+    """Return the grammar node for the arguments in the body of a message that calls `tool`.
 
     Example of matching text: `{"city": "Paris"}`.
     """

@@ -103,7 +103,7 @@ def sequence(*parts: Node) -> Node:
 
 
 def elements_of(node: Node) -> list[Node]:
-    """Return a new list with the elements of a sequence. Any other node is the only element.
+    """Return a new list of the elements if `node` is a sequence. Otherwise return `[node]`.
 
     Example: `const("a")` gives `[const("a")]`.
     """
@@ -148,7 +148,7 @@ def one_or_more(items: list[Node], separator: Node) -> Node:
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return the node of xgrammar's own list type, which contains each node in `items` once.
+    """Return a node of type `tags_with_separator`. The node contains each node in `items` once.
 
     The node matches one or more items in any order, with the text `separator` between two items.
     Example: if the items match `a` and `b`, and the separator is `,`, the node matches `b,a,a`.
@@ -181,7 +181,7 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_whitespace(node: Node) -> Node:
-    r"""Remove the white space around the texts that `node` matches, and return the new node.
+    r"""Return a copy of `node` without white space at the start and at the end of the matched text.
 
     White space is removed only from constants at the start and at the end of `node`. Example:
     `const("\n<a>\n")` gives `const("<a>")`.

@@ -1,4 +1,4 @@
-"""Determines whether constrained output starts inside the reasoning."""
+"""Determines the state of the reasoning at the start of an output that xgrammar constrains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
 
 
 def unclosed_reasoning_error(fmt: FormatData) -> ConstraintError:
-    """Return the error for a prompt that opens the reasoning of a format without an end marker."""
+    """Return the error for this case: the prompt ends inside reasoning that no marker can end."""
     return ConstraintError(
         f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
         "ends the reasoning. The output after such a prompt cannot be constrained."

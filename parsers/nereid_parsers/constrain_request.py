@@ -48,7 +48,7 @@ class ToolSchema:
         return cls(name, enforceable(parameters), is_strict)
 
     def argument(self, key: str) -> Mapping[str, Any]:
-        """Return the JSON schema of the argument `key`, with the definitions of the tool's schema.
+        """Return the schema of the argument `key`. Include the definitions from the tool's schema.
 
         The schema of the argument may refer to these definitions (`$defs`). Example: if the
         parameters are `{"$defs": {"C": {..}}, "properties": {"city": {"$ref": "#/$defs/C"}}}`, the
@@ -172,7 +172,7 @@ class _ToolChoice:
     is_one_function: bool = False
 
     def select(self, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
-        """Select the tools that the model may call from `tools`, the tools of the request.
+        """Return the members of `tools` that the model may call.
 
         Examples for the tools f and g: the names {"f"} give f. The names None give f and g. The
         mode "none" gives an empty tuple.

@@ -67,7 +67,7 @@ class Opener(Enum):
 
 
 class Shown(Enum):
-    """The field in which a client receives the reasoning: an own field, or the content.
+    """The field in which a client receives the reasoning: a separate field, or the content.
 
     APART   The reasoning is returned in the field for the reasoning, without its markers.
     INLINE  The reasoning and its markers are a part of the content. If the prompt contains the
@@ -102,7 +102,7 @@ class Reasoning:
     shown: Shown = Shown.APART
 
     def __post_init__(self) -> None:
-        """Check that both markers contain a visible character."""
+        """Check that each of the two markers contains a visible character."""
         check_markers("Reasoning", open=self.open, close=self.close)
 
     @property

@@ -25,7 +25,8 @@ _LARGEST_MULTIPLE_OF = 1024
 # The largest number of multiples that a schema may list. A longer list would make the grammar too
 # large.
 _MAX_MULTIPLES = 256
-# Only the division of smaller bounds is exact, because Python divides with floats of 53 bits.
+# Schemas with a bound of 2**53 or more are not rewritten. Python divides with floats, which cannot
+# represent all integers above 2**53.
 _LIMIT_OF_BOUNDS = 2**53
 
 
@@ -93,7 +94,7 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
 
 
 def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
-    """Return the lowest allowed factor of `multiple` for each lower bound of a schema.
+    """Return an integer for each lower bound: the smallest `n` for which `n * multiple` is allowed.
 
     Examples for the multiple 5: the bound `{"minimum": 10}` gives [2], because 2 * 5 is allowed.
     The bound `{"exclusiveMinimum": 10}` gives [3].
@@ -107,7 +108,7 @@ def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
 
 
 def _highest_factors(schema: Schema, multiple: int) -> list[int]:
-    """Return the highest allowed factor of `multiple` for each upper bound of a schema.
+    """Return an integer for each upper bound: the largest `n` for which `n * multiple` is allowed.
 
     Examples for the multiple 5: the bound `{"maximum": 10}` gives [2], because 2 * 5 is allowed.
     The bound `{"exclusiveMaximum": 10}` gives [1].

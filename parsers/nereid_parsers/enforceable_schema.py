@@ -34,7 +34,7 @@ class _Scope(NamedTuple):
 
 
 class _Resolved(NamedTuple):
-    """A schema in which references were replaced by definitions, and the schema's new scope."""
+    """The result of a function that replaces references in a schema by definitions."""
 
     schema: Schema
     scope: _Scope
@@ -87,7 +87,7 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
 
 
 def _without_all_of(schema: Schema, scope: _Scope) -> _Resolved:
-    """Merge the parts in the keyword `allOf` of a schema with the schema's other keywords.
+    """Merge all schemas in the keyword `allOf` and the other keywords of `schema` into one schema.
 
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
     `{"type": "integer", "minimum": 1, "maximum": 5}`. A schema without `allOf`, or with parts that

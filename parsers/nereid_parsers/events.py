@@ -83,9 +83,10 @@ class Message:
 
 
 def fold(events: Iterable[Event]) -> Message:
-    """Combine all events of a message, in the order of the parser, into one `Message`.
+    """Create a `Message` from all events that a parser returned for one message.
 
-    Example: `fold([ContentDelta("Hel"), ContentDelta("lo")])` returns `Message(content="Hello")`.
+    The events must be in the order in which the parser returned them. Example:
+    `fold([ContentDelta("Hel"), ContentDelta("lo")])` returns `Message(content="Hello")`.
     """
     reasoning: list[str] = []
     content: list[str] = []

@@ -156,7 +156,7 @@ class Format(FormatData):
         return structural_tag(self, request, reasoning)
 
     def reasoning_gate(self, prompt: str | None = None) -> ReasoningGate | None:
-        """Return the markers of the reasoning, and whether `prompt` opens or closes the reasoning.
+        """Return the reasoning's markers, and the state of the reasoning at the end of `prompt`.
 
         Return None if the format has no reasoning, or if no marker closes the reasoning.
         """

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from nereid_parsers.errors import FormatError
 
 FIELDS = frozenset({"name", "key", "id", "number", "string", "type", "word", "rest"})
-# Matches a doubled brace, a field such as `{name}`, text without braces, or a brace without a
-# partner.
+# Matches a doubled brace, a field such as `{name}`, text without braces, or a single brace.
 _TOKENS = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[^{}]+|[{}]")
 _LITERAL_BRACES = {"{{": "{", "}}": "}"}
 
@@ -58,10 +57,10 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
 
 
 def first_literal(text: str) -> str:
-    """Return the literal at the start of a pattern, without surrounding white space.
+    """Return the text before the first field of a pattern. Omit the white space around the text.
 
-    Return "" if the pattern is empty or starts with a field. Example: the pattern
-    `"<function={name}>"` gives `"<function="`.
+    Return "" if the pattern is empty or starts with a field. If the pattern has no field, the text
+    is the whole pattern. Example: the pattern `"<function={name}>"` gives `"<function="`.
     """
     first_part = next(iter(split_pattern(text)), "")
     return first_part.strip() if isinstance(first_part, str) else ""

@@ -172,7 +172,7 @@ def _schema_of(name: str, schema: Schema) -> object:
 
 
 def _schema_of_others(schema: Schema) -> object:
-    """Return the schema of all properties that the keyword `properties` does not declare.
+    """Return the schema that applies to any property that is missing from `properties`.
 
     The default is the schema `true`, which accepts every value.
     """
@@ -189,7 +189,7 @@ def _merge_or_forbid(first: object, second: object) -> dict[str, Any] | Literal[
 
 
 def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema in which all values of `enum` have the declared type.
+    """Copy a schema, and remove the values from `enum` that do not have the declared type.
 
     Example: `{"type": "string", "enum": ["a", 1]}` gives `{"type": "string", "enum": ["a"]}`.
     """
@@ -206,7 +206,7 @@ def _has_type(value: object, name: str) -> bool:
 
 
 def _has_ignored_keyword(schema: Schema) -> bool:
-    """Return whether a schema has a combination of keywords that xgrammar enforces only in part.
+    """Return whether a schema combines keywords in such a way that xgrammar ignores some of them.
 
     Examples: xgrammar ignores `minLength` if the schema also has `pattern`, and ignores all other
     keywords if the schema has a keyword such as `anyOf`. Annotations and the type of an `enum` do

@@ -40,7 +40,7 @@ def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
 
 
 def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
-    r"""Return the text after the last marker in the prompt that opens the model's turn.
+    r"""Return the prompt's text after the last marker that starts a turn of the model.
 
     `fmt.turn` contains the markers that may open the turn. Return None if the prompt contains none
     of these markers. Example: if the marker is `"<|assistant|>"`, the prompt
@@ -71,7 +71,7 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
 
 
 def _stage_without_prefill(layout: Sections, *, is_prompt_known: bool) -> Stage:
-    """Return the stage in which the output starts if the prompt contains no part of the answer.
+    """Return the stage in which the output starts. The prompt contains no part of the answer.
 
     The opener of the reasoning decides whether this stage is the reasoning or the content:
 
@@ -151,7 +151,7 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
 
 
 def _open_message_without_ends(fmt: FormatData, message_start: str, prompt: str) -> str:
-    """Return the unfinished message at the end of a prompt whose messages have no end markers.
+    """Return the unfinished last message of a prompt. In this format, messages have no end markers.
 
     Without end markers, the prompt does not show whether the last message is complete. The model
     continues the last message in two cases:

@@ -60,7 +60,7 @@ class Keys:
                 )
 
     def _check_order(self) -> None:
-        """Raise FormatError if `order` has wrong members, or contains an id without a key."""
+        """Check that `order` contains "name" and "arguments", and "id" only if `id` is set."""
         members_without_id = set(self.order) - {"id"}
         if members_without_id != {"name", "arguments"}:
             raise FormatError(
@@ -76,7 +76,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class NameIsKey:
-    """A JSON object with one member: the function's name is the key, and the arguments the value.
+    """A JSON object with one member. The key names the function, and the value is the arguments.
 
     Example: `{"f": {"a": 1}}` calls the function f.
     """
@@ -142,7 +142,7 @@ class BareKeyArguments:
     quote: str
 
     def __post_init__(self) -> None:
-        """Check that the quote contains a visible character."""
+        """Check that `quote` contains a visible character."""
         check_markers("BareKeyArguments", quote=self.quote)
 
 
@@ -248,7 +248,7 @@ class Call:
 
     @property
     def trigger(self) -> str:
-        """The marker that begins this tool call, such as `<tool_call>`, or "" without a marker."""
+        """The marker that starts the tool call, such as `<tool_call>`, or "" if there is none."""
         if self.open.strip():
             return self.open.strip()
         return first_literal(self.head)
@@ -256,9 +256,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ToolSection:
-    r"""The tool calls of a format, and the markers `open` and `close` around all tool calls.
+    r"""Declares how a model writes tool calls, and which markers surround all tool calls together.
 
-    If no markers surround the tool calls, both markers are empty.
+    If no markers surround the tool calls, `open` and `close` are empty.
 
     Attributes:
         calls: The variants of a tool call. Constrained output contains the first variant.
@@ -276,7 +276,7 @@ class ToolSection:
     also_close: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that `calls` is not empty, and that a closing marker has an opening marker."""
+        """Check that `calls` is not empty, and that `close` is empty if `open` is empty."""
         if not self.calls:
             raise FormatError("ToolSection.calls must contain at least one Call, but is empty")
         if self.close.strip() and not self.open.strip():

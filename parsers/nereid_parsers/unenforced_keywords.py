@@ -77,7 +77,7 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield a description of each keyword `multipleOf`, `allOf` or `oneOf` that is not enforced.
+    """Check `multipleOf`, `allOf` and `oneOf`. Yield a description of each unenforced keyword.
 
     xgrammar enforces `multipleOf` only for integers without bounds, and `allOf` only for a single
     schema. xgrammar treats `oneOf` as `anyOf`. Keywords inside other schemas are not described.
@@ -93,15 +93,15 @@ def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[
     if isinstance(all_of, list) and len(all_of) > 1:
         yield f"allOf of {len(all_of)} parts at {path}"
     one_of = schema.get("oneOf")
-    # If no value matches two of the schemas, `oneOf` accepts the same values as `anyOf`.
+    # `oneOf` accepts the same values as `anyOf` if each value matches at most one of the schemas.
     if isinstance(one_of, list) and not _are_disjoint(one_of):
         yield f"oneOf whose parts may overlap at {path}"
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether no value can match two of the schemas in `options`.
+    """Return whether the schemas in `options` are disjoint: each value matches at most one schema.
 
-    For such schemas, `oneOf` and `anyOf` accept the same values. Only the declared types and
+    For disjoint schemas, `oneOf` and `anyOf` accept the same values. Only the declared types and
     constants are compared. Examples:
 
         {"type": "string"}, {"type": "integer"}   True
@@ -126,7 +126,7 @@ def _are_disjoint(options: list[Any]) -> bool:
 
 
 def _single_type(schema: object) -> str | None:
-    """Return the only JSON type that a schema declares, or None for several types or no type.
+    """Return the JSON type of a schema, or None if the schema does not declare exactly one type.
 
     An integer is also a number, so the result for integers is "number". Examples: `{"type":
     "string"}` and `{"const": "a"}` give "string".

@@ -18,7 +18,7 @@ _APERTUS = Source("chat template of swiss-ai/Apertus-8B-Instruct-2509", "2025-09
 
 
 def _array(open: str, close: str) -> ToolSection:
-    """Return the declaration of a JSON array of tool calls between the markers `open`, `close`."""
+    """Return the declaration of an array of tool calls between the markers `open` and `close`."""
     return ToolSection((Call(JsonArray()),), open=open, close=close)
 
 

@@ -1,4 +1,4 @@
-"""The formats of Moonshot Kimi. Tool calls are between special tokens, in Kimi K3 between tags."""
+"""The formats of Moonshot Kimi. Tool calls are between special tokens. Kimi K3 uses tags."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -127,8 +127,8 @@ def get_format(
         reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
         tool_entry = _find_tools(tools) if tools is not None else None
     if reasoning_entry is None and tool_entry is not None:
-        # No reasoning entry was found, so the format has the reasoning that the tool entry
-        # declares.
+        # No reasoning entry was found, so the format uses `tool_entry.reasoning`, which may be
+        # None.
         reasoning_entry = tool_entry.reasoning
     return _combine(normalize(format_name), reasoning_entry, tool_entry, policy)
 
@@ -166,7 +166,7 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the registered name of a format, for a registered name or an alias in any spelling.
+    """Convert a name or an alias, in any spelling, to the registered name of the format.
 
     Example: `_key("Qwen-2.5", {"qwen_2_5": "hermes"})` gives `hermes`. A name that is not a key of
     `aliases` is only normalised, so the result may be a name that is not registered.
@@ -277,7 +277,7 @@ def _combine(
 def _layout(
     label: str, reasoning: ReasoningEntry | None, tools: ToolEntry | None
 ) -> Sections | Messages:
-    """Return the layout of a format that consists of one or two entries.
+    """Return the layout of a format. The format consists of one entry or of two entries.
 
     A layout declares the markers of the reasoning, the content and the tool calls. If an entry
     describes whole messages, the result is the `Messages` of this entry. Otherwise the result is a
@@ -295,7 +295,8 @@ def _layout(
     tool_part = tools.part if tools is not None else None
     reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        # A model family that writes messages has the same layout in both entries.
+        # If a model family writes messages, its reasoning entry and its tool entry have the same
+        # layout.
         if tool_part is not None and tool_part != reasoning_part:
             raise _not_combinable(label, reasoning_name)
         return reasoning_part

@@ -104,7 +104,7 @@ def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
 def _read_memory_shares(
     repository: Path, environ: Mapping[str, str]
 ) -> dict[str, dict[str, float]]:
-    """Return the memory shares of the models on each GPU.
+    """Return, for each GPU, the share of its memory that each model may use.
 
     Example: `{"cuda:0": {"gpu_memory_utilization": 0.7, "rerank_gpu_memory_utilization": 0.2}}`.
     """
@@ -157,7 +157,8 @@ def _arguments(path: Path) -> dict[str, str]:
 
 def _check_formats(settings: ServingSettings) -> None:
     """Raise a ConfigError if a parser setting is not the name of a chat format."""
-    # One triple for each setting: its name, its value, and the argument of `get_format`.
+    # For each setting: the name of the setting, the value of the setting, and the name of the
+    # argument that passes the value to `get_format`.
     for setting, name, argument in (
         ("reasoning_parser", settings.reasoning_parser, "reasoning"),
         ("tool_parser", settings.tool_parser, "tools"),

@@ -39,8 +39,8 @@ _SIGNATURE_BYTES = 16
 _WORDS = 2
 _BYTES_PER_SLOT = 8 * _WORDS
 _LOW_32_BITS = 0xFFFFFFFF
-# Matches the address of the memory: the process id of the executor, the file descriptor of the
-# memfd, and the name of the memfd.
+# Matches the address of the memory. The address consists of the process id of the executor, the
+# file descriptor of the memfd, and the name of the memfd.
 _ADDRESS = re.compile(r"([0-9]{1,10})/([0-9]{1,10})/(nereid-feedback-[0-9a-f]{32})", re.ASCII)
 
 
@@ -53,7 +53,7 @@ class Signal(IntEnum):
 
 
 class FeedbackReader:
-    """Creates the feedback memory, assigns its slots, and reads its content.
+    """Creates the shared memory, assigns its slots, and reads the feedback of the postprocessor.
 
     The executor uses this class. The memory is an anonymous file (memfd). The kernel frees the file
     when the executor and the postprocessor have ended.
@@ -103,7 +103,7 @@ class FeedbackReader:
         return self._value(_KEY_WORDS + slot * _WORDS, serial)
 
     def signal(self, slot: int, serial: int) -> Signal:
-        """Return the signal in `slot`; `NONE` if the signal belongs to an earlier stream."""
+        """Return the signal in `slot`, or `NONE` if the signal belongs to an earlier stream."""
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
     def sign(self, state: bytes) -> bytes:
@@ -118,7 +118,7 @@ class FeedbackReader:
         return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
-        """Return the number that is stored for one stream; 0 if no number is stored.
+        """Return the number at `index` if the number belongs to the stream `serial`, otherwise 0.
 
         The upper half of the word at `index` contains the serial number of a stream, and the lower
         half contains the number that is stored for this stream.
@@ -244,7 +244,7 @@ def _map_memory(address: str) -> memoryview:
 
 
 def _open_memory_file(path: str, name: str) -> int:
-    """Open the file of a feedback memory, and return the file descriptor.
+    """Open the file of the shared memory at `path`, and return the file descriptor.
 
     Args:
         path: a path such as "/proc/4711/fd/12", which names a file of the process 4711. A client

@@ -154,8 +154,8 @@ def _error_code(error: Exception) -> tuple[str, Any]:
     if isinstance(error, CapacityError):
         return "UNAVAILABLE", pb_utils.TritonError.UNAVAILABLE
     if isinstance(error, DeadlineError):
-        # Triton server has no code for an exceeded time limit. UNAVAILABLE is the closest code that
-        # the server's HTTP endpoint distinguishes from an internal error.
+        # Triton server has no code for an exceeded time limit. If the code is UNAVAILABLE, the
+        # server's HTTP endpoint returns another HTTP status than for an internal error.
         return "DEADLINE_EXCEEDED", pb_utils.TritonError.UNAVAILABLE
     return "INTERNAL", pb_utils.TritonError.INTERNAL
 

@@ -58,7 +58,7 @@ _Tool = Annotated[dict[str, Any], AfterValidator(_check_tool)]
 
 @dataclass(frozen=True, slots=True)
 class StreamContext:
-    """The data of a request that the postprocessor needs.
+    """The data that the postprocessor needs about a request.
 
     Attributes:
         stream: whether the request is streaming. If True, each step can have a response. If False,

@@ -76,10 +76,11 @@ class AdapterCalls:
     def __init__(self) -> None:
         self._new: queue.SimpleQueue[tuple[list[str] | None, Any]] = queue.SimpleQueue()
         self._ids = itertools.count(1)
-        # The changes that are not complete, by the id of their message.
+        # Maps the id of a message to the change that the message requests. Complete changes are
+        # absent.
         self._waiting: dict[str, _Change] = {}
-        # The last successful message about each adapter and about the weights, without the
-        # message's id.
+        # The last successful messages: one message about each adapter, and one message about the
+        # weights. The messages are stored without their ids.
         self._history: dict[str, list[str]] = {}
         # The names of the adapters in each engine process.
         self._names: dict[int, list[str]] = {}
@@ -109,7 +110,7 @@ class AdapterCalls:
         return requests
 
     def add(self, message: list[str], sender: Any, replicas: Iterable[int]) -> list[str]:  # noqa: ANN401
-        """Store an unanswered request, and return the message that the engine processes must get.
+        """Store an unanswered request. Return the message for the engine processes.
 
         Args:
             message: the message without its id, from `take_new`.
@@ -121,7 +122,7 @@ class AdapterCalls:
         return _with_id(message, call_id)
 
     def answer(self, call_id: str, replica: int, names: list[str]) -> Answer | None:
-        """Record that an engine process has made a change of its adapters or weights.
+        """Record that an engine process has changed its adapters or weights.
 
         If all engine processes are done now, return the client's response. Otherwise, return None,
         as for a change that was not requested by a client.
@@ -180,7 +181,7 @@ class AdapterCalls:
         return {tensor_names.STATE: np.frombuffer(text, np.uint8)}
 
     def history(self, replica: int) -> list[list[str]]:
-        """Return the messages that repeat all changes in a restarted engine process.
+        """Return the messages that make a restarted engine process repeat all earlier changes.
 
         The unanswered changes are included, because they were sent only to the other processes. A
         message that unloads an adapter is included only if the restarted process has the adapter.
@@ -232,9 +233,9 @@ class AdapterCalls:
         if kind != _RELOAD:
             self._history[name_or_folder] = message
         elif name_or_folder:
-            # A message without a folder makes the engine processes read the present folder again.
-            # The history does not need this message, because a restarted process reads the folder
-            # anyway.
+            # If a message names no folder, the engine processes read the weights again from the
+            # folder that is already in use. The history does not need such a message, because a
+            # restarted process reads this folder anyway.
             self._history[_WEIGHTS_KEY] = message
 
 
@@ -250,7 +251,8 @@ def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
     if _LIST in parameters:
         return None
     if _RELOAD in parameters:
-        # An empty folder is allowed. It means that the present folder is read again.
+        # An empty text is allowed. It means that the weights are read again from the folder that is
+        # already in use.
         folder = str(parameters[_RELOAD])
         return [_RELOAD, folder, _read_mode(parameters)]
     if _LOAD in parameters:

@@ -85,7 +85,7 @@ class CacheCalls:
         return requests
 
     def add(self, message: list[Any], sender: Any, replicas: Iterable[int]) -> list[Any]:  # noqa: ANN401
-        """Store an unanswered request, and return the message that the engine processes must get.
+        """Store an unanswered request. Return the message for the engine processes.
 
         Args:
             message: the message without its id, from `take_new`.

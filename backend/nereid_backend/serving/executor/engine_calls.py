@@ -126,7 +126,8 @@ class EngineCalls:
                 error,
             )
             return
-        # The request is stored in one of the two objects. The other object does not know its id.
+        # Only one of the two objects stores the request. The other object does not know the id of
+        # the request, so its method `refuse` returns None.
         for calls in (self._adapter_calls, self._cache_calls):
             if answer := calls.refuse(call_id, process.index, error):
                 self._respond(*answer)

@@ -101,7 +101,7 @@ class EngineMetrics:
     """
 
     def __init__(self, executor: str = _EXECUTOR, num_engines: int = 1) -> None:
-        """Create the metrics in Triton server. Each metric has the value 0.
+        """Create the metrics in Triton server. The initial value of each metric is 0.
 
         The order of the metrics on the page /metrics is the order in which they are created here.
         """
@@ -117,7 +117,8 @@ class EngineMetrics:
         self._published_num_requests: int | None = None  # None before the first call
         self._engines = _create_engines(families, labels, num_engines)
 
-        # Every tenth call publishes these metrics, too: counters and histograms, by name.
+        # Counters and histograms, by name. To save time, not every call of `publish` publishes
+        # these metrics.
         self._num_calls = 0
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = _create_histograms(families, labels)
@@ -215,7 +216,7 @@ def _publish_gauges(engine: _EngineState, stats: Mapping[str, int]) -> None:
 def _add_engine_counts(
     engine: _EngineState, stats: Mapping[str, int], statistics: RequestStatistics
 ) -> None:
-    """Compute the increase of an engine's counters, and add the increase to `statistics`.
+    """Add the increases of an engine's counters to the counters in `statistics`.
 
     The increase is counted from the last call of this function.
 

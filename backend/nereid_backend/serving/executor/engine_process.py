@@ -69,9 +69,9 @@ class EngineService:
         self._stats_due = 0.0
         # The number of unfinished sequences of each request, by request id.
         self._running: dict[str, int] = {}
-        # The replacement of the weights that waits until the running requests have ended; None if
-        # no replacement waits. Meanwhile, new messages are added to `_held_messages` as pairs of
-        # their kind and their values.
+        # A requested replacement of the weights. It waits until all running requests have ended.
+        # None means that no replacement waits. While a replacement waits, new messages are added to
+        # `_held_messages` as pairs of a kind and a list of values.
         self._reload: _Reload | None = None
         self._held_messages: list[tuple[str, list[Any]]] = []
 
@@ -86,7 +86,7 @@ class EngineService:
         self._send(["stats", self._engine.stats()._asdict()])
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle a message from the stub, which is the server's process for the executor.
+        """Handle a message from the stub, the process in which Triton server runs the executor.
 
         While the weights wait to be replaced, hold back all messages except messages that abort a
         running request.
@@ -116,7 +116,7 @@ class EngineService:
             self._send(["refused", request_id, EngineError.__name__, error_text(error)])
 
     def _pass_to_engine(self, kind: str, values: list[Any]) -> None:
-        """Call the method of the engine that belongs to a message, and send the result.
+        """Call the engine's method for a message of the kind `kind`, and send the result.
 
         The message "add" has no result, because `advance` sends updates for the new request. The
         methods of StepEngine document the errors.
@@ -195,8 +195,8 @@ class EngineService:
         self._reload = None
         self._running.clear()
         self._replace_weights(reload)
-        # Empty the list first. If one of the messages begins another replacement, `handle` adds the
-        # messages after it to the list again.
+        # Empty the list first. A message can begin another replacement of the weights. In this
+        # case, `handle` adds the later messages to the list again.
         messages = self._held_messages
         self._held_messages = []
         for kind, values in messages:
@@ -217,7 +217,8 @@ class EngineService:
         If a replacement of the weights waits and the engine has no more work, replace the weights.
         """
         updates = self._engine.step()
-        # Send the starts of requests before their first tokens.
+        # Send the events before the updates, so that the start of a request is reported before the
+        # first tokens of the request.
         self._send_items("compiled", self._engine.compiled)
         self._send_items("started", self._engine.started)
         self._send_items("updates", [pack_update(update) for update in updates])
@@ -262,8 +263,9 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
     def load(
         settings: dict[str, Any], send: Send, progress: Callable[[str], None]
     ) -> EngineService:
-        """Load the model, as the type MakeService describes."""
-        # The number of the process is the only setting that is not a field of EngineConfig.
+        """Load the model. The type `MakeService` describes the arguments and the result."""
+        # EngineConfig has no field for the number of the process. All other settings are fields of
+        # EngineConfig.
         replica = settings.pop("replica", 0)
         config = EngineConfig(**settings)
         if prepare is not None:

@@ -40,9 +40,9 @@ from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
-# If a step is due, but earlier steps have not been consumed, the step must wait. The loop then
-# checks the stream ten times per interval between two steps. _MIN_WAIT_S is the shortest time
-# between two of these checks.
+# If a step is due, but earlier steps have not been consumed, the step must wait. While a step
+# waits, the loop checks the stream repeatedly. In the usual time between two steps, the loop checks
+# the stream `_CHECKS_PER_INTERVAL` times. `_MIN_WAIT_S` is the shortest time between two checks.
 _CHECKS_PER_INTERVAL = 10
 _MIN_WAIT_S = 0.001
 # The inspection of a stream takes about 10 µs of CPU time. Because the interval between two
@@ -52,7 +52,10 @@ _LONGEST_RETRY_S = 60
 
 
 class ExecutorModel(SupervisedModel[Stream]):
-    """The second step of the ensemble. It is decoupled and has exactly one instance."""
+    """The Triton model `executor`, the second step of the ensemble. It has exactly one instance.
+
+    The model is decoupled: one request can have several responses.
+    """
 
     title = "executor"
 
@@ -83,11 +86,11 @@ class ExecutorModel(SupervisedModel[Stream]):
         settings = self._settings
         # The streams with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
-        # The time of the next inspection of all streams, by time.monotonic(). The time 0 has
-        # already passed.
+        # The time of the next inspection of all streams, as a value of time.monotonic(). With the
+        # initial value 0, the first inspection is due at once.
         self._next_inspection = 0.0
-        # The time at which the next stream without unsent output needs a heartbeat or exceeds a
-        # time limit.
+        # The next time at which a stream without unsent output needs a heartbeat or exceeds a time
+        # limit.
         self._next_event = 0.0
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
@@ -178,8 +181,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect(now)
-        # Streams without unsent tokens are handled only by an inspection. An inspection is useful
-        # only after the next event, such as a heartbeat or a time limit.
+        # Only `_inspect` handles the streams without unsent tokens. The next call of `_inspect` can
+        # wait until the next event of such a stream, such as a heartbeat or an expired time limit.
         next_call = min(now + _IDLE_POLL_S, max(self._next_inspection, self._next_event))
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
@@ -200,7 +203,7 @@ class ExecutorModel(SupervisedModel[Stream]):
                 self._next_event = min(self._next_event, due, stream.timing.next_deadline)
 
     def _send_if_due(self, stream: Stream, now: float) -> float:
-        """Send the next step of a stream if the step is due and the stream may send a step.
+        """If the next step of a stream is due and may be sent, send the step.
 
         The step contains the unsent tokens. A step without tokens is a heartbeat. When the
         postprocessor gets a heartbeat, it checks whether the client is still connected.
@@ -280,7 +283,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._engine_calls.note_refusal(process, request_id, error)
 
     def _handle_update(self, process: SupervisedProcess, update: RequestUpdate) -> None:
-        """Add an update of the engine to the request's stream.
+        """Add an update from the engine to the stream of the request.
 
         If the update contains an error, end the stream with this error. If the stream has already
         ended, let the engine stop computing the request.
@@ -310,7 +313,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.end(stream, EngineError(message))
 
     def _add_update(self, stream: Stream, update: RequestUpdate) -> None:
-        """Add an update of the engine to `stream`, and let the loop check the stream at once."""
+        """Add an update from the engine to `stream`. The loop then checks the stream at once."""
         now = time.monotonic()
         if update.new_token_ids:
             self._note_start(stream, now)
@@ -375,7 +378,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         if error is None:
             return False
         if isinstance(error, CapacityError):
-            # The request has waited too long in the queue. Add the time of the next attempt.
+            # The request has waited too long in the queue. The error message must say when the
+            # client can try again.
             error = self._admission.with_retry_time(error, stream.timing.client_id)
         self._aborts.abort(stream)
         self._statistics.counts["requests_timed_out_total"] += 1

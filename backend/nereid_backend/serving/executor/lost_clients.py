@@ -33,7 +33,8 @@ class LostClientDetector:
     def __init__(self, feedback: FeedbackReader, patience_s: float) -> None:
         self._feedback = feedback
         self._patience_s = patience_s
-        # One counter numbers the steps of all streams in the order in which the steps are sent.
+        # A counter for the steps of all streams. The steps are numbered in the order in which they
+        # are sent.
         self._step_numbers = itertools.count(1)
         # The highest step number that the postprocessor has consumed so far.
         self._newest_consumed = 0
@@ -52,7 +53,7 @@ class LostClientDetector:
             self.remove_consumed_steps(stream)
 
     def has_lost_client(self, stream: Stream) -> bool:
-        """Return whether the client of `stream` has disconnected, so that a step was dropped.
+        """Return whether a step of `stream` was dropped because the client has disconnected.
 
         A step was dropped if the postprocessor has not consumed the step, but has already consumed
         a newer step of any stream. A step also counts as dropped after `patience_s` seconds.
@@ -66,11 +67,15 @@ class LostClientDetector:
         return self._has_skipped_step(stream)
 
     def _has_skipped_step(self, stream: Stream) -> bool:
-        """Return whether a step of `stream` is unconsumed, although a newer step was consumed."""
+        """Return whether the postprocessor has skipped a step of `stream`.
+
+        A step was skipped if the postprocessor has consumed a newer step of any stream, but not
+        this step.
+        """
         return bool(stream.unconsumed) and stream.unconsumed[0] < self._newest_consumed
 
     def remove_consumed_steps(self, stream: Stream) -> None:
-        """Remove the steps that the postprocessor has consumed from `stream.unconsumed`."""
+        """Remove steps from `stream.unconsumed` if the postprocessor has consumed these steps."""
         consumed = self._feedback.consumed(stream.slot, stream.serial)
         while stream.unconsumed and stream.sent - len(stream.unconsumed) < consumed:
             self._newest_consumed = max(self._newest_consumed, stream.unconsumed.popleft())

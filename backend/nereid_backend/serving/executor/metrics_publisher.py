@@ -32,7 +32,8 @@ class MetricsPublisher:
         self._statistics = statistics
         # The last statistics that each engine process has sent; see EngineStats.
         self._engine_stats: list[Mapping[str, int]] = [{} for _ in processes]
-        # The time of the next publication, by time.monotonic(). The time 0 has already passed.
+        # The time of the next publication, as a value of time.monotonic(). With the initial value
+        # 0, the first publication is due at once.
         self._publish_due = 0.0
 
     def note_stats(self, process: SupervisedProcess, stats: Mapping[str, int]) -> None:

@@ -58,8 +58,9 @@ class ReplicaSelector:
     def __init__(self, num_replicas: int) -> None:
         self._lock = threading.Lock()
         self._num_sequences = [0] * num_replicas
-        # The serial number of the last request of each process. If several processes have the same
-        # number of sequences, the process with the oldest last request is selected.
+        # For each process, the serial number of the last request that was sent to the process. If
+        # several processes have the same number of sequences, the process with the lowest serial
+        # number is selected.
         self._last_request = list(range(-num_replicas, 0))
         self._num_requests = 0
         # Maps the hash of a chunk to the processes that received the chunk. The least recently
@@ -90,7 +91,7 @@ class ReplicaSelector:
             return selected
 
     def _choose(self, hashes: Sequence[bytes], running: set[int]) -> int:
-        """Return the best process for a prompt, as the docstring of `select` describes.
+        """Choose an engine process for a prompt. The docstring of `select` describes the choice.
 
         Args:
             hashes: the hashes of the prompt's chunks, from `chunk_hashes`.
@@ -107,7 +108,7 @@ class ReplicaSelector:
             self._num_sequences[replica] -= num_sequences
 
     def forget(self, replica: int) -> None:
-        """Delete the record of the prompts that were sent to a process.
+        """Forget which prompts were sent to a process.
 
         The caller calls this method when the process has died, because the prefix cache of the
         process is then lost.
@@ -119,7 +120,7 @@ class ReplicaSelector:
                     del self._replicas_of[chunk]
 
     def _with_longest_prefix(self, hashes: Sequence[bytes], running: set[int]) -> set[int]:
-        """Return the processes among `running` that received the longest prefix of a prompt.
+        """Return those processes in `running` that received the longest prefix of a prompt.
 
         If no running process received the first chunk of the prompt, return all running processes.
 

@@ -82,7 +82,7 @@ class RequestStatistics:
 
     @property
     def num_merged(self) -> int:
-        """The number of engine updates minus the number of steps with output.
+        """The number of engine updates that did not need a step of their own.
 
         Updates that arrive before a step is sent are merged into this step.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrival, the start and the deadlines of a request, as values of time.monotonic()."""
+"""The times and the time limits of a request. All times are values of time.monotonic()."""
 
 import math
 from dataclasses import dataclass

@@ -98,7 +98,8 @@ class ScriptedEngine:
         self.compiled: list[tuple[str, float, float]] = []
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
         self._adapters = dict(config.lora_adapters)
-        # Without a prefix cache, there are no sessions. The pool of one block is never used.
+        # Without a prefix cache, there are no sessions. PrefixSessions still requires a BlockPool,
+        # but does not use it.
         self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
 
     def _encode(self, text: str) -> list[int]:
@@ -197,7 +198,7 @@ class ScriptedEngine:
         return False
 
     def step(self) -> list[RequestUpdate]:
-        """For each sequence whose delay has passed, return an update with the next tokens."""
+        """Return one update for each sequence whose next tokens are due now."""
         now = time.monotonic()
         self._start_waiting(now)
         updates = []
@@ -229,7 +230,8 @@ class ScriptedEngine:
                 self._requests[request_id] = self._queue.pop(request_id)
                 continue
             num_sequences = len(request.sequences)
-            # A request with more than max_num_seqs sequences starts if no other request runs.
+            # If a request has more than max_num_seqs sequences, the request starts when no other
+            # request runs.
             num_needed = min(num_sequences, max_num_seqs)
             if num_needed <= num_free:
                 num_free -= num_sequences
@@ -277,7 +279,7 @@ class ScriptedEngine:
     def _prompt_logprobs(
         self, request: ScriptedRequest, sequence: ScriptedSequence
     ) -> list[TokenLogprobs | None] | None:
-        """Return the log-probabilities of the prompt that the next update of a sequence contains.
+        """Return the log-probabilities of the prompt tokens, for the next update of a sequence.
 
         Return None if the request does not ask for them, or if an update has already contained
         them: only the first update of the first sequence contains them. The first token of a prompt

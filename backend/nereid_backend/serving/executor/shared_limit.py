@@ -3,9 +3,10 @@
 
 from collections import Counter
 
-# If a client uses an amount, at least a third of this amount must remain free for other clients.
-# Therefore the first client gets at most three quarters of the limit, and a second client gets at
-# most three quarters of the remaining quarter.
+# A client that already uses some of the resource may get more. Its total may then be at most three
+# times the amount that remains free for other clients. Example: if the limit is 16, the amount of
+# the first client can grow to 12. The amount of a second client can then grow to 3 of the remaining
+# 4.
 _TIMES_THE_REST = 3
 
 
@@ -27,15 +28,15 @@ class SharedLimit:
 
     @property
     def num_clients(self) -> int:
-        """The number of clients that currently use some of the resource."""
+        """The number of clients that currently use some of the limited resource."""
         return len(self._by_client)
 
     def used_by(self, client: str) -> int:
-        """Return how much of the resource a client currently uses."""
+        """Return how much of the limited resource a client currently uses."""
         return self._by_client[client]
 
     def allows(self, client: str, amount: int) -> bool:
-        """Return whether a client may use an additional amount of the resource.
+        """Return whether a client may use an additional amount of the limited resource.
 
         A client that uses nothing yet may use everything that is free. A client without a name
         (`client` is "") may also use everything that is free.
@@ -46,12 +47,12 @@ class SharedLimit:
         return left >= 0 and (not has_share or own + amount <= _TIMES_THE_REST * left)
 
     def add(self, client: str, amount: int) -> None:
-        """Record that a client uses an additional amount of the resource."""
+        """Record that a client uses an additional amount of the limited resource."""
         self.used += amount
         self._by_client[client] += amount
 
     def remove(self, client: str, amount: int) -> None:
-        """Record that a client has released an amount of the resource."""
+        """Record that a client has released an amount of the limited resource."""
         self.used -= amount
         self._by_client[client] -= amount
         if not self._by_client[client]:

@@ -42,7 +42,7 @@ class StreamAdmission:
         self._sequences_lock = threading.Lock()
 
     def open(self, envelope: RequestEnvelope, num_tokens: int, sender: Any) -> Stream:  # noqa: ANN401
-        """Return the stream of a new request. The limits count the request until it ends.
+        """Create and return the stream of a new request, if the limits allow one more request.
 
         A request counts as waiting until the engine starts it (`note_start`), and each sequence
         occupies a slot until the stream is closed (`close`).
@@ -74,7 +74,7 @@ class StreamAdmission:
         )
 
     def _new_timing(self, envelope: RequestEnvelope, num_tokens: int) -> RequestTiming:
-        """Return the timing of a request that arrives now, with the time limits of the request.
+        """Return the RequestTiming of a request that has just arrived.
 
         A time limit comes from the request or, if the request has none, from the settings.
         """

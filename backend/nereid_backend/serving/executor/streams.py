@@ -109,10 +109,10 @@ class Sequence:
         return bool(self.pending) or (self.ending is not None and not self.is_sent)
 
     def add(self, update: RequestUpdate) -> None:
-        """Add an update of the engine to the pending output of this sequence."""
+        """Add an update from the engine to the pending output of this sequence."""
         self.pending.extend(update.new_token_ids)
-        # An update contains only one sum of log-probabilities: the sum up to the last token of the
-        # update. This sum is used for every token of the update.
+        # An update contains only one sum of log-probabilities. This sum includes the last token of
+        # the update. It is stored for every token of the update.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
         if update.logprobs is not None:
             if self.logprobs is None:
@@ -184,7 +184,7 @@ class Stream:
 
     @property
     def slot(self) -> int:
-        """The slot that contains the number of consumed steps of this stream."""
+        """The number of the memory slot that stores how many steps of this stream were consumed."""
         return self.sequences[0].slot
 
     @property
@@ -214,7 +214,7 @@ class Stream:
         return sum(len(sequence.pending) for sequence in self.sequences)
 
     def add(self, update: RequestUpdate) -> None:
-        """Add an update of the engine to the sequence with the index `update.index`."""
+        """Add `update` to the sequence with the index `update.index`."""
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:
@@ -254,7 +254,7 @@ class Stream:
         return self.last_sent + wait_s
 
     def may_send(self) -> bool:
-        """Return whether a step may be sent now, because few earlier steps are unconsumed.
+        """Return whether the stream may send a step before the postprocessor consumes more steps.
 
         The last step may always be sent.
         """

@@ -132,7 +132,7 @@ class WaitingLimits:
         return None
 
     def _count_of_client(self, client: str) -> str:
-        """Return the part of an error message that contains the number of a client's requests.
+        """Return the part of an error message that says how many requests a client has.
 
         Only waiting requests are counted. Example: " (3 of them from this client)". If the client
         is unknown, `client` is "", and the result is "", too.

@@ -28,7 +28,8 @@ RERANK_OPTIONS: Mapping[str, type] = {
     "truncate": bool,
 }
 _MAX_INTEGER = 2**31 - 1
-# The characters "://" after the scheme of a URL are searched only in this number of characters.
+# If a text is a URL, its first `_MAX_SCHEME_CHARS` characters contain `://`. Only these characters
+# are searched.
 _MAX_SCHEME_CHARS = 16
 _TYPE_NAMES = {str: "text", int: "an integer", bool: "true or false"}
 
@@ -121,7 +122,7 @@ def split_token_ids(
         return []
     if not truncate:
         _refuse_long_input(lengths, max_len)
-    # `np.split` needs the end of each input except the last.
+    # `np.split` needs the end position of each input except the last input.
     ends = np.cumsum(lengths)[:-1]
     return [ids_of_input[:max_len].tolist() for ids_of_input in np.split(ids, ends)]
 
@@ -251,7 +252,7 @@ def parse_document(text: str, index: int) -> str | bytes:
 def pair_queries(
     queries: Sequence[str], documents: Sequence[str | bytes]
 ) -> list[tuple[str, str | bytes]]:
-    """Pair each query with the document of the same index.
+    """Pair the first query with the first document, the second with the second, and so on.
 
     Example: the queries ["p", "q"] and the documents ["a", "b"] return [("p", "a"), ("q", "b")].
 

@@ -42,7 +42,7 @@ class EmbeddingModel(PoolingStub):
         tensor_name: str,
         options: Mapping[str, Any],
     ) -> list[tuple[str, Any]]:
-        """Convert an input tensor to a list of pairs of the form that `Job.inputs` contains."""
+        """Return the inputs in a tensor as a list of pairs, for example `[("text", "Hello")]`."""
         if tensor_name == names.TEXTS:
             return [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
         if tensor_name == names.PARTS:

@@ -47,7 +47,7 @@ log = logging.getLogger("nereid")
 
 
 class Engine(Protocol):
-    """The methods that a worker needs from an engine.
+    """The interface of an engine: the methods that a worker calls.
 
     PoolingEngine and the test engine have these methods.
     """
@@ -168,7 +168,7 @@ class _JobProgress:
         return Outcome.from_values(kind, values, self.num_tokens, offsets)
 
     def job_message(self, error: NereidError, first: int) -> str:
-        """Convert the engine's error message about a slice to an error message about the job.
+        """Convert an error message about a slice of a job to an error message about the whole job.
 
         Example: for the slice that begins with input 256 of a job in the tensor `texts`, "input 3:
         input: the text is empty" becomes "texts: element 259: the text is empty".
@@ -182,8 +182,8 @@ class _JobProgress:
         index_in_slice = int(match["index"] or 0)
         has_several_inputs = len(self.job.inputs) > 1
         element = f"element {first + index_in_slice}: " if has_several_inputs else ""
-        # The name of the tensor replaces the word "input". The word "image" is not replaced,
-        # because a tensor can contain texts and images.
+        # In the error message, the name of the tensor replaces the word "input". The word "image"
+        # is not replaced, because a tensor can contain texts and images.
         return f"{self.job.field}: {element}{problem.removeprefix('input: ')}"
 
 
@@ -288,7 +288,7 @@ class WorkerJobs:
             self._send(["done", request_id, progress.started, *progress.outcome().row()])
 
     def _refuse_result(self, progress: _JobProgress, index: int, problem: str) -> None:
-        """Refuse a whole job, because the computation of its input `index` has failed."""
+        """Refuse a whole job. The computation of the input with the index `index` has failed."""
         if is_lost_device(problem):
             # Every later step on this device would fail, so this process ends. The stub then starts
             # a new worker process.
@@ -324,12 +324,12 @@ def _size_of_item(fields: Mapping[str, Any]) -> int:
 
 
 def _size(content: str | bytes | list[int]) -> int:
-    """Return the size of a text, of token ids or of an image. A small image counts as large."""
+    """Return the size of `content`. An image counts as at least `_IMAGE_CHARACTERS` characters."""
     return max(len(content), _IMAGE_CHARACTERS) if isinstance(content, bytes) else len(content)
 
 
 def _kind_of(value: Value) -> str:
-    """Derive the kind of a job's result (see Outcome.kind) from the value of one input."""
+    """Derive the kind of a job's result from the value of one input. See Outcome.kind."""
     if isinstance(value, np.ndarray):
         return "dense" if value.ndim == 1 else "multi_vector"
     return "sparse" if isinstance(value, dict) else "score"

@@ -141,7 +141,7 @@ def _join_values(kind: str, values: Sequence[Value]) -> npt.NDArray[np.float32]:
     if kind == "sparse":
         return np.zeros((0, 0), dtype=np.float32)
     if kind in ("multi_vector", "token_classify"):
-        # Each value has one row for each token.
+        # The value of each input has one row for each token of the input.
         return np.concatenate([np.asarray(value, dtype=np.float32) for value in values])
     return np.array(values, dtype=np.float32)
 

@@ -37,7 +37,7 @@ def _make_histograms() -> dict[str, Histogram]:
 
 @dataclass(slots=True)
 class _Values:
-    """The values that this process has collected since its start.
+    """The values of all metrics since the start of this process.
 
     Attributes:
         num_by_outcome: the number of answered requests by outcome.
@@ -75,7 +75,8 @@ class PoolingMetrics:
             name: families.histogram_counters(name, text, labels)
             for name, text in _HISTOGRAMS.items()
         }
-        # The time of the next publication, by time.monotonic(). The time 0 has already passed.
+        # The time of the next publication, as a value of time.monotonic(). With the initial value
+        # 0, the first publication is due at once.
         self._publish_due = 0.0
 
     def note_success(

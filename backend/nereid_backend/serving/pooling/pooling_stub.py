@@ -163,7 +163,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self._tracing.close()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        """Send the job of a request to the worker. If the request has no inputs, respond at once.
+        """Send a request as a job to the worker. If the request has no inputs, respond at once.
 
         A job consists of the inputs and the options of one request. The worker is the process that
         runs the model. A request can ask for information about the model, with or without inputs.
@@ -203,7 +203,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             )
 
     def _add_job(self, request: Any, sender: Any, job: Job, *, returns_info: bool) -> None:  # noqa: ANN401
-        """Send a job to the worker, and store the data that is needed for the response."""
+        """Send a job to the worker, and store the data that the response will need."""
         pending = PendingRequest(
             request_id=str(next(self._ids)),
             sender=sender,
@@ -354,7 +354,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self._check_task(worker, config.model)
 
     def _check_task(self, worker: SupervisedProcess, checkpoint: str) -> None:
-        """Stop the worker and raise an EngineError if this model cannot serve its task."""
+        """Check the checkpoint's task. If it is wrong, stop the worker and raise an EngineError."""
         task = worker.child.info["task"]
         if task not in self.tasks:
             worker.stop()

@@ -123,14 +123,14 @@ class Choice:
         self.context = context
         self._index = index
         self._token_texts = token_texts
-        # Each text passes through these objects, in this order.
+        # Each text passes through the following objects, in the order of the following lines.
         self._detokenizer = Detokenizer(decode, context.seed_token_ids)
         self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
         )
         self._message = message
         self._checked_message = CheckedMessage(check) if check is not None else None
-        # The output: what the next response contains, and the counts of all responses.
+        # The output that has not been sent yet, and the totals of the whole choice.
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
         self._totals = _Totals()

@@ -57,7 +57,7 @@ class Choices:
         self.parsing_s += time.monotonic() - start_time
 
     def stopped_slots(self) -> list[int]:
-        """Return the slot of each choice that has reached a stop string and has not ended."""
+        """Return the slots of all choices that have reached a stop string but have not ended."""
         return [
             slot
             for slot, choice in zip(self._slots, self._choices, strict=True)

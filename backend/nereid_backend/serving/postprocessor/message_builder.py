@@ -76,7 +76,8 @@ class ParsedMessage:
         adapted = _adapt_format(fmt, context)
         tools = [dict(tool) for tool in context.tools]
         if not context.reads_calls:
-            # Every tool call of the model is then a call of an unknown tool. The adapted format
+            # Tool calls must not be parsed. If `_UNCALLABLE_TOOL` is the only known tool, every
+            # tool call of the model names an unknown tool. With the format `adapted`, the parser
             # leaves such calls in the content.
             tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
@@ -96,7 +97,8 @@ class ParsedMessage:
         of such a request stays in the content, the parser adds this marker to the content. The
         model did not generate the marker, so `_add` removes it.
         """
-        # Before any output, the parser is inside reasoning only if the prompt has opened it.
+        # No output has arrived yet. The parser can be inside reasoning only because the prompt
+        # contains the opening marker of the reasoning.
         is_opened_by_prompt = self.is_reasoning
         if is_opened_by_prompt and not self._context.separate_reasoning:
             return _opening_marker(fmt)
@@ -112,7 +114,7 @@ class ParsedMessage:
         self._add(self._parser.feed(text))
 
     def finish(self) -> None:
-        """Parse the text that the parser has stored. No more text follows."""
+        """Tell the parser that the text has ended, and add the remaining events."""
         self._add(self._parser.finish())
 
     def take(self) -> dict[str, Any]:
@@ -133,7 +135,7 @@ class ParsedMessage:
         return delta
 
     def _add(self, events: Iterable[Event]) -> None:
-        """Add the parser's events to the fields of the next delta.
+        """Add the reasoning, the content and the tool calls in `events` to the next delta.
 
         If `separate_reasoning` is False, reasoning becomes content. If `include_reasoning` is
         False, reasoning is dropped.
@@ -144,8 +146,8 @@ class ParsedMessage:
                     if self._context.include_reasoning:
                         self._new_texts["reasoning"].append(text)
                 case ReasoningDelta(text) | ContentDelta(text):
-                    # The first text begins with the complete marker that the parser has added. The
-                    # model did not generate this marker, so remove it.
+                    # If the parser has added a marker, the first text begins with the complete
+                    # marker. The model did not generate the marker, so remove it.
                     self._new_texts["content"].append(text.removeprefix(self._added_marker))
                     self._added_marker = ""
                 case ToolCallStart(index, id=call_id, name=name):
@@ -155,7 +157,7 @@ class ParsedMessage:
                     self._new_call(index)["arguments"] += text
 
     def _new_call(self, index: int) -> dict[str, Any]:
-        """Return the next delta's entry for the tool call with the index `index`.
+        """Return the entry of the next delta for the tool call with the index `index`.
 
         Create the entry if it is missing.
         """
@@ -183,7 +185,7 @@ def _opening_marker(fmt: Format) -> str:
 
 
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:
-    """Return the chat format, adapted to the options `separate_reasoning` and `reads_calls`.
+    """Return the chat format for the options `separate_reasoning` and `reads_calls`.
 
     If `separate_reasoning` is False, the result leaves reasoning in the content. If `reads_calls`
     is False, the result leaves tool calls in the content.
@@ -194,7 +196,7 @@ def _adapt_format(fmt: Format, context: StreamContext) -> Format:
 
 
 def _with_inline_reasoning(fmt: Format) -> Format:
-    """Return a format that leaves the reasoning and the reasoning markers in the content.
+    """Return a chat format whose parser leaves reasoning and its markers in the content.
 
     A format without markers around reasoning is returned unchanged.
     """
@@ -206,6 +208,6 @@ def _with_inline_reasoning(fmt: Format) -> Format:
 
 
 def _without_calls(fmt: Format) -> Format:
-    """Return a format that leaves tool calls in the content."""
+    """Return a chat format whose parser leaves tool calls in the content."""
     fmt = fmt.with_policy(replace(fmt.policy, unknown_tool=UnknownTool.CONTENT))
     return replace(fmt, layout=replace(fmt.layout, tools=None))

@@ -99,8 +99,8 @@ class PostprocessorModel:
                 return None  # An earlier step has failed, and the client has got the error.
             return self._advance(choices, state, request)
         except Exception:
-            # A stream cannot continue after an error. `execute` sends the error to the client as
-            # the last response.
+            # A stream cannot continue after an error. The method `execute` sends the error to the
+            # client as the last response of the stream.
             self._streams.remove(state)
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
@@ -158,7 +158,7 @@ class PostprocessorModel:
             self._feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
 
     def _keepalive(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
-        """Return an empty response if no response was sent for keepalive_ms, otherwise None.
+        """Return None, or an empty response if `keepalive_ms` have passed without a response.
 
         Triton's HTTP endpoint detects a disconnected client only when it sends a response.
         """
@@ -221,7 +221,7 @@ class PostprocessorModel:
         this format. Otherwise, the output is plain text. The parser needs the text of the markers,
         and markers are often special tokens. So special tokens can be skipped only in plain text.
         """
-        # The output of a completion is not parsed. The context of a completion has no `prompt`.
+        # Only the output of a chat is parsed. In the context of a completion, `prompt` is None.
         is_chat = context.prompt is not None
         fmt = self._format if is_chat else None
         if fmt is None and context.skip_special_tokens:

@@ -57,7 +57,7 @@ class Channel:
         self.send_packed(pack(message))
 
     def send_packed(self, data: bytes) -> None:
-        """Send a message that `pack` has packed. The errors are the same as for `send`."""
+        """Send a message that `pack` has packed. This method raises the same errors as `send`."""
         try:
             self._socket.sendall(data)
         except OSError as error:

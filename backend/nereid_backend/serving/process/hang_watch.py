@@ -31,7 +31,7 @@ class HangWatch:
         cpu_seconds: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the arguments. The watched process must have just started.
+        """Begin to watch a process that has just started.
 
         Args:
             limit_s: the longest time in seconds that a process with work may send no message; 0
@@ -42,7 +42,8 @@ class HangWatch:
         self._limit_s = limit_s
         self._cpu_seconds = cpu_seconds
         self._clock = clock
-        # The time without a message until the last call of `is_hanging`, and the time of this call.
+        # The time without a message, measured until the last call of `is_hanging`. `_last_checked`
+        # is the time of this call.
         self.silent_s = 0.0
         self._last_checked = clock()
         # The CPU time that the process had used when half of the time limit had passed without a
@@ -78,21 +79,21 @@ class HangWatch:
         return True
 
     def _measure_silence(self, *, is_working: bool) -> None:
-        """Add the time since the last call to `silent_s`. Without work, set `silent_s` to 0."""
+        """Update `silent_s`: add the passed time, or store 0 if the process has no work."""
         now = self._clock()
         passed_s = min(now - self._last_checked, _LONGEST_INTERVAL_S)
         self._last_checked = now
         self.silent_s = self.silent_s + passed_s if is_working else 0.0
 
     def _measure_cpu_at_half_limit(self) -> None:
-        """Store the CPU time when half of the limit has passed, so that `_is_busy` can compare."""
+        """Store the CPU time for `_is_busy` as soon as half of the time limit has passed."""
         if not self._limit_s or self.silent_s <= self._limit_s / 2:
             self._cpu_at_half_limit_s = None
         elif self._cpu_at_half_limit_s is None:
             self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
-        """Return whether the process has used the CPU since half of the limit has passed."""
+        """Return whether the process has been busy since half of the time limit passed."""
         assert self._cpu_at_half_limit_s is not None, "half of the limit has passed"
         used_cpu_s = self._cpu_seconds() - self._cpu_at_half_limit_s
         measured_s = self.silent_s - self._limit_s / 2

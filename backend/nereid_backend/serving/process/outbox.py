@@ -31,7 +31,7 @@ class Outbox:
             self._messages.put(data)
 
     def finish(self) -> None:
-        """Let the thread close the channel after it has sent all queued messages."""
+        """Let the thread send all queued messages and then close the channel."""
         self._messages.put(None)
 
     def join(self, timeout_s: float) -> None:

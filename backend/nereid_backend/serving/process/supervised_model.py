@@ -137,7 +137,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def end(self, request: RequestT, error: NereidError) -> None:
-        """Call `remove` for a request, and send `error` as its last response."""
+        """End a request: call `remove`, and send `error` as the last response to the client."""
 
     @abstractmethod
     def restart_message(self) -> str:
@@ -194,7 +194,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def add_request(
         self, request_id: str, request: RequestT, message: list[Any], index: int = 0
     ) -> None:
-        """Pass an accepted request to the loop, and send `message` to a child process.
+        """Pass an accepted request to the loop's thread, and send `message` to a child process.
 
         If the child process has just died, the loop ends the request.
 
@@ -210,8 +210,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         packed = pack(message)
         process = self.processes[index]
         child = process.child
-        # Add the request to the queue before the message is sent. Otherwise, the loop could receive
-        # the answer of the child process before it receives the request.
+        # Add the request to the queue before the message is sent. Otherwise, the child process
+        # could answer before the loop knows the request.
         self._arrivals.put(_Arrival(request_id, request, process, child))
         child.send_packed(packed)
 
@@ -231,7 +231,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that have no final response. Any thread may read this."""
+        """The number of requests that have no final response. Any thread may read this number."""
         return len(self.requests) + self._arrivals.qsize()
 
     def respond_later(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
@@ -348,7 +348,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
             self.requests[arrival.request_id] = arrival.request
             self._owners[arrival.request_id] = process
             process.num_requests += 1
-            # After a restart, the supervised process runs again, but has another child process.
+            # The process may have been restarted since the request was sent. `process.child` is
+            # then another child process.
             has_died = not process.is_running or process.child is not arrival.child
             if has_died:
                 assert process.error is not None, "the process has died"

@@ -57,8 +57,9 @@ class SupervisedProcess:
         self.num_deaths = 0
         self.num_restarts = 0
         self.has_given_up = False
-        # The current restart: the thread that starts a new process, and the process that the thread
-        # has started. Both are None if no restart has begun since the last `finish_restart`.
+        # A restart that has begun: the thread that starts a new process, and the process that the
+        # thread has started. If no restart has begun since the last call of `finish_restart`, both
+        # are None.
         self._restart_thread: threading.Thread | None = None
         self._replacement: ChildProcess | None = None
         # Set when the server shuts down, so that the thread ends early.

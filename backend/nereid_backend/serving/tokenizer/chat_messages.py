@@ -10,8 +10,7 @@ from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.vision.refused_parts import refused_part
 
-# The content parts that replace each image, each video and each audio file before the messages are
-# rendered.
+# Before the messages are rendered, these content parts replace all images, videos and audio files.
 IMAGE_PLACEHOLDER = {"type": "image"}
 VIDEO_PLACEHOLDER = {"type": "video"}
 AUDIO_PLACEHOLDER = {"type": "audio"}
@@ -138,7 +137,8 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
     text = part.get(part_type) if part_type in _TEXT_PART_TYPES else None
     if isinstance(text, str):
         return text
-    # Some types of parts, such as files, are known, but this server refuses them with a reason.
+    # This server knows some types of parts, such as files, but refuses them. The error message then
+    # contains the reason.
     refusal = refused_part(part)
     if refusal is None:
         raise _part_type_error(part_type, index)

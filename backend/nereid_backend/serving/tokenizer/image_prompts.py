@@ -32,7 +32,7 @@ _MAX_FILE_BYTES = MAX_IMAGE_BYTES * 3 // 4
 
 
 def reads_images(model: str) -> bool:
-    """Return whether the files of a checkpoint describe an encoder and a processor of media.
+    """Return whether a checkpoint's files describe a media encoder and a media processor.
 
     An encoder converts images or audio to embeddings for the model. A processor converts the files
     of a client to inputs of the encoder. The engine may still refuse images and audio, because only
@@ -51,7 +51,7 @@ def reads_images(model: str) -> bool:
 
 
 def _describes_encoder(config: dict[str, Any]) -> bool:
-    """Return whether the content of a checkpoint's config.json describes an encoder of media.
+    """Return whether the content of a checkpoint's config.json describes a media encoder.
 
     The description is an object such as `vision_config`, `visual`, `audio_config` or
     `encoder_config`. Models that convert an image to tokens have the key `vq_config` instead (VQ

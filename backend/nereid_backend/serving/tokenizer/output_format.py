@@ -11,8 +11,8 @@ from nereid_backend.field_checks import shown
 
 _FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "grammar")
 _FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
-# For each key of the field structured_outputs, a function that converts the key's value to an
-# object in the form of the field response_format.
+# Maps each key of the field `structured_outputs` to a function. The function converts the value of
+# the key to an object of the form that the field `response_format` has.
 _STRUCTURED_OUTPUT_FORMS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "json": lambda schema: _schema_form("structured_outputs.json", schema),
     "json_object": lambda _: {"type": "json_object"},
@@ -85,7 +85,7 @@ def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 -
         return _read_structured_outputs(value)
     if name == "json_schema":
         return OutputFormat(name, _schema_form(name, value))
-    # The remaining fields are regex, ebnf and grammar.
+    # The field is `regex`, `ebnf` or `grammar`. The code above handles all other fields.
     if not isinstance(value, str):
         raise RequestError(
             f"{name}: the value must be a string, but the request has {shown(value)}."
@@ -96,7 +96,7 @@ def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 -
 
 
 def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
-    """Return the format that the field response_format requires; None for the type text.
+    """Return the format that the field `response_format` requires; None if its type is `text`.
 
     Example: `{"type": "text"}` returns None, because the output is not constrained.
     """

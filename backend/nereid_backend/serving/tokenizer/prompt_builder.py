@@ -101,7 +101,7 @@ class PromptBuilder:
         self.limits = self._derive_limits(max_model_len, max_image_bytes)
 
     def _check_template_defaults(self) -> None:
-        """Raise a ConfigError if a default value belongs to a variable that the server sets."""
+        """Raise a ConfigError if a default value is set for a variable that the server sets."""
         reserved = sorted(self._renderer.reserved_variables & self._template_defaults.keys())
         if reserved:
             raise ConfigError(
@@ -202,7 +202,7 @@ class PromptBuilder:
         )
 
     def _read_template_kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the chat template variables that a chat request or the server's settings set.
+        """Return the chat template variables from a chat request and from the server's settings.
 
         A variable of the request overrides the variable of the same name in the settings.
 
@@ -233,7 +233,8 @@ class PromptBuilder:
         except RequestError:
             return 1
         # Some templates add a text once for each chat, regardless of the number of messages. The
-        # subtraction removes the tokens of this text.
+        # chats with two and with six messages both contain this text, so the text does not change
+        # the difference.
         num_added_tokens = len(tokens_of_six) - len(tokens_of_two)
         num_added_messages = len(six_messages) - len(two_messages)
         return max(num_added_tokens // num_added_messages, 1)

@@ -104,7 +104,7 @@ def read_sampling(
     """
     refuse_unsupported(fields)
     checked = RequestFields.check(fields)
-    # These values have the same names and the same form in a request and in the engine.
+    # The names and the form of these values are the same in a request and in the engine.
     values = {**defaults, **parse_texts(fields, ENGINE_FIELDS)}
     if values.get("allowed_token_ids") == []:
         # Some clients send an empty list if all tokens are allowed, but the engine refuses an empty

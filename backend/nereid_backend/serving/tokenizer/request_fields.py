@@ -139,7 +139,7 @@ ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingPar
 # All fields that have an effect on the generation.
 FIELD_NAMES = ENGINE_FIELDS | RequestFields.model_fields.keys()
 # `parse_texts` does not parse the values of these fields. The values of the first group are plain
-# text. The values of the second group are parsed by other modules.
+# text. Other modules parse the values of the second group.
 _TEXT_FIELDS = frozenset(
     {
         *(
@@ -174,7 +174,10 @@ def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, A
 
 
 def _parse_value(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Parse the value of the field `name` if it is a text, unless the field expects a text."""
+    """If `value` is a text, but the field `name` has another type, parse the text.
+
+    Otherwise, return `value` unchanged.
+    """
     is_encoded = isinstance(value, str) and name not in _TEXT_FIELDS
     return _parse_text(value) if is_encoded else value
 

@@ -17,7 +17,7 @@ from nereid_backend.field_checks import shown
 from nereid_backend.grammar.request_spec import grammar_spec, schema_spec
 from nereid_backend.serving.tokenizer.output_format import OutputFormat, read_output_format
 
-# A longer grammar is refused before a grammar library reads it.
+# The largest size of a grammar. A larger grammar is refused before a grammar library reads it.
 MAX_GRAMMAR_BYTES = 1 << 20
 
 
@@ -116,7 +116,8 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     kind = form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # `answer_node` validates all other forms. Only structural tags use the returned node.
+    # `answer_node` validates `form`. Only a structural tag needs the node that `answer_node`
+    # returns.
     with _convert_errors(output):
         node = answer_node(form)
     match kind:
@@ -133,7 +134,7 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
 
 @contextlib.contextmanager
 def _convert_errors(output: OutputFormat | None) -> Iterator[None]:
-    """Convert each ConstraintError of the `with` block to a RequestError.
+    """In a `with` block, convert each ConstraintError to a RequestError.
 
     The parser library calls the format response_format. The RequestError contains the name of the
     field that the request has. Example: if this field is structured_outputs, "response_format:
@@ -149,7 +150,7 @@ def _convert_errors(output: OutputFormat | None) -> Iterator[None]:
 
 
 def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestGrammar:
-    """Return the RequestGrammar for the engine's grammar `spec`.
+    """Build a RequestGrammar that contains `spec`, the grammar for the engine.
 
     Args:
         output: the output format from which the grammar was built; None if the grammar only
@@ -191,7 +192,7 @@ def _allows_parallel_calls(fields: Mapping[str, Any]) -> bool:
 
 
 def _check_tool_choice(choice: object) -> None:
-    """Raise a RequestError if `tool_choice` is neither a text nor an object with functions.
+    """Raise a RequestError if `choice` is neither a text nor an object that names functions.
 
     Examples of valid values: "auto", `{"type": "function", "function": {"name": "add"}}`, and
     `{"type": "allowed_tools", "allowed_tools": {"tools": [...]}}`.
@@ -205,7 +206,7 @@ def _check_tool_choice(choice: object) -> None:
 
 
 def _names_functions(choice: object) -> bool:
-    """Return whether a `tool_choice` is an object whose list of tools, if any, contains objects.
+    """Return whether `choice` is an object. If it has a list of tools, each tool must be an object.
 
     The list is the key `tools` of the object `allowed_tools`, or of `tool_choice` itself.
     """

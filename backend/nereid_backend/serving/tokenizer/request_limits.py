@@ -145,8 +145,8 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # max_messages is max_model_len divided by the smallest number of tokens of a message. The
-        # division by max_messages therefore returns this number of tokens, rounded.
+        # max_messages is max_model_len divided by the smallest number of tokens of a message.
+        # Therefore max_model_len divided by max_messages is about this smallest number of tokens.
         min_message_tokens = self.max_model_len // self.max_messages
         least_tokens = self._above_limit(count * min_message_tokens)
         raise RequestError(
@@ -219,7 +219,7 @@ class RequestLimits:
         )
 
     def _above_limit(self, num_tokens: int) -> int:
-        """Return an estimated number of tokens, but at least max_model_len + 1.
+        """Return `num_tokens`, but at least max_model_len + 1.
 
         The estimate can be too low, but the number in an error message must exceed the limit.
         """
@@ -241,7 +241,7 @@ class Size(NamedTuple):
 
 
 def measure(value: object, limits: RequestLimits) -> Size:
-    """Return the size of a JSON value. Stop counting when a limit on values or levels is exceeded.
+    """Return the size of a JSON value. Stop early if the value has too many values or levels.
 
     Example: `{"a": ["x", 1]}` has 2 bytes of text, 4 values and the depth 2. The object has the
     level 0, the list has the level 1, and "x" and 1 have the level 2.

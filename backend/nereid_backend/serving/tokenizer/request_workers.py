@@ -36,7 +36,7 @@ _POLL_S = 0.25
 
 @dataclass(eq=False)
 class _Job:
-    """A request, and its response. The response is None until it has been built."""
+    """A request and the response to the request. The response is None until it has been built."""
 
     request: Any
     sender: Any
@@ -66,9 +66,9 @@ class RequestWorkers:
         self._short: ClientTurns[_Job] = ClientTurns()
         # The long requests that wait for a thread of the pool.
         self._long: ClientTurns[_Job] = ClientTurns()
-        # The number of long requests that have a thread of the pool.
+        # The number of long requests that threads of the pool are processing.
         self._num_running = 0
-        # The limit on the number of all long requests.
+        # The limit on the total number of long requests.
         self._limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
         self._thread = threading.Thread(target=self._loop, name="tokenizer-loop", daemon=True)
@@ -79,7 +79,7 @@ class RequestWorkers:
         self._messages.put(_Job(request, request.get_response_sender(), _client_of(request)))
 
     def stop(self) -> None:
-        """Answer the queued short requests, then end the threads."""
+        """Answer the short requests that are still queued. Then end all threads."""
         self._messages.put(None)
         self._thread.join()
         self._pool.shutdown(cancel_futures=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of a checked request, and the data that the postprocessor needs."""
+"""Collects the data of a validated request, and builds the StreamContext for the postprocessor."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +48,7 @@ def stream_context(
     checked: CheckedRequest,
     traceparent: str,
 ) -> StreamContext:
-    """Return the data of a request that the postprocessor needs.
+    """Return the data that the postprocessor needs about a request.
 
     Raises:
         RequestError: the request is streaming and sets exclude_input_in_output to false.
@@ -64,8 +64,9 @@ def stream_context(
         n=params.n,
         returns=checked.returns,
         traceparent=traceparent,
-        # The prompt. In a chat, its end determines where the parser of the output starts. In a
-        # completion, its last tokens and its text precede the output.
+        # The prompt. In a chat, the end of the prompt determines whether the output begins inside
+        # reasoning, content or a tool call. In a completion, the last tokens and the text of the
+        # prompt are needed, because they precede the output.
         num_prompt_tokens=len(prompt.token_ids),
         prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
         prompt=prompt_tail(prompt) if is_chat else None,

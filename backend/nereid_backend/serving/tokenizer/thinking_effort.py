@@ -122,7 +122,8 @@ def build_thinking_spec(
     """
     if budget is None:
         return None
-    # The gate contains the markers of the reasoning, and whether the prompt has opened it.
+    # `gate` contains the markers around reasoning. `gate.is_open` says whether the prompt ends
+    # inside reasoning.
     gate = None if fmt is None else fmt.reasoning_gate(prompt)
     if fmt is None or gate is None:
         raise RequestError(
@@ -173,7 +174,8 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
         )
     turns_off = effort == _NO_EFFORT
     variables = _switch_variables(template, is_on=not turns_off)
-    # If a switch turns off the reasoning, the template needs no effort.
+    # If a variable in `variables` turns off the reasoning, the template does not need the variable
+    # `reasoning_effort`.
     needs_effort = not (turns_off and variables)
     if needs_effort and has_variable(template, _EFFORT):
         variables[_EFFORT] = effort
@@ -211,7 +213,7 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
 
 
 def _switch_variables(template: str, *, is_on: bool) -> dict[str, Any]:
-    """Return the variables of a chat template that enable or disable reasoning, set to `is_on`.
+    """Return each variable that turns the template's reasoning on or off, with the value `is_on`.
 
     Example: if the template has the variable enable_thinking, and `is_on` is False, the result is
     `{"enable_thinking": False}`.

@@ -138,7 +138,7 @@ class TokenizerModel:
         return self._tokenized_prompt(request)
 
     def _tokenized_prompt(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Return the response that goes to the executor.
+        """Tokenise the prompt of a request, and return the response for the executor.
 
         The response contains the token ids of the prompt and the packed RequestEnvelope, which is
         the message to the executor.
@@ -209,7 +209,7 @@ class TokenizerModel:
         )
 
     def _thinking_spec(self, fields: dict[str, Any], prompt: Prompt) -> ThinkingSpec | None:
-        """Return how the engine limits the reasoning; None if the request sets no limit."""
+        """Return the ThinkingSpec that limits the reasoning; None if the request sets no limit."""
         budget = read_thinking_budget(fields)
         return build_thinking_spec(budget, self._format, prompt.text or "", self._prompts.encode)
 
@@ -317,14 +317,14 @@ def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
 
 
 def _is_long_text(text: bytes) -> bool:
-    """Return whether a text or a chat body may take long to tokenise."""
+    """Return whether the text of a prompt or of a chat request may take long to tokenise."""
     return len(text) > _LONG_PROMPT_BYTES or any(mark in text for mark in _IMAGE_MARKS)
 
 
 def _logprobs_field(
     fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool
 ) -> dict[str, Any]:
-    """Return the field `logprobs` if it must be added to a request, otherwise {}.
+    """Return `{"logprobs": ...}` if this field must be added to a request, otherwise `{}`.
 
     If a request sets `return_logprobs` without the field `logprobs`, the field must be added.
     Otherwise, the engine would not compute log-probabilities.

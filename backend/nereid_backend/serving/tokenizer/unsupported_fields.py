@@ -41,7 +41,7 @@ _NO_SUCH_SAMPLER = "this server does not support this sampler"
 
 
 def _replaced_by(field: str) -> _Refusal:
-    """Describe an unsupported request field. Clients must send `field` instead."""
+    """Return the `_Refusal` of an unsupported field. Clients must send `field` instead."""
     return _Refusal(f"{field} replaces this field", remedy=f"Send {field} instead")
 
 
@@ -128,7 +128,7 @@ NAMES = tuple(_REFUSALS)
 
 
 def explain(name: str) -> str:
-    """Return the remedy for an unsupported field. If the field has no remedy, return the reason."""
+    """Return a clause that says what to do about an unsupported field, or why it is unsupported."""
     refusal = _REFUSALS[name]
     return refusal.remedy or refusal.reason
 

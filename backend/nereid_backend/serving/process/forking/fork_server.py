@@ -145,7 +145,7 @@ class ForkServer:
             connection.close()
             return
         pid = self._fork(request)
-        # Only the child process needs the files of the stub.
+        # Close this process's copies of the files. Only the child process uses the files.
         for file in request.files:
             os.close(file)
         if pid is None:
@@ -199,7 +199,8 @@ class ForkServer:
 
     def _reap(self) -> None:
         """Send the exit code of each ended child process to its stub."""
-        # Read all bytes with which ended child processes have woken the selector.
+        # Python has written one byte for each child process that has ended. Read all of these
+        # bytes.
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(_WAKE_BYTES):
                 pass
@@ -216,13 +217,16 @@ class ForkServer:
         connection.close()
 
     def _send(self, pid: int, number: int) -> None:
-        """Send a number to the stub of a child process. Do nothing if the stub has died."""
+        """Send `number` to the stub of a child process. Do nothing if the stub has died.
+
+        The number is the process id or the exit code of the child process.
+        """
         with contextlib.suppress(OSError):
             self._connections[pid].sendall(NUMBER.pack(number))
 
 
 def _send_signals_to(writer: socket.socket) -> None:
-    """Let Python write a byte into a socket for each SIGCHLD, the end of a child process."""
+    """Let Python write a byte into a socket whenever a child process ends (SIGCHLD)."""
     writer.setblocking(False)  # `set_wakeup_fd` requires this.
     # Without a handler, SIGCHLD would be ignored, and Python would write no byte.
     signal.signal(signal.SIGCHLD, _do_nothing)
@@ -346,7 +350,7 @@ def _set_command_line(command: list[str]) -> None:
         _, _, fields_after_name = status.rpartition(")")
         first_address, end_address = map(int, fields_after_name.split()[_ARGUMENTS])
         num_bytes = end_address - first_address
-        # The last byte must be a null byte.
+        # The last byte of the command line must be a null byte.
         max_text_bytes = num_bytes - 1
         text = "\0".join(command).encode(errors="replace")[:max_text_bytes]
         ctypes.memmove(first_address, text.ljust(max_text_bytes) + b"\0", num_bytes)

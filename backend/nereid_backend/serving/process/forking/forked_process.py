@@ -66,7 +66,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def _receive(self, timeout_s: float) -> int:
-        """Return the next number that the fork server sends."""
+        """Wait for the next number from the fork server, and return the number."""
         self._connection.settimeout(timeout_s)
         packed = self._connection.recv(NUMBER.size, socket.MSG_WAITALL)
         if len(packed) < NUMBER.size:
@@ -118,7 +118,7 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
     """
     request = {
         "module": module,
-        # The fork server replaces {fd} by the number that `channel` has in the new process.
+        # The fork server replaces {fd} by the file descriptor of `channel` in the new process.
         "arguments": ["{fd}", title],
         "python": python_identity(),
         "environment": dict(os.environ),

@@ -54,12 +54,12 @@ class BlockTableRows:
         # For each group and row, the number of blocks at the start of the row that were replaced by
         # the null block, because the sequence no longer needs them.
         self._num_replaced = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each row, the version of the sequence's block tables when the row was filled (see
-        # Sequence.table_version). A row with the current version needs no update.
+        # For each row, the value of `Sequence.table_version` when the row was last filled. If the
+        # row's sequence still has the same `table_version`, the row needs no update.
         self._versions = [0] * max_num_seqs
 
     def update(self, plan: StepPlan) -> Integers:
-        """Copy the new blocks of a plan's sequences into their rows.
+        """For each sequence in a plan, copy the new blocks into the row of the sequence.
 
         A plan consists of chunks. A chunk is the tokens of one sequence that the step computes. The
         block table of a sequence is stored in one row of an array.

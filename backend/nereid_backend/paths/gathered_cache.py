@@ -258,14 +258,14 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
     engine_names = frozenset({"num_past_tokens", "_cache", "_step", "_parts"})
 
     def __init__(self, cache: KVCache, parts: LayerParts) -> None:
-        """Create a layer that stores the tensors `parts` in the blocks of `cache`."""
+        """Create a layer that stores the tensors described by `parts` in the blocks of `cache`."""
         super().__init__()
         self._cache = cache
         self._parts = parts
         self._step: GatheredStep | None = None
 
     def begin(self, step: GatheredStep) -> None:
-        """Use the sequences of `step` in the next forward pass."""
+        """Use the sequences in `step` for the next forward pass."""
         self._step = step
         self.num_past_tokens = step.num_past_tokens
 
@@ -282,7 +282,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, value: Tensor | None) -> None:
-        """Ignore the assigned positions, because `step` already contains all positions."""
+        """Ignore `value`, because the attribute `_step` already contains all positions."""
 
     def update(
         self,

@@ -142,7 +142,7 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
         return self.num_past_tokens + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of earlier tokens of the longest sequence in the step."""
+        """For the longest sequence in the step, return the number of tokens before the step."""
         return self.num_past_tokens
 
     def get_max_length(self) -> int:
@@ -196,7 +196,7 @@ def num_bytes(value: object) -> int:
 
 
 def _num_new_bytes(value: object, seen: set[int]) -> int:
-    """Return the total size in bytes of the tensors in a value, except tensors counted earlier.
+    """Return the total size of the tensors in a value, in bytes. Skip tensors counted before.
 
     Objects whose ids are in `seen` are skipped, because their size has already been added.
 

@@ -48,7 +48,7 @@ class PaddedPath:
         self._batches_sequences = batches_sequences
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step whose tokens are all known; see `ForwardPath.forward`."""
+        """Compute the logits of a step. `sampled` must be None. See `ForwardPath.forward`."""
         assert sampled is None
         self._cache.copy_blocks(plan.copies)
         logits_of_chunks: list[Tensor | None] = [None] * len(plan.chunks)
@@ -79,7 +79,8 @@ class PaddedPath:
         chunks of 1, 1, 1 and 4 tokens that start at 5, 9, 7 and 0 give the groups [[0, 2], [1],
         [3]], because 5 and 7 have 3 bits, and 9 has 4 bits.
         """
-        # The key is the number of bits of the decodes' positions.
+        # Decodes whose positions have the same number of bits form one group. The key is the number
+        # of bits.
         decode_groups: dict[int, list[int]] = {}
         single_chunks: list[list[int]] = []
         for index, chunk in enumerate(chunks):

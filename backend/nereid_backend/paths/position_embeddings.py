@@ -24,7 +24,8 @@ class PositionEmbeddings:
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Find the modules in `model` that derive positions from the length of the cache."""
-        # Pairs: a module, and the number of its arguments before `position_ids`.
+        # Each item contains a module, and the index of `position_ids` among the parameters of the
+        # module's `forward`.
         self._modules: list[tuple[torch.nn.Module, int]] = []
         for module in model.modules():
             if not isinstance(module, torch.nn.Embedding):
@@ -53,7 +54,7 @@ def _replace_positions(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the positions in the arguments of a module, and return the new arguments.
+    """Replace the position ids that a call passes to a module. Return the new arguments.
 
     torch calls this function before each call of the module, and passes the last three arguments.
     The modules accept only positions with one dimension, so all sequences are joined.
@@ -77,7 +78,7 @@ def _restore_batch(
     args: tuple[Any, ...],  # noqa: ARG001
     output: Tensor,
 ) -> Tensor:
-    """Return `output` with the shape [batch, num_tokens, dim]."""
+    """Reshape `output` to [batch, num_tokens, dim], and return the result."""
     if len(position_ids) == 1:
         return output
     return output.reshape(*position_ids.shape, -1)

@@ -98,7 +98,7 @@ class RowsPath:
         self._snapshots: dict[int, State] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`.
+        """Compute the logits of a step. `sampled` must be None. See `ForwardPath.forward`.
 
         Before the computation, load the snapshots of new sequences. After the computation, save
         the snapshots that the plan requires. A snapshot is a copy of one sequence's state.
@@ -106,7 +106,7 @@ class RowsPath:
         assert sampled is None, "only pending chunks need sampled tokens"
         for chunk in plan.chunks:
             if chunk.is_first:
-                # The row contains the state of an earlier sequence.
+                # The row still contains the state of an earlier sequence.
                 self._forget(_row(chunk))
         if plan.snapshots is None:
             return self._forward(plan)
@@ -240,7 +240,7 @@ class RowsPath:
         return self._continue(whole)
 
     def _is_computed_later(self, chunk: Chunk) -> bool:
-        """Return whether a later chunk of the prompt computes the tokens of this chunk, too."""
+        """Return whether the tokens of `chunk` will be computed together with a later chunk."""
         has_later_chunk = chunk.start + chunk.num_tokens < len(chunk.sequence.token_ids)
         return self._computes_from_start and has_later_chunk and chunk.num_logits == 0
 
@@ -306,7 +306,7 @@ class RowsPath:
         cache: Any,  # noqa: ANN401 - an untyped cache
         num_logits: int,
     ) -> Tensor:
-        """Run the model on some chunks with their adapters, and with the keys and values in blocks.
+        """Run the model on `chunks`, and apply the adapter of each chunk.
 
         Args:
             chunks: the chunks, one for each row.

@@ -28,7 +28,7 @@ State = list[dict[str, Any]]
 
 
 class StateAndBlockLayer(LinearAttentionLayer, BlockCacheLayer):  # type: ignore[no-untyped-call, override]
-    """A cache layer that stores only the recurrent state. Its keys and values are in blocks."""
+    """A cache layer for the recurrent state. The keys and values are in the engine's blocks."""
 
     def __init__(self, number_of_states: int) -> None:
         BlockCacheLayer.__init__(self)
@@ -113,7 +113,7 @@ def _copy_value(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
 
 
 def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - an untyped cache
-    """Merge the states of several rows into one cache, for a batch of these rows.
+    """Merge the states of several rows into `cache`, so that the rows can be computed together.
 
     Args:
         cache: an empty cache. Mutated.
@@ -141,7 +141,7 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
 
 
 def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return the part of a value that belongs to one row. The value is a cache layer's attribute.
+    """Return the part of `value` that belongs to one row. `value` is an attribute of a cache layer.
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
     """
@@ -157,7 +157,7 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
 
 
 def _merge_values(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut_row
-    """Merge the values of a cache layer's attribute into one value for the batch.
+    """Merge the values that several sequences have for one attribute of a cache layer.
 
     `parts` contains the value of each sequence. Tensors are concatenated, and other values must be
     equal. Examples: two tensors [1, 8] give a tensor [2, 8], and the values True and True give

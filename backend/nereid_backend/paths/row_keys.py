@@ -45,7 +45,7 @@ class RowKeys(Protocol):
     def serving(
         self, chunks: list[Chunk], cache: DynamicCache
     ) -> AbstractContextManager[Tensor | None]:
-        """Return a context for a forward pass over `chunks` with `cache`.
+        """Return a context in which the model computes `chunks` and uses `cache`.
 
         The context yields the attention mask, [num_chunks, longest] int64, or None if the model
         needs no mask.

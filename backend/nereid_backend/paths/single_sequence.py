@@ -68,7 +68,7 @@ class SinglePath:
         self._states: dict[int, _SequenceState] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step whose tokens are all known; see `ForwardPath.forward`."""
+        """Compute the logits of a step. `sampled` must be None. See `ForwardPath.forward`."""
         assert sampled is None
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
@@ -178,7 +178,7 @@ class SinglePath:
         return inputs
 
     def _first_state(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
-        """Return the state before the first call of the model for a sequence.
+        """Return the state of a sequence before the first call of the model.
 
         In an encoder-decoder model, the encoder computes the prompt. Otherwise, the first call
         computes the first `num_tokens` tokens.
@@ -188,7 +188,7 @@ class SinglePath:
         return _SequenceState(self._first_arguments(ids, sequence.images), num_tokens=0)
 
     def _decoder_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Return the tokens that the decoder reads if the sequence has `num_tokens` tokens.
+        """Return the input tokens of the decoder for a sequence of `num_tokens` tokens.
 
         Example: in an encoder-decoder model whose start token is 2, a prompt of 5 tokens and the
         output tokens 8 and 9 give [2, 8, 9].
@@ -204,7 +204,7 @@ class SinglePath:
         return [start_token, *sequence.token_ids[sequence.num_prompt_tokens : num_tokens]]
 
     def _first_arguments(self, ids: Tensor, images: ImageInputs | None) -> dict[str, Any]:
-        """Return the arguments for the model's first call for a sequence.
+        """Return the arguments for the first model call that a sequence needs.
 
         The arguments are those that transformers' `generate` would prepare.
 
@@ -230,14 +230,14 @@ class SinglePath:
         return arguments
 
     def _with_encoder_outputs(self, ids: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Run the encoder on a prompt. Return the arguments with its outputs and with a cache."""
+        """Run the encoder. Return a dict of `arguments`, the encoder's outputs and a cache."""
         arguments = self._model._maybe_prepare_encoder_kwargs_for_generation(
             ids, arguments, "input_ids", self._generation
         )
         if self._uses_cache:
-            # The model adds its cache to the arguments itself, because the cache of the
-            # cross-attention must not have a window. The length is only used for caches of a fixed
-            # size.
+            # The model itself must create the cache, because the part of the cache for
+            # cross-attention must not have a sliding window. The length is used only for caches of
+            # a fixed size.
             batch_size = 1
             length = ids.shape[1]
             self._model._prepare_cache_for_generation(

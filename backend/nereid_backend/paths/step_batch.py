@@ -58,7 +58,7 @@ def tokens_of(chunk: Chunk) -> list[int]:
 
 
 class _DecodeLengths(NamedTuple):
-    """A group of decodes with similar lengths. The attention of a group is computed together.
+    """A group of decodes with similar lengths. One call computes the attention of the whole group.
 
     Attributes:
         tokens: the indices of these decodes among all decodes of the step. The value is a slice if
@@ -235,7 +235,7 @@ class BatchBuilder:
     def _arrays_of_other_groups(
         self, step: _PackedChunks, groups: list[_DecodeLengths]
     ) -> list[Integers]:
-        """Return the arrays that depend on the block tables. The first group of layers is left out.
+        """For all groups of layers except the first, return the arrays that use the block tables.
 
         For each group of layers, the arrays are the slots of the tokens, the blocks of each group
         of decodes, and the blocks of each prefill; see `_with_blocks`.
@@ -255,7 +255,8 @@ class BatchBuilder:
         """
         if self._layout is None:
             return []
-        # For each group of decodes: the number of decodes, and the blocks of the longest decode.
+        # For each group of decodes: the number of decodes, and the number of blocks of the longest
+        # decode.
         decode_shapes = [(len(lens), self._num_blocks(int(lens.max()))) for _, lens in groups]
         # Each decode is one chunk of one token. The number of decodes is therefore the index of the
         # first prefill, both among the chunks and among the tokens.
@@ -331,7 +332,7 @@ def _joined_ranges(starts: Integers, counts: Integers) -> Integers:
 
 
 def _pending_tokens(plan: StepPlan) -> Integers:
-    """Return the pending tokens of a plan, [2, num_pending] int64.
+    """Return the indices of the tokens whose ids are still being sampled, [2, num_pending] int64.
 
     A pending token is a token that the previous step is still sampling. Its id is copied on the
     device. Each column belongs to one pending token. The first row contains the index of the token
@@ -350,7 +351,7 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     If the previous step is still sampling the token of a decode, the id of this token is 0. The
     caller then copies the sampled token on the device. The first `num_decodes` chunks are decodes.
     """
-    # One expression for each chunk is faster than a loop with temporary variables.
+    # A list comprehension is faster than a loop with temporary variables.
     token_ids = [
         chunk.sequence.token_ids[chunk.start] if chunk.start < len(chunk.sequence.token_ids) else 0
         for chunk in chunks[:num_decodes]
@@ -361,7 +362,7 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
 
 
 def _with_blocks(attention: AttentionBatch, tensors: Iterator[Tensor]) -> AttentionBatch:
-    """Return the attention metadata of another group of layers.
+    """Return the attention metadata for a group of layers other than the first group.
 
     Each group of layers has its own block tables and slots. All other metadata is that of the first
     group, `attention`.

@@ -70,8 +70,8 @@ def _path(loaded: LoadedModel) -> str:
     """Return the name of the method that computes batches (see PoolingInfo.path)."""
     if loaded.spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         return "single"
-    # A model with a text tower and an image tower computes padded batches. If `rows` is "whole",
-    # the head also needs padded batches (see `Head.rows`).
+    # If `forward` is None, the model has a text tower and an image tower, and computes padded
+    # batches. If `rows` is "whole", the head also needs padded batches (see `Head.rows`).
     if loaded.forward is None or (loaded.head is not None and loaded.head.rows == "whole"):
         return "padded"
     return loaded.forward.path
@@ -101,7 +101,7 @@ def _dimension(loaded: LoadedModel) -> int:
 def _hidden_size(config: Any) -> int:  # noqa: ANN401 - a config of transformers
     """Return the size of the token vectors that the transformers model computes."""
     text_config = config.get_text_config()
-    # In some configs, the attribute `d_model` contains the size.
+    # Some configs store the size of the token vectors in `d_model` instead of `hidden_size`.
     size: Any = getattr(text_config, "hidden_size", None) or getattr(text_config, "d_model", 0)
     return int(size)
 

@@ -131,7 +131,7 @@ def gpu_share(device: torch.device, share: float) -> Iterator[None]:
 
 
 class _Methods(NamedTuple):
-    """The methods of computing outputs. The attributes of LoadedModel describe the fields."""
+    """The chosen methods of computing outputs. See `LoadedModel` for the meaning of the fields."""
 
     forward: ChosenForward | None
     head: Head | None
@@ -168,7 +168,7 @@ def _choose_methods(
 def _choose_pooling(
     spec: CheckpointSpec, forward: ChosenForward | None
 ) -> tuple[tuple[str, ...], bool]:
-    """Return the names of the pooling methods, and True if vectors are scaled to length 1.
+    """Return the names of the pooling methods, and whether vectors are scaled to length 1.
 
     If the checkpoint's files do not determine the methods, a causal model uses the last token, and
     any other model uses the mean. If the files do not determine the scaling, only the dense vectors

@@ -173,7 +173,7 @@ class PoolingModel:
     def _outputs_of_vectors(
         self, hidden: Tensor, batch: TokenBatch, items: list[Prepared]
     ) -> list[Value | None]:
-        """Convert the token vectors of texts to their outputs.
+        """Compute the output for each text from the token vectors.
 
         A generative reranker compares the logits of the answer tokens. A SPLADE model computes
         sparse weights from the logits of all tokens. Other models return or pool the vectors.

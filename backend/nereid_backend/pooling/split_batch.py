@@ -13,7 +13,7 @@ _PADDING_TOKENS = 8
 
 
 class Part(NamedTuple):
-    """Some items of a batch that are computed by the same method.
+    """A part of a batch: the items that one method computes.
 
     Attributes:
         method: "images" (the image tower computes the items as one batch), "alone" (the model
@@ -43,7 +43,7 @@ def split_batch(
         computes_all_alone: whether the model computes all inputs one by one, even texts.
         is_packed: whether texts are computed as one packed batch.
     """
-    # The indices of the items of each part.
+    # Each list contains the indices of the items in one part of the batch.
     images = []
     alone = []
     expanded = []

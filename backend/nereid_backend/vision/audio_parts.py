@@ -64,7 +64,7 @@ def is_audio_url(url: str) -> bool:
 
 
 def audio_url(audio: FoundAudio) -> str:
-    """Return the data URL that `read_audio_url` converts to `audio`, whose source is a text."""
+    """Return `audio` as a data URL. `audio.source` is the base64 text of a WAV file."""
     return f"data:audio/wav;base64,{audio.source}"
 
 
@@ -115,7 +115,7 @@ def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
 
 
 def _check_format(declared: Any, field: str) -> None:  # noqa: ANN401 - any JSON value
-    """Raise a RequestError if the client declares another format than WAV."""
+    """Raise a RequestError if the client declares a format other than WAV."""
     if declared != "wav":
         raise RequestError(
             f"{field}: the audio has the format {shown(declared)}, but the server decodes only "

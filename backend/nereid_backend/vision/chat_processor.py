@@ -34,7 +34,8 @@ from nereid_backend.vision.refused_parts import refuse_kind
 
 logger = logging.getLogger(__name__)
 
-# The attribute of a processor that contains the text of the placeholder.
+# For images, videos and audio: the name of the processor's attribute that contains the placeholder
+# text.
 _TOKENS = {FoundImage: "image_token", FoundVideo: "video_token", FoundAudio: "audio_token"}
 # The outputs of a processor that belong to the text of a prompt. All other outputs belong to the
 # images, videos or audio.
@@ -250,7 +251,7 @@ class ChatProcessor:
             ) from error
 
     def _process(self, text: str, found: list[Found]) -> dict[str, Any]:
-        """Call the processor for a text and its media. Return the outputs.
+        """Pass a text and its media to the processor. Return the processor's outputs.
 
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
@@ -298,7 +299,7 @@ class ChatProcessor:
         return arguments
 
     def _video_arguments(self, videos: list[FoundVideo]) -> dict[str, Any]:
-        """Decode videos, and return the arguments of the processor that contain the videos.
+        """Decode videos, and return them as arguments for the processor.
 
         Raises:
             RequestError: a frame is invalid.

@@ -84,7 +84,7 @@ def _libwebp() -> ctypes.CDLL | None:
     try:
         from PIL import _webp
 
-        # A symbol is also searched in the libraries with which `_webp` is linked.
+        # The lookup of a symbol also searches the libraries to which `_webp` is linked.
         library = ctypes.CDLL(_webp.__file__)
         get_info, decode = library.WebPGetInfo, library.WebPDecodeRGBAInto
     except (ImportError, OSError, AttributeError):

@@ -34,7 +34,7 @@ _IGNORED = (
 # The argument DEEPSTACK contains, for each of these layers, the features of the image tokens. The
 # argument DEEPSTACK_MASK is True for image tokens and False for text tokens.
 DEEPSTACK_MASK, DEEPSTACK = "visual_pos_masks", "deepstack_visual_embeds"
-# The arguments of the decoder that `DecoderInputs` stores.
+# The decoder's arguments that are stored in `DecoderInputs`.
 _RECORDED = ("inputs_embeds", "position_ids", DEEPSTACK_MASK, DEEPSTACK)
 
 

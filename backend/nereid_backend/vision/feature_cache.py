@@ -19,14 +19,14 @@ _METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 
 
 class _Key(NamedTuple):
-    """Identifies features: the digest of the images, and the number of the encoder's call."""
+    """The key of stored features: the digest of the images, and the index of the encoder call."""
 
     digest: bytes
     call: int
 
 
 class FeatureCache:
-    """Stores the results of the methods in `_METHODS` of a model.
+    """Caches the image, video and audio features that a model computes.
 
     The key of a result consists of the digest of the images and the number of the call.
 
@@ -61,12 +61,14 @@ class FeatureCache:
         self._replace_methods(model)
 
     def _replace_methods(self, model: Module) -> None:
-        """Replace the methods of the model that compute features; see the constructor."""
+        """In all modules, replace the methods that compute features. See the constructor."""
         replaced: set[str] = set()
         for module in model.modules():
             for name in _METHODS:
                 method = getattr(module, name, None)
-                # If the method gets the text of the prompt, its result depends on the text, too.
+                # A method with the parameter `input_ids` is not cached, because its result also
+                # depends on the text of the prompt. The keys of the cache do not depend on the
+                # text.
                 if callable(method) and "input_ids" not in signature(method).parameters:
                     setattr(module, name, self._cached(method))
                     replaced.add(name)

@@ -32,7 +32,7 @@ def _add_to_hash(hasher: hashlib.blake2b, value: Any) -> None:  # noqa: ANN401 -
         for item in value:
             _add_to_hash(hasher, item)
     elif isinstance(value, Tensor):
-        # The bytes alone do not determine a tensor.
+        # Hash the data type and the shape, too, because different tensors can have the same bytes.
         hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
         # `data` is a memoryview of the array, which needs no copy.
         hasher.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)

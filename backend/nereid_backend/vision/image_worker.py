@@ -57,7 +57,7 @@ def serve(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
             children.close()
             return
         children.answer(request).send(connection)
-        # A request can occupy 32 MiB until the next request arrives.
+        # An open request would occupy up to 32 MiB of memory until the next request arrives.
         request.close()
 
 
@@ -144,8 +144,8 @@ class _Child:
         self._pid = os.fork()
         if self._pid == 0:
             self._connection.close()
-            # The child gets the request as a message. An open copy would occupy memory until the
-            # child ends.
+            # The child will receive the request as a message. Close the child's copy of the request
+            # here. Otherwise, the copy would occupy memory until the child ends.
             request.close()
             _run_child(child_end, prepare, timeout_s)
         child_end.close()
@@ -214,7 +214,7 @@ def _answer(prepare: Prepare, connection: Connection) -> Message:
 
 
 def _refusal(message: str) -> Message:
-    """Return the refusal of a request, packed with msgpack. It contains the error message."""
+    """Pack the refusal of a request with msgpack. The refusal contains the error message."""
     return Message(msgpack.packb(["refused", f"messages: {message.rstrip('.')}."]))
 
 
@@ -253,7 +253,7 @@ def _load(folder: Path) -> Prepare:
         field = f"image {number}"
         match = IMAGE_DATA_URL.match(content[:_MAX_URL_PREFIX].decode("ascii", "replace"))
         if match is not None:
-            # A text would need a second copy of the content.
+            # Use a memoryview of `content`, because decoding `content` to a text would make a copy.
             base64_text = memoryview(content)[match.end() :]
             return FoundImage(field, decode_base64(base64_text, field, processor.limits))
         if content[:5].lower() == b"data:" or b"://" in content[:20]:

@@ -17,7 +17,8 @@ from multiprocessing.connection import Connection
 _MIN_FILE_BYTES = 2**18
 # A larger message is an error of the sender.
 _MAX_BYTES = 2**31
-# This message announces the descriptor of a file. A packed request or answer is never empty.
+# An empty message announces that the descriptor of a file follows. A packed request or a packed
+# answer is never empty.
 _FILE_FOLLOWS = b""
 
 

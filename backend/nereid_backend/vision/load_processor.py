@@ -78,7 +78,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 
 
 def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | None:
-    """Return the processor with all its components; None if it cannot be loaded in this way.
+    """Return the processor with all its components, or None if this processor cannot be loaded.
 
     Raises:
         ImportError, OSError, ValueError: the processor cannot be loaded, and a processor without
@@ -103,7 +103,7 @@ def _from_pretrained(auto_class: Any, folder: Path, **arguments: object) -> Any:
 
 
 def refused_kinds(processor: Any) -> dict[str, str]:  # noqa: ANN401 - a processor of transformers
-    """Map each kind of media that a processor does not accept to a clause with the reason.
+    """For each kind of media that a processor does not accept, return the reason.
 
     The keys are members of `KINDS`.
     """
@@ -173,7 +173,8 @@ def _load_without_video(folder: Path, config: PretrainedConfig) -> Any:  # noqa:
             components.append(_NoVideo(image_processor))
         else:
             components.append(_from_pretrained(_AUTO_CLASSES[name], folder))
-    # Of the processor's config, only the settings that are no components are passed on.
+    # The processor's config contains both settings and components. Pass on only the settings,
+    # because the components are passed separately.
     processor_config, _ = processor_class.get_processor_dict(folder, local_files_only=True)
     settings = {name: value for name, value in processor_config.items() if name not in _COMPONENTS}
     return _accepting_no_video(processor_class).from_args_and_dict(components, settings)

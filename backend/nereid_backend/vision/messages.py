@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_TYPES = ("image_url", "image", "input_image")
-# The fields of a content part that can contain the image. The first one that is set is used.
+# The fields of a content part that can contain the image. If several fields are set, the field that
+# comes first in this tuple is used.
 _IMAGE_FIELDS = ("image_url", "image", "url")
 
 
@@ -95,7 +96,7 @@ def split_messages(
 
 
 def check_numbers(found: Sequence[Found], limits: ImageLimits) -> None:
-    """Raise a RequestError if a request has too many images, frames of videos or audio files."""
+    """Raise a RequestError if a request has too many images, video frames or audio files."""
     num_images = sum(isinstance(item, FoundImage) for item in found)
     if num_images > limits.max_images:
         raise RequestError(

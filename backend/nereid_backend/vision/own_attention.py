@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 class _Choice(NamedTuple):
-    """The config of some modules, and the name of the attention implementation for them."""
+    """A config, and the attention implementation for all modules that use the config."""
 
     config: Any
     attention: str
@@ -24,15 +24,15 @@ class OwnAttention:
     """
 
     def __init__(self, model: Module) -> None:
-        """Store the configs of a model and of its modules, and choose an attention for each config.
+        """Store the configs of all modules. Choose the attention implementation for each config.
 
         Several modules can share a config. The attention is "sdpa" if all models of transformers
         that use the config support "sdpa", and "eager" otherwise. The image encoder attends over
         thousands of patches. With "eager", which writes all attention weights to memory, 5,000
         patches take six times as long as with "sdpa".
         """
-        # The modules of each config. The key is the id of the config, because two configs must both
-        # be changed even if they are equal.
+        # Maps the `id` of each config to the modules that use the config. The `id` distinguishes
+        # equal configs, because each of them must be changed.
         modules_of_configs: dict[int, list[Module]] = {}
         for module in model.modules():
             if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
@@ -56,8 +56,9 @@ class OwnAttention:
 
 
 def _support_sdpa(modules: list[Module]) -> bool:
-    """Return whether torch's `scaled_dot_product_attention` may be used for modules of one config.
+    """Return whether all models in `modules` support torch's `scaled_dot_product_attention`.
 
+    `modules` are the modules that use one config. The result is False if they contain no model.
     Only a PreTrainedModel declares whether its code supports this function.
     """
     models = [module for module in modules if isinstance(module, PreTrainedModel)]

@@ -46,7 +46,7 @@ class _ImageChunk:
 
     @property
     def rows(self) -> slice:
-        """The rows of the chunk in the tensors of the step."""
+        """The rows that contain the chunk's tokens in the tensors of the step."""
         return slice(self.first_row, self.first_row + self.end - self.start)
 
     @property
@@ -56,17 +56,17 @@ class _ImageChunk:
 
     @property
     def prompt_rows(self) -> slice:
-        """The rows of the chunk's prompt tokens in the tensors of the step."""
+        """The rows that contain the chunk's prompt tokens in the tensors of the step."""
         return slice(self.first_row, self.first_row + self.prompt_end - self.start)
 
     @property
     def prompt_tokens(self) -> slice:
-        """The rows of the chunk's prompt tokens in the tensors of `inputs`."""
+        """The rows that contain the chunk's prompt tokens in the tensors of `inputs`."""
         return slice(self.start, self.prompt_end)
 
 
 class PackedImages:
-    """Replaces inputs of a model's decoder when a step computes sequences with images.
+    """Replaces some inputs of a model's decoder in every step with images.
 
     In a step with images, at least one sequence has a prompt that contains an image.
     """
@@ -120,7 +120,7 @@ class PackedImages:
         self._drop_embeddings(plan)
 
     def _image_chunks(self, plan: StepPlan) -> list[_ImageChunk]:
-        """Return the chunks of sequences with images, with the recorded inputs of the decoder."""
+        """Return the chunks of sequences with images, each with its recorded decoder inputs."""
         image_chunks = []
         first_row = 0
         for chunk in plan.chunks:
@@ -133,7 +133,7 @@ class PackedImages:
         return image_chunks
 
     def _inputs_of(self, chunk: Chunk, images: ImageInputs) -> DecoderInputs:
-        """Return the decoder inputs of the prompt of a chunk's sequence.
+        """Return the decoder inputs for the prompt of the sequence to which `chunk` belongs.
 
         The inputs are recorded once. They are recorded again if the chunk contains prompt tokens,
         but the embeddings have been freed. This happens after a preemption.
@@ -203,14 +203,14 @@ def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
 
 
 def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> dict[str, Any]:
-    """Return the decoder's arguments for the image features of its first layers.
+    """Return the arguments with which the decoder adds image features in its first layers.
 
     Return an empty dict if no prompt has such features. Otherwise, the arguments are the mask of
     the image tokens, [1, num_tokens] bool, and for each layer the features of these tokens,
     [num_image_tokens, hidden_size].
     """
     mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-    # For each chunk, a list of the features of each layer.
+    # One list for each chunk. The list contains the features of the chunk for each layer.
     features_of_chunks: list[list[Tensor]] = []
     for chunk in prompt_chunks:
         inputs = chunk.inputs

@@ -158,14 +158,14 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
 
 
 def _decode_pixels(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pillow
-    """Decode the pixels of an opened image file. Return the image, or a new image.
+    """Decode the pixels of an opened image file, and return an image that contains the pixels.
 
     Args:
         image: the image that `PIL.Image.open` has returned.
         data: the content of the file.
     """
     if image.format == "WEBP":
-        # The import is here, because most files are in other formats.
+        # The module is imported here, because it is needed only for WebP files.
         from nereid_backend.vision.decode_webp import decode_still_webp
 
         decoded = decode_still_webp(image, data)

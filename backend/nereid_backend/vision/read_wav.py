@@ -26,7 +26,7 @@ _REMEDY = (
 )
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 # A program that writes a WAV file into a pipe does not know the size of the last chunk. The program
-# writes this number instead of the size.
+# then writes `_UNKNOWN_SIZE` as the size of this chunk.
 _UNKNOWN_SIZE = 0xFFFFFFFF
 # The accepted formats of a sample: the kind of number, and the number of bits.
 _FORMATS = {(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32)}
@@ -101,8 +101,8 @@ def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
     # The process that reads requests does not resample audio, and starts faster without torch.
     import torch
 
-    # At least one second of zeros follows the audio. The total is a whole number of seconds, so the
-    # numbers of old and new samples are integers.
+    # At least one second of zeros is appended to the audio. The padded audio lasts a whole number
+    # of seconds, so it has a whole number of samples at both sampling rates.
     num_seconds = len(samples) // rate + 2
     padded = torch.zeros(num_seconds * rate)
     padded[: len(samples)] = torch.from_numpy(samples)
@@ -145,7 +145,7 @@ def _read_format(content: memoryview, field: str) -> _Format:
         )
     kind, num_channels, rate, _, _, num_bits = struct.unpack_from("<HHIIHH", content)
     if kind == _EXTENSIBLE and len(content) >= 26:
-        # The kind of the samples follows at another place.
+        # In the format "extensible", the kind of the samples is stored at byte 24.
         (kind,) = struct.unpack_from("<H", content, 24)
     if (kind, num_bits) not in _FORMATS:
         raise RequestError(

@@ -20,7 +20,8 @@ import numpy as np
 _PIXEL_BYTES = 4
 _NUM_CHANNELS = 3
 _PAGE_BYTES = 4096
-# Maps the address of an image's pixels to the shared pixels, as long as an array uses them.
+# Maps the address of an image's pixels to the `_SharedPixels` of the image. An entry is removed as
+# soon as no array uses the pixels.
 _shared: "WeakValueDictionary[int, _SharedPixels]" = WeakValueDictionary()
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -65,11 +66,12 @@ class PixelMemory:
             ValueError: the pixels are not in one block of memory.
             AttributeError: this version of Pillow cannot export the memory.
         """
-        # The capsule frees the exported structure, and thereby its reference to the memory.
+        # When the PyCapsule is deleted, the exported structure and its reference to the pixels are
+        # freed.
         _, self._capsule = image.__arrow_c_array__()
         array = _ArrowArray.from_address(_get_pointer(self._capsule, b"arrow_array"))
-        # The array contains one list of four bytes for each pixel. The bytes of all lists are the
-        # second buffer of its child; the first buffer would mark missing values.
+        # The array's child contains the bytes of all pixels, four bytes for each pixel. The child's
+        # first buffer would mark missing values, and its second buffer contains the bytes.
         if array.n_children != 1 or array.children[0].contents.offset != 0:
             raise ValueError("the image has no pixels of four bytes")
         self.address: int = array.children[0].contents.buffers[1]

@@ -59,7 +59,8 @@ class GeneratedPath:
         """Return the logits of the token after the first `num_tokens` tokens, [1, vocab_size]."""
         ids = torch.tensor([sequence.token_ids[:num_tokens]], device=self._device)
         arguments = dict(sequence.images.arguments) if sequence.images is not None else {}
-        # The arguments cover only the prompt. The output tokens are text tokens, whose type is 0.
+        # The arguments contain token types only for the prompt. Add the type 0 for each output
+        # token, because 0 is the type of text tokens.
         for name in _TOKEN_ARGUMENTS:
             types = arguments.get(name)
             if isinstance(types, Tensor):
@@ -144,7 +145,7 @@ class SplitPath:
 
 
 def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPlan:
-    """Return a copy of a plan that contains only some of the chunks.
+    """Return a copy of a plan. The copy contains only some of the plan's chunks.
 
     If `is_image` is true, the copy contains the chunks of sequences with images. Otherwise, the
     copy contains the chunks of sequences without images.
@@ -159,7 +160,7 @@ def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPl
 
 
 def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> SnapshotPlan | None:
-    """Return the snapshots of the chunks without images, with new indices for the chunks.
+    """Return the snapshots of the chunks without images. The chunks get new indices.
 
     The new index counts only the chunks without images. Example: with has_images [True, False], the
     index 1 becomes 0.
@@ -168,14 +169,14 @@ def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> Snapsho
         return None
     text_indices = [index for index, has in enumerate(has_images) if not has]
     new_indices = {index: new_index for new_index, index in enumerate(text_indices)}
-    # Each load and each save is a pair: the index of the chunk, and the id of the snapshot.
+    # Each item of `loads` and `saves` is a pair: the index of a chunk, and the id of a snapshot.
     loads = [(new_indices[index], id_) for index, id_ in snapshots.loads if index in new_indices]
     saves = [(new_indices[index], id_) for index, id_ in snapshots.saves if index in new_indices]
     return SnapshotPlan(loads, saves, snapshots.deleted)
 
 
 def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor]) -> Tensor:
-    """Merge the logits of sequences with and without images in the order of the plan's chunks."""
+    """Merge the logits of all sequences in the order of the plan's chunks."""
     next_rows = {False: 0, True: 0}
     rows = []
     for chunk, has in zip(plan.chunks, has_images, strict=True):

@@ -121,7 +121,7 @@ def check_num_frames(num_frames: int, field: str, limits: ImageLimits) -> None:
 
 
 def video_url(video: VideoFrames) -> str:
-    """Return the data URL that `read_video_url` splits into the frames of `video`.
+    """Return `video` as a data URL. `read_video_url` converts the URL back to the frames.
 
     Each frame of `video` must be a base64 text.
     """

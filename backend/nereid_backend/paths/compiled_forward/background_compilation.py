@@ -60,7 +60,7 @@ class BackgroundCompilation:
         self._thread.join()
 
     def _wait(self, message: bytes, timeout_s: float) -> None:
-        """Send the model, wait for the result or the time limit, and end the process.
+        """Send the model, wait at most `timeout_s` for the result, and end the process.
 
         A thread of its own runs this method. The result is stored in `outcome`; it is the reason
         why there is no library, or "" after a success.

@@ -109,7 +109,7 @@ def build_library(
 def _trace(
     traced_model: TracedModel, hook: AttentionHook, device: torch.device
 ) -> torch.export.ExportedProgram:
-    """Trace the forward pass of a model, for any number of tokens and of logits.
+    """Trace a model's forward pass so that the numbers of tokens and logits can vary.
 
     Raises:
         TraceError: if torch cannot trace the model's code.

@@ -35,7 +35,7 @@ _NICENESS = 19
 # The limit of the address space that the compilation may use. The imported libraries and the model
 # do not count. A compilation of 36 layers needs about 2 GB.
 _MAX_BYTES = 6 * 2**30
-# A temporary folder of this age belongs to a compilation that was killed.
+# A temporary folder that is older than `_LEFTOVER_AGE_S` belongs to a compilation that was killed.
 _LEFTOVER_AGE_S = 3600
 
 

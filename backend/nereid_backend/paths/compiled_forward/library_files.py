@@ -78,7 +78,7 @@ def read_trace_error(folder: Path) -> str | None:
 
 
 def count_check(folder: Path) -> None:
-    """Record in advance that the check of a library fails. `confirm_check` deletes the record.
+    """Before a library is checked, record a failed check. `confirm_check` deletes the record.
 
     The check is counted before it begins, because a broken library could crash the process. The
     server would then start the engine again, and the engine would load the same library again.
@@ -194,7 +194,7 @@ def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
 
 
 def _inlined_values(tensor: Tensor) -> object:
-    """Return the values that torch's compiler writes into the library; None for large tensors."""
+    """Return a tensor's values if torch's compiler writes them into the library, or else None."""
     is_inlined = tensor.ndim <= 1 and tensor.numel() <= _MAX_INLINED_ELEMENTS
     return tensor.tolist() if is_inlined else None
 

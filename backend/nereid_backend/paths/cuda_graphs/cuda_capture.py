@@ -20,7 +20,7 @@ CapturePieces = Callable[[Callable[[Cut], None]], Replay]
 
 # The number of bytes that must stay free in addition to the memory of the largest step.
 _SPARE_BYTES = 256 * 2**20
-# The id of the memory pool from which torch allocates outside of captures.
+# The id of the memory pool that torch uses while no graph is captured.
 _DEFAULT_POOL = (0, 0)
 # Graphs whose capture was cancelled. torch's allocator of pinned memory still uses these objects,
 # and Python code cannot prevent that. This list keeps the objects alive.
@@ -167,7 +167,7 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torc
         graph.capture_end()
     except RuntimeError:
         device = torch.cuda.current_device()
-        # These calls raise RuntimeError if the capture has already ended in the allocator.
+        # If the allocator has already ended the capture, these calls raise a RuntimeError.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)

@@ -41,8 +41,8 @@ Run = Callable[[StepBatch], Tensor]
 # The largest number of rows of a graph. Steps with more rows gain nothing from a graph, because the
 # GPU needs longer to run the kernels than the CPU needs to launch them.
 _MAX_ROWS = 512
-# If two graphs have at least `_MIN_DISTANCE` rows, their numbers of rows differ by at least
-# `_MIN_DISTANCE`.
+# The smallest allowed difference between the row counts of two graphs. This rule does not apply to
+# graphs with fewer than `_MIN_DISTANCE` rows.
 _MIN_DISTANCE = 8
 # The largest accepted error of a replay, relative to the standard deviation of the logits. A replay
 # runs the same kernels as a step without a graph. Correct logits can therefore differ only by
@@ -148,7 +148,7 @@ class DecodeGraphs:
         return None
 
     def _try_capture(self, rows: int, batch: StepBatch | None = None) -> "_DecodeGraph | None":
-        """Capture a graph with the inputs of a step, or with padding if there is no step.
+        """Capture a graph. The inputs are `batch`. If `batch` is None, all inputs are padding.
 
         Return None if too little memory is free, or if this capture or an earlier capture fails.
         After a failed capture, no graph is used, so the kernels of decode steps are launched one by
@@ -176,7 +176,7 @@ class DecodeGraphs:
         return graph
 
     def _capture_and_check(self, rows: int, batch: StepBatch | None) -> "_DecodeGraph":
-        """Capture a graph and return it, after a replay has given the same logits as the model.
+        """Capture a graph, and check that a replay gives the model's logits. Return the graph.
 
         Args:
             rows: the number of rows of the graph.
@@ -278,7 +278,7 @@ class StaticStep:
                 columns.index_copy_(0, group.tokens, group.blocks)
 
     def batch(self) -> StepBatch:
-        """Return the inputs for one run, which may be captured.
+        """Return the inputs for one run of the model. The run may be captured as a graph.
 
         The inputs are the tensors of this object. A replay of the captured run therefore reads the
         values that `fill` has copied into these tensors.
@@ -291,7 +291,8 @@ class StaticStep:
             self._device_rows,
             decodes=replace(
                 device_decodes,
-                # This maximum is captured, so each replay computes the longest length of its step.
+                # The graph contains the computation of this maximum. Each replay therefore computes
+                # the longest length among the sequences of its step.
                 longest=lens.amax(0, keepdim=True),
                 # The kernels must not reuse the intermediate tensors of an earlier run. They
                 # allocate new tensors during the capture, in the memory that all graphs share.

@@ -52,7 +52,7 @@ Run = Callable[[StepBatch, PagedForward], Tensor]
 
 
 class AttentionBuffers(NamedTuple):
-    """The tensors that connect graphs with attention: the query and the result of attention.
+    """The tensors that CUDA graphs and attention share: the query and the result of attention.
 
     Attributes:
         query: [num_heads, n, key_dim], where n is the largest number of tokens.
@@ -191,11 +191,11 @@ class PiecewiseGraphs:
         return _StepGraphs(static, replay, logits)
 
     def _split_attention(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
-        """Return an attention function that calls `cut` to end a graph before each computation."""
+        """Return an attention function that uses `cut` to end a CUDA graph in each call."""
         return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
 
     def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:
-        """Return the buffers for attention layers that have the head count and the sizes in `spec`.
+        """Return the buffers that an attention layer with the shapes in `spec` uses.
 
         All layers with these shapes share the buffers. The buffers are created in the first call,
         with the data type and the device of `like`.
@@ -279,7 +279,7 @@ class StaticTokens:
         self._padding = torch.tensor([[0], [0], [-1]], device=device)
         # The token id, position and slot of every token of the step, [3, num_tokens].
         self._numbers = self._padding.repeat(1, num_tokens)
-        # The indices of the tokens whose logits are needed; 0 if fewer logits are needed.
+        # The indices of the tokens whose logits are needed. Unused items at the end are 0.
         self._index = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
 
     def fill(self, batch: StepBatch) -> None:
@@ -319,7 +319,7 @@ class _SplitForward(PagedForward):
         graphs: PiecewiseGraphs,
         cut: Cut,
     ) -> None:
-        """Prepare the attention of a step that is captured.
+        """Create an attention function for the capture of a step.
 
         Args:
             layers: the attention layers of the model, in order.
@@ -365,5 +365,5 @@ class _SplitForward(PagedForward):
 
 
 def _without_cut(between: Callable[[], None]) -> None:
-    """Call `between` immediately. This function is used instead of `cut` if nothing is captured."""
+    """Call `between` immediately. When nothing is captured, this function is used as `cut`."""
     between()

@@ -116,8 +116,8 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     """
     check = _prepare_self_check(encoder, hook, name, max_len)
     prepack_linears(encoder.model)
-    # Maps the name of each method to the reason why the method is not exact. The text for "packed"
-    # is replaced if the method is tried.
+    # Maps the name of each method to the reason why the method is not exact. The initial reason for
+    # "packed" applies only if this method is not tried.
     reasons = {"packed": "it does not use transformers' attention interface"}
     for method, forward in _methods(encoder, hook, is_causal=check.is_causal):
         difference, reason = _compare(forward, check)
@@ -249,7 +249,7 @@ def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
 def _lens_beyond_windows(
     encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool, max_len: int
 ) -> list[int]:
-    """Return the lengths of further texts that must be compared because of sliding windows.
+    """Return the lengths of additional texts that are needed to test the sliding windows.
 
     For each sliding window, the result contains the length of a text that is longer than the
     window. A length is left out if `batch` already contains such a text, or if the length exceeds
@@ -272,8 +272,8 @@ def _sliding_windows(
 
     The set is empty if the model has no windows, or cannot compute packed batches.
     """
-    # Each attention layer passes the size of its sliding window to `attention`. A packed forward
-    # pass therefore collects the sizes of all windows. The computed vectors are not used.
+    # Each attention layer passes the size of its sliding window to `attention`. One packed forward
+    # pass is run to collect these sizes. The vectors that it computes are not used.
     attention = PackedAttention(batch.groups(), is_causal)
     forward = PackedForward(encoder, hook, _offsets(encoder)[0], is_causal)
     encoder.model.set_attn_implementation(hook.name)

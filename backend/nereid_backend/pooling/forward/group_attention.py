@@ -12,9 +12,8 @@ from nereid_backend.attention.cpu.cpu_texts import TextAttention
 # Attention with separate matrix products is computed in blocks, so that at most `_MAX_SCORES`
 # scores are in memory at the same time.
 _MAX_SCORES = 2**24
-# If attention has a sliding window, each block has at least `_MIN_BLOCK` queries. With smaller
-# blocks, fewer unnecessary scores would be computed, but the additional calls would take more time
-# than this saves.
+# If attention has a sliding window, each block has at least `_MIN_BLOCK` queries. Smaller blocks
+# would compute fewer unnecessary scores, but they would need more calls and more time in total.
 _MIN_BLOCK = 128
 
 
@@ -80,7 +79,7 @@ class GroupAttention:
         return length
 
     def _needs_mask(self, query: Tensor, block: int) -> bool:
-        """Return whether attention calls need a mask if each call computes `block` queries."""
+        """Return whether an attention call for `block` queries needs a mask."""
         length = query.shape[2]
         if self.options.window is not None and length > self.options.window:
             return True
@@ -153,7 +152,8 @@ class GroupAttention:
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if self.options.sinks is not None:
-            # Append the sink as the score of an additional key, and remove the weight of this key.
+            # The attention sink is the score of an additional key, which has no value. The score is
+            # appended before the softmax, and the weight of the key is removed after the softmax.
             column_shape = (*scores.shape[:3], 1)
             sink_column = self.options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(column_shape)
             weights_and_sink = torch.cat([scores, sink_column], dim=-1).float().softmax(-1)

@@ -205,14 +205,14 @@ class PackedAttention:
                 _texts_of_group(key, group),
                 _texts_of_group(value, group),
             )
-            # The new part has the shape [count * length, num_heads, value_dim].
+            # Each item of `parts` has the shape [count * length, num_heads, value_dim].
             parts.append(output.transpose(1, 2).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _options(
         self, module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]
     ) -> TextAttention:
-        """Return the options of the attention of one layer.
+        """Return a layer's attention options, such as the size of its sliding window.
 
         `kwargs` contains the options that transformers passes to the attention of a layer.
 

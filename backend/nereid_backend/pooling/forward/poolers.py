@@ -37,7 +37,7 @@ def _rows(index: list[int], hidden: Tensor) -> Tensor:
 
 
 def _sums(hidden: Tensor, ranges: Ranges, weights: list[Tensor] | None) -> Tensor:
-    """Return the sum of the token vectors of each range.
+    """For each range of tokens, return the sum of the token vectors.
 
     If `weights` is given, the sum is weighted.
     """

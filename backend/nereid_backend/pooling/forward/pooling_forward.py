@@ -150,7 +150,7 @@ class Head:
         return self._run(batch.pad(hidden), ids, batch.mask().long())
 
     def _logits_of_one_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Compute the logits of a head that needs the vector of one token of each text."""
+        """Compute the logits of a head that needs only one token vector for each text."""
         index = torch.tensor(self._token_indices(batch), device=hidden.device)
         ids = batch.token_ids[index][:, None]
         return self._run(hidden[index][:, None], ids, torch.ones_like(ids))
@@ -219,7 +219,7 @@ def base_returns(encoder: Encoder, rows: Tensor) -> Iterator[None]:
     output = BaseModelOutputWithPoolingAndCrossAttentions(
         last_hidden_state=rows, pooler_output=pooled
     )
-    # This attribute of the object hides the method of the class.
+    # While this attribute exists, Python calls it instead of the method `forward` of the class.
     base.forward = lambda *_, **__: output
     try:
         yield

@@ -55,8 +55,8 @@ class ItemChecker:
         for field, text in (("prompt", prompt), ("instruction", item.instruction)):
             if text is not None:
                 self._text_limit.check(f"{field}: the {field}", text)
-        # The prompt of an item may be empty, so that the checkpoint's default prompt is not used.
-        # Such an item has no prompt.
+        # A client can send an empty prompt to turn off the checkpoint's default prompt. The item's
+        # prompt is then None.
         return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
 
     def _check_kind(self, kind: str) -> None:
@@ -191,7 +191,7 @@ class ItemChecker:
         return item
 
     def _limit_text(self, text: str, *, truncate: bool) -> str:
-        """Return a text that does not exceed the size limit.
+        """Return `text`, truncated to the size limit if `truncate` is True.
 
         Raises:
             RequestError: the text exceeds the limit, but `truncate` is False.
@@ -203,5 +203,5 @@ class ItemChecker:
 
 
 def has_text(item: PoolingItem) -> bool:
-    """Return whether an item has a text or a pair of texts."""
+    """Return True if an item contains text: either a single text or a pair of texts."""
     return item.text is not None or item.pair is not None

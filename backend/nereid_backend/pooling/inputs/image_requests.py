@@ -15,9 +15,9 @@ from nereid_backend.vision.packed_tensors import unpack_images
 # The worker process for models such as ColPali and for models with an image tower (see
 # pooling_image_worker.py).
 IMAGE_WORKER = "nereid_backend.pooling.inputs.pooling_image_worker"
-# The image worker can prepare the images of chats, so its error messages begin with "messages:
-# image 1: ". An input of a pooling model has no field `messages` and at most one image, so these
-# two texts are removed from the message.
+# The image worker also prepares the images of chats, so its error messages begin with "messages:
+# image 1: ". An input of a pooling model has no field `messages` and at most one image. Therefore,
+# "messages: image 1: " is replaced by "image: ".
 _CHAT_FIELD = "messages: "
 _FIRST_IMAGE = "image 1: "
 

@@ -143,7 +143,7 @@ class ItemPreparer:
         for index, item in enumerate(items):
             with _error_index(index, len(items)):
                 checked.append(self._checker.check_and_complete(item))
-        # The keys of these two dicts are the indices of the items.
+        # The keys of the dicts `prepared` and `texts` are the indices of the items.
         prepared: dict[int, Prepared] = {}
         texts: dict[int, PoolingItem] = {}  # the items that are tokenised in one call
         for index, item in enumerate(checked):
@@ -159,7 +159,7 @@ class ItemPreparer:
         return [prepared[index] for index in range(len(items))]
 
     def _prepare_alone(self, item: PoolingItem) -> Prepared | None:
-        """Prepare an input of a vision-language model, an image, or a list of token ids.
+        """Prepare an item that is not tokenised together with other items.
 
         Return None for a text or a pair that is tokenised together with other texts.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies the rules of a checkpoint with late interaction to tokenised queries and documents."""
+"""Applies the rules of a model such as ColBERT to tokenised queries and documents."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class TextRules:
     def check_and_create(
         cls, late: LateInteraction, max_model_len: int, tokenizer: PreTrainedTokenizerBase
     ) -> "TextRules":
-        """Check that the loaded model can follow the rules of a checkpoint, and return the rules.
+        """Check that the model supports the rules for queries and documents. Return the rules.
 
         Only the rule of query expansion is checked. This rule appends mask tokens to each short
         query, until the query has a certain length, such as 32 tokens.

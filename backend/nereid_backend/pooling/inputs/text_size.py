@@ -82,9 +82,9 @@ class TextLimit:
         """
         num_bytes = len(text) if isinstance(text, bytes) else self._least_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # The message states the size of the text in tokens, because `max_model_len` is a number
-            # of tokens. The quotient can be less than the limit, because the size is a lower bound
-            # or is rounded. The message must still state a number that exceeds the limit.
+            # The error message states the size of the text in tokens, because `max_model_len` is a
+            # number of tokens. The division rounds down, so its result can equal the limit. The
+            # message must state a number that is greater than the limit.
             least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "

@@ -53,7 +53,7 @@ def choose_task(
 
 
 def _check_classifies(architecture: str) -> None:
-    """Raise a ConfigError if the name of an architecture shows that it is no classifier."""
+    """Raise a ConfigError if an architecture's name shows that the model is not a classifier."""
     if not architecture.endswith((SEQUENCE_HEAD, TOKEN_HEAD)):
         raise ConfigError(
             f"task: classifying requires a checkpoint with a *{SEQUENCE_HEAD} or *{TOKEN_HEAD} "
@@ -62,7 +62,7 @@ def _check_classifies(architecture: str) -> None:
 
 
 def _check_reranks(architecture: str, config: PretrainedConfig, folder: Path) -> None:
-    """Raise a ConfigError if a checkpoint can be no reranker.
+    """Raise a ConfigError if a checkpoint cannot be used as a reranker.
 
     A reranker has a head with one label, or is a generative model that answers "yes" or "no". The
     docstring of `choose_task` describes the arguments.

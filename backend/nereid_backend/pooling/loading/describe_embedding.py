@@ -146,7 +146,7 @@ def _describe_multi_vector(
 
 
 def _check_multi_vector_modules(root: Path, later: list[ModuleSpec], *, is_colbert: bool) -> None:
-    """Check that the modules of a checkpoint without a Pooling module determine its outputs.
+    """Check that a checkpoint specifies its outputs although it has no module `Pooling`.
 
     Args:
         root: the folder of the checkpoint.

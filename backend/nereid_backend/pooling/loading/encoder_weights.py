@@ -120,8 +120,8 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
         )
     if hasattr(transformers, spec.architecture):
         return  # The unused weights belong to a head that this task does not need.
-    # transformers has loaded the weights into another class. The class in the config, which is
-    # missing in transformers, may need the unused weights.
+    # transformers has no class for this architecture, so another class has loaded the weights. The
+    # missing class might need the weights that the other class does not use.
     unexpected = report.get("unexpected_keys", ())
     unused = sorted(name for name in unexpected if not _is_ignored(spec, name))
     if unused:
@@ -133,7 +133,7 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
 
 
 def _is_ignored(spec: CheckpointSpec, name: str) -> bool:
-    """Return whether transformers may leave out a weight whose name is `name`.
+    """Return whether the weight `name` may stay unused when transformers loads the model.
 
     This function is for checkpoints whose class does not exist in transformers.
     """

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the rules of a checkpoint with late interaction, such as ColBERT.
+"""Reads the rules by which a checkpoint such as ColBERT treats queries and documents.
 
-The rules describe how the checkpoint treats queries and documents.
-
-Such a model returns one vector for each token. Three formats of files describe the differences
-between queries and documents:
+Such a model returns one vector for each token. This is called late interaction. Three formats of
+files describe the differences between queries and documents:
 
     sentence-transformers   the settings file of the transformers model, and a module
                             MultiVectorMask in modules.json
@@ -109,7 +107,7 @@ class LateInteraction:
         return max(document_length, self.query_length or 0)
 
     def mark(self, prompts: Mapping[str, str]) -> dict[str, str]:
-        """Add the markers of queries and documents to the prompts of a checkpoint.
+        """Prepend the markers, such as "[Q] ", to the prompts for queries and documents.
 
         Return the new prompts by name. If queries are processed differently from documents, the
         result contains the name "query", so that clients can select this name.
@@ -170,7 +168,8 @@ def read_late_interaction(
     )
 
 
-# The keys of the settings file that determine the rules. PyLate's file has the same keys.
+# These keys in the settings file determine how queries and documents are treated. PyLate's file has
+# the same keys.
 _SETTINGS = ("query_length", "document_length", "query_expansion")
 
 
@@ -222,7 +221,8 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
             (QUERY, saved.get("query_prefix") or ""),
             (DOCUMENT, saved.get("document_prefix") or ""),
         ]
-        # If the file also has query_expansion, the key of sentence-transformers, its value is used.
+        # The key `query_expansion`, which sentence-transformers uses, has priority over PyLate's
+        # keys for query expansion.
         expands_queries = saved.get("do_query_expansion") is not False
         if expands_queries and "query_expansion" not in saved:
             values["query_expansion"] = _pylate_expansion(saved)
@@ -234,7 +234,7 @@ def _pylate_expansion(saved: Mapping[str, Any]) -> dict[str, Any]:
 
     Example: {"query_length": 48} returns {"strategy": "fixed", "attend": False, "length": 48}.
     """
-    # In the files of PyLate, this entry has one of two names.
+    # These two keys have the same meaning, and a file of PyLate may contain either of them.
     attends = saved.get("attend_to_expansion_tokens", saved.get("attend_to_mask_tokens"))
     return {
         "strategy": "fixed",
@@ -244,7 +244,7 @@ def _pylate_expansion(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rules for queries and documents from the content of Stanford's file.
+    """Read the rules for queries and documents from the content of `artifact.metadata`.
 
     The keys are the names that sentence-transformers uses.
     """

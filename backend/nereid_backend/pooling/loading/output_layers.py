@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers between the token vectors of a model and its outputs."""
+"""The layers that convert the transformers model's token vectors to the outputs."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -73,8 +73,8 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     base = replace(_read_base(folder, config, architecture, task, saved), has_modules=bool(modules))
     if task != "embed":
         return _describe_scoring(base, modules, saved)
-    # The setting `pooling` replaces the checkpoint's modules. Modules for another task are ignored,
-    # too.
+    # Ignore the checkpoint's modules if the setting `pooling` is set, because the setting replaces
+    # the modules. Also ignore modules that are for a task other than embedding.
     uses_modules = settings.pooling is None and is_embedder(modules)
     return describe_embedding(base, settings, root, modules if uses_modules else [])
 

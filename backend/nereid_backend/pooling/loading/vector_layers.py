@@ -122,7 +122,7 @@ def load_linear(path: Path, device: torch.device) -> Layer:
 
 
 def load_projection(folder: Path, name: str, device: torch.device) -> Layer:
-    """Load a linear layer without a bias. Its matrix is among the weights of the encoder.
+    """Load a linear layer that is stored with the weights of the encoder. The layer has no bias.
 
     Args:
         folder: the folder of the checkpoint.
@@ -142,7 +142,7 @@ def load_projection(folder: Path, name: str, device: torch.device) -> Layer:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a module by name. Their data type is not converted."""
+    """Return the weights of a module by name. The data type of the weights does not change."""
     path = folder / "model.safetensors"
     try:
         if path.is_file():

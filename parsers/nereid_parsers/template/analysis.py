@@ -94,7 +94,8 @@ from nereid_parsers.template.tools import (
     find_tools,
 )
 
-# The report shows this word as the form of the tool calls if quarantine.py declares the format.
+# If quarantine.py declares a format, the analysis does not infer the format. The report then shows
+# "recognised" instead of a form of tool calls, such as "JSON".
 _KNOWN_FORM = "recognised"
 
 
@@ -191,7 +192,7 @@ def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAn
 
 
 def _choose_content_form(prober: Prober) -> None:
-    """Set `prober.form` to the first form of messages in which the template renders content.
+    """Find out in which form the template expects messages, and store the form in `prober.form`.
 
     Templates expect a message in different forms. For example, the content of a message is a string
     in one form and a list of parts in another form.
@@ -255,8 +256,9 @@ def _check_known_format(
     )
     reasoning = find_rendered_reasoning(turn)
     tools = _compare_known_calls(turn, has_calls=has_calls)
-    # This comparison shows the markers that end a turn. The empty findings about reasoning suffice,
-    # because the declared format contains the markers of reasoning and content.
+    # This comparison is needed only for the markers that end a turn. The declared format already
+    # contains the markers of reasoning and content, so `compare_content` gets no findings about
+    # reasoning.
     end_markers = compare_content(turn, ReasoningFindings()).end_markers
     fmt = _with_turn_ends(known_format.make_format(), end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)

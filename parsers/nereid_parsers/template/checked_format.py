@@ -82,9 +82,10 @@ def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFor
 
 
 def _wrong_call(proofs: list[Proof]) -> Proof | None:
-    """Return the parsed message with one tool call if this call was parsed wrongly, or else None.
+    """Return the parsed message with one tool call. Return None if it was parsed correctly.
 
-    A proof is a rendered message that was parsed to check the format.
+    A proof is a rendered message that was parsed to check the format. The result is also None if
+    no message with one tool call was rendered.
     """
     wrong_calls = [proof for proof in proofs if proof.name == ONE_CALL_PROOF and proof.differs]
     return wrong_calls[0] if wrong_calls else None

@@ -116,7 +116,7 @@ def _combine(
     file_format: ChosenFormat,
     combine_sections: Callable[[Sections, Sections], Sections],
 ) -> ChosenFormat:
-    """Combine one part of a format that the user chose with the other parts from the files.
+    """Take one part from the chosen format, and the other parts from the format of the checkpoint.
 
     The files of the checkpoint contain or imply a whole format, and the user chose another format
     only for its reasoning part or only for its tool section. Only formats whose layout is
@@ -142,7 +142,7 @@ def _combine(
 
 
 def _join_formats(chosen: Format, from_files: Format, layout: Sections) -> Format:
-    """Return a format with the given layout, and with the names, ends and sources of both formats.
+    """Combine two formats. Join the names, end markers and sources, and use the given layout.
 
     The ends are the texts that the parser removes because they end a turn. The texts that open a
     turn (`turn`) are those of `from_files`, because the template of the checkpoint writes them.
@@ -157,7 +157,7 @@ def _join_formats(chosen: Format, from_files: Format, layout: Sections) -> Forma
 
 
 def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:
-    """Return the parts of `from_files`, with the reasoning part replaced by the part of `chosen`.
+    """Return a copy of `from_files` in which the reasoning part comes from `chosen`.
 
     If `chosen` also declares markers around the content or a tool section, the result contains
     these markers or this tool section.
@@ -170,7 +170,7 @@ def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:
 
 
 def _replace_tools(chosen: Sections, from_files: Sections) -> Sections:
-    """Return the parts of `from_files`, with the tool section replaced by the section of `chosen`.
+    """Return a copy of `from_files` in which the tool section comes from `chosen`.
 
     If `chosen` also declares markers around the content, the result contains these markers. The
     reasoning part of `chosen` is used only if the files declare no reasoning, because the user did

@@ -149,7 +149,7 @@ def paint_for(colour: str) -> Paint:
         return no_colour
 
     def paint(kind: str, text: str) -> str:
-        """Add the escape sequences for the given kind of text, such as "title", to `text`."""
+        """Add a terminal colour to `text`. The colour depends on `kind`, such as "title"."""
         return f"{_COLOURS.get(kind, '')}{text}{_RESET}" if text else text
 
     return paint

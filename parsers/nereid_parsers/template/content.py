@@ -106,7 +106,7 @@ def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> 
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
-    """Find markers around the content that a template writes only in messages with tool calls.
+    """Find markers around the content. Some templates write them only in messages with tool calls.
 
     Such a template writes the markers even if the content of the message is empty. Example: a
     message without content is rendered as "<say></say><call>..", and a message with content is
@@ -161,7 +161,7 @@ def _markers_around_content(text: str) -> Wrapper | None:
 
 
 def _starts_with_empty_content(text: str, wrapper: Wrapper) -> bool:
-    """Return whether `text` starts with the two markers of content, without content between them.
+    """Return whether `text` starts with empty content: two markers such as `<say></say>`.
 
     >>> _starts_with_empty_content("<say> </say><call>", Wrapper("<say>", "</say>"))
     True
@@ -195,7 +195,8 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
-    # After an opening marker, this white space is removed too, because it has no meaning there.
+    # The loop removes `space_after_close` after closing markers and after opening markers. White
+    # space after an opening marker has no meaning.
     rest = text
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
@@ -246,9 +247,10 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 
 
 def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
-    """Return whether `marker` is the first marker after a user's message, and so ends the turn.
+    """Return whether `marker` ends the user's turn.
 
-    A marker in `header`, the text that opens the model's turn, does not end the user's turn.
+    The first marker after a user's message ends the turn. However, a marker in `header`, the text
+    that opens the model's turn, does not end the user's turn.
 
     >>> _ends_user_turn("<|eot|>", after_user_message="<|eot|><|start|>", header="<|start|>")
     True
@@ -259,7 +261,7 @@ def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Return the end of a turn that consists of markers and words, such as `<|out|>turn<|of|>`.
+    """Return the text that ends a turn. It consists of markers and words: `<|out|>turn<|of|>`.
 
     The end of a turn is a text that follows an answer and also follows a user's message. If one
     more marker follows the end of the turn in both places, the result contains this marker too.
@@ -281,7 +283,8 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     next_marker = _shared_first_marker(
         after_content.removeprefix(turn_end), after_user_message.removeprefix(turn_end)
     )
-    # A marker of the header opens a turn. EOS_TOKEN is a placeholder for an unknown token.
+    # A marker that occurs in the header does not end a turn, because the header opens the next
+    # turn. EOS_TOKEN is omitted, because it is a placeholder for an unknown token.
     is_end_marker = next_marker not in ("", EOS_TOKEN, *markers(header))
     return [turn_end, next_marker] if is_end_marker else [turn_end]
 
@@ -351,7 +354,7 @@ def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
 
 
 def _is_turn_end(marker: str, opening: str, after_user_message: str) -> bool:
-    """Return whether a marker after the content ends the turn. Otherwise, it closes the content.
+    """Return True if `marker` ends the turn, and False if `marker` only closes the content.
 
     A marker ends a turn if the marker also follows a user's message. Exception: if `<answer>` opens
     the content, `</answer>` always closes the content, because the two markers have one name.

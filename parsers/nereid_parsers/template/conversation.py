@@ -286,7 +286,7 @@ class InputForm:
         return message
 
     def _message_without_calls(self, answer: AssistantMessage) -> dict[str, Any]:
-        """Return an assistant message with content and reasoning, but without its tool calls.
+        """Convert an answer into a message with content and reasoning. The tool calls are omitted.
 
         The content and the reasoning are in separate fields of the message. In this example, the
         message has no content and no reasoning, and the template expects that `content` is None:

@@ -102,7 +102,7 @@ def tokens(text: str) -> list[str]:
 
 
 def common_prefix(text: str, other: str, split: Split = tokens) -> str:
-    """Return the longest common prefix of two texts that ends between two tokens.
+    """Return the longest common prefix of two texts. The prefix never ends inside a token.
 
     A token is a marker such as `<tool_call>`, a word, or a single character. In this example, the
     prefix does not end inside a marker, although both texts continue with "<tool_":
@@ -114,7 +114,7 @@ def common_prefix(text: str, other: str, split: Split = tokens) -> str:
 
 
 def common_suffix(text: str, other: str, split: Split = tokens) -> str:
-    """Return the longest common suffix of two texts that starts between two tokens.
+    """Return the longest common suffix of two texts. The suffix never starts inside a token.
 
     A token is a marker such as `</call>`, a word, or a single character. In this example, the
     suffix does not start inside a marker, although "call>" precedes `</all>` in both texts:
@@ -286,7 +286,7 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
-    r"""Derive one new marker from `marker` with each rule that matches the whole `marker`.
+    r"""Apply each rule that matches the whole `marker`, and return the derived markers.
 
     A rule derives a closing marker from an opening marker, or an opening marker from a closing
     marker. In this example, only the first rule matches:

@@ -42,10 +42,10 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
 
 
 def _inner_parts(value: object) -> tuple[object, ...]:
-    """Return the parts of a format that are in the value of an attribute, or () if there are none.
+    """Return the parts of a format that `value` contains. Return () if `value` contains no part.
 
-    A part is an instance of a dataclass. The value may be one part, a tuple of parts, or a value
-    without parts, such as a string.
+    `value` is the value of an attribute. A part is an instance of a dataclass. The value may be one
+    part, a tuple of parts, or a value without parts, such as a string.
     """
     values = value if isinstance(value, tuple) else (value,)
     contains_dataclasses = bool(values) and is_dataclass(values[0])

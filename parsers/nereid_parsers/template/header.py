@@ -152,7 +152,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
 
 
 def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: str) -> str:
-    """Return the header at the start of `shared`, without the text of the model's answer.
+    """Remove the text after the header from `shared`, and return only the header.
 
     The header is the text that opens every assistant message. If every rendered answer starts with
     `<think>` or with an empty block of reasoning, `shared` contains this text too:
@@ -191,7 +191,7 @@ def _generation_prompt(without_prompt: str, with_prompt: str) -> str:
 
 
 def _rendered_answers(prober: Prober) -> list[str]:
-    """Render conversations with an answer, and return the texts after the user's question.
+    """Render conversations that contain answers. Return the texts that follow the user's questions.
 
     Example: "...QUESTION<|end|><|assistant|>Hello" gives "<|end|><|assistant|>Hello". Conversations
     that the template fails to render are omitted. EOS_TOKEN, the placeholder for an unknown token
@@ -223,8 +223,8 @@ def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> st
     """
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # Each longer prefix starts with the shortest prefix. Therefore, every rendering that is not
-    # ignored contains the shortest prefix.
+    # All prefixes in `found_prefixes` start with the shortest of them. Therefore, the shortest
+    # prefix occurs in every rendering in which a prefix was found.
     return min(found_prefixes, key=len, default=generation_prompt)
 
 

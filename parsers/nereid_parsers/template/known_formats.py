@@ -28,7 +28,7 @@ from nereid_parsers.tool_declarations import Body
 
 
 def add_family_variants(section: ToolSection) -> ToolSection:
-    """Return a copy of a tool section that also accepts the tool calls of related models.
+    """Extend a tool section, so that the parser also accepts the tool calls of related models.
 
     A tool section declares how a model writes tool calls. A template renders only one variant of a
     tool call, but models of one family also write other variants. The registry of formats contains
@@ -58,7 +58,7 @@ def add_family_variants(section: ToolSection) -> ToolSection:
 
 
 def _families_of(section: ToolSection) -> list[ToolSection]:
-    """Return the registered tool sections whose tool calls look like the tool calls of `section`.
+    """Return the tool sections of model families with the same markers and JSON keys as `section`.
 
     A tool section declares how a model writes tool calls. The registry contains the tool sections
     of known model families. Example: if the tool calls of `section` are written as
@@ -76,7 +76,7 @@ def _families_of(section: ToolSection) -> list[ToolSection]:
 
 
 def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
-    """Return the members of `variants` that differ from all `calls` in markers or JSON keys.
+    """Omit each variant that has the same markers and JSON keys as a member of `calls`.
 
     Example: `calls` contains `<call>..</call>`, and `variants` contains `<call>..</call>` and
     `[call]..`. The result contains only `[call]..`.
@@ -94,7 +94,7 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
 
 
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
-    """Yield the ways to write a tool call that a model family declares, except the first way.
+    """Yield the second and all further ways in which a model family writes tool calls.
 
     A `Call` declares one way to write a tool call: the markers, and the body with the arguments.
     The family and `inferred_call` have the first way in common, but the template may write another
@@ -174,7 +174,7 @@ def _markup_of(call: Call) -> _Markup:
 
 
 def _keys_or_tags(call: Call) -> tuple[str, ...]:
-    """Return the JSON keys, or the tags, with which a tool call writes its arguments.
+    """Return the JSON keys of a tool call. If tags enclose each argument, return the tags instead.
 
     A JSON body gives the keys of the function's name and of the arguments. A body that writes each
     argument between two tags gives these tags. Any other body gives ().
@@ -201,7 +201,7 @@ def _keys_of(call: Call) -> Keys | None:
 
 
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
-    """Return a copy of a tool call that also accepts the JSON keys of the given model families.
+    """Add the JSON keys of the given model families to the declaration of a tool call.
 
     Example: `call` writes the arguments under the key "arguments", and a family also writes them
     under the key "parameters". The result accepts both keys (`Keys.also`). The result also accepts
@@ -289,7 +289,7 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
 
 
 def _markers_of(section: ToolSection) -> set[str]:
-    """Return the markers of a tool section: around all tool calls, and in its first tool call.
+    """Return the markers around all tool calls, and the markers in the first declared tool call.
 
     Example: if a tool call is written as `<tool_call>{name}<arg_key>{key}</arg_key>..</tool_call>`,
     the markers are `<tool_call>`, `<arg_key>`, `</arg_key>` and `</tool_call>`. A marker with a

@@ -151,7 +151,7 @@ def prompt_after_header(prompt: str, header: str) -> str:
 
 
 def _text_after_input(rendering: str, conversation: Conversation) -> str:
-    """Return the rendered text after the last input before the model's answer.
+    """Return the text after the last input, which is the user's question or a tool's result.
 
     If the conversation contains a tool's result, the last input is the result. Otherwise, the last
     input is the user's question. Example: the rendering "<user>QUESTION</user><assistant>Hello"

@@ -70,7 +70,7 @@ class Prober:
     refusals: dict[Conversation, str] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
-    # The names of the variables without which the template fails. Renderings set them to "".
+    # The names of variables that the template requires. Every rendering sets these variables to "".
     _blank_variables: set[str] = field(default_factory=set)
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
@@ -274,7 +274,7 @@ def unmask_call_ids(text: str) -> str:
 
 
 def _shows_call(text: str) -> bool:
-    r"""Return whether a rendered text contains the tool call as a model would write it.
+    r"""Return whether `text` contains a correctly rendered tool call.
 
     If the messages have a form that the template does not expect, the template renders the tool
     call wrongly. The function returns False in these cases:

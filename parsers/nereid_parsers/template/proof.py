@@ -91,7 +91,7 @@ class _RenderedAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _AnswerRenderer:
-    """Renders the answers of conversations as the texts that a model would generate.
+    """Renders the answer of a conversation. The result is the text that a model would generate.
 
     Attributes:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
@@ -121,7 +121,7 @@ class _AnswerRenderer:
         return _RenderedAnswer(unmask_call_ids(prompt), unmask_call_ids(answer))
 
     def _text_after_prompt(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render the answer of a conversation, without the start that `prompt` already contains.
+        """Render a conversation's answer. Omit the first part, which `prompt` already contains.
 
         Example: the prompt is "..<|assistant|><think>", and the rendered answer is
         "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the
@@ -144,7 +144,7 @@ class _AnswerRenderer:
         return _close_open_reasoning(answer, prompt, self.reasoning)
 
     def _answer_to_question(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render the answer to a question, without the start that `prompt` already contains.
+        """Render the answer to a question. Omit the first part, which `prompt` already contains.
 
         Example: the prompt is "..<|assistant|><think>", and the conversation is rendered as
         "..<|assistant|><think>Hm.</think>Hello.". The result is "Hm.</think>Hello.". If the prompt
@@ -202,7 +202,7 @@ def _parse_answer(
 def _conversations(
     reasoning: ReasoningFindings, tools: ToolFindings
 ) -> Iterator[tuple[str, Conversation]]:
-    """Yield the conversations with which the inferred format is checked, and their names.
+    """Yield a name and a conversation for each check of the inferred format.
 
     There is one conversation for each kind of message that the template can render. Example: if the
     template renders tool calls, the name "one call" and a conversation whose answer is a tool call
@@ -267,7 +267,7 @@ def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
-    """Put the closing marker of reasoning before a rendered answer if the prompt opens reasoning.
+    """Put the closing marker of reasoning before `text` if `prompt` ends with the opening marker.
 
     If a prompt ends with `<think>`, and the rendered answer contains no reasoning, a model would
     first write the closing marker:

@@ -68,7 +68,7 @@ def is_recipient_lines(source: str) -> bool:
 
 
 def _harmony_layout() -> Messages:
-    """Return the layout of gpt-oss from the registry."""
+    """Return the `layout` of the registered format `gpt_oss`."""
     layout = get_format("gpt_oss").layout
     assert isinstance(layout, Messages)
     return layout

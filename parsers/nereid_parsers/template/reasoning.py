@@ -293,7 +293,7 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
 def find_interruptions(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
-    """Return the marker of a tool call that ends reasoning without a closing marker.
+    """Return the marker of a tool call if this marker ends the reasoning instead of `</think>`.
 
     Some templates omit the closing marker of reasoning, such as `</think>`, before a tool call.
     Example: in "<think>REASONING<tool_call>..", the marker `<tool_call>` ends the reasoning. The

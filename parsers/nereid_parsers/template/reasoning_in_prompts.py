@@ -59,7 +59,7 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """Return the closing marker of the reasoning that `prompt` opens, or "".
+    """Return the closing marker of reasoning. Return "" if `prompt` contains no opening marker.
 
     Example: the prompt "..<|assistant|><think>" has the header `<|assistant|>`. After the header,
     the prompt opens reasoning with `<think>`, so the result is `</think>`. The first marker after

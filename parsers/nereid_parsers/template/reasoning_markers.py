@@ -37,7 +37,7 @@ class MarkerPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkup:
-    """The markers around the reasoning and around the content, which one search has found.
+    """The markers that were found around the reasoning and around the content.
 
     Example: "<think>REASONING</think><|assistant|><answer>CONTENT</answer>" has the reasoning
     markers `<think>` and `</think>`, the wrapper `<answer>`, `</answer>`, and the inner header
@@ -103,7 +103,7 @@ def last_opening(before: str) -> str:
 
 
 def first_opening(after_header: str) -> str:
-    r"""Return the text with which the end of a prompt opens reasoning, such as `<think>`, or "".
+    r"""Return the text that opens the reasoning, such as `<think>`. Return "" if there is none.
 
     A prompt ends with the header of the model's answer, such as `<|assistant|>`. After the header,
     some prompts contain the start of the reasoning. Usually, the first marker after the header
@@ -192,7 +192,7 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
 
 
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the shorter opening markers of reasoning that the parser must also accept.
+    """Return the last marker of `opening`, which some models write without the markers before it.
 
     If several markers open the reasoning, such as `<|message|><|thinking|>`, some models write only
     the last marker. So the result contains the last marker:
@@ -326,7 +326,7 @@ def _possible_openings(marker: str) -> list[str]:
 
 
 def markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
-    r"""Declare that one pair of markers encloses the reasoning, and another pair the content.
+    r"""Declare a pair of markers around the reasoning, and another pair around the content.
 
     The pairs come from an instruction, such as "Write <think></think> and <answer></answer>". An
     instruction does not show the white space around the markers of reasoning. The function assumes

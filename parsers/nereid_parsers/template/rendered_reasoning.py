@@ -66,7 +66,7 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation whose reasoning the template renders, and what thinking switches change.
+    """Find a conversation whose reasoning is rendered. Find out what the thinking switches change.
 
     A thinking switch is a template variable such as `enable_thinking`. A switch adds text, such as
     "<think></think>", to the generation prompt, which opens the model's answer. The caller infers
@@ -195,7 +195,8 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # Settings of few switches come first, so that settings of more switches are compared with them.
+    # The sort puts prompts with fewer switches first. The loop below compares each prompt with the
+    # prompts before it.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
@@ -206,7 +207,7 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 
 
 def _switches_of(prompt: GenerationPrompt) -> set[object]:
-    """Return the set of the thinking switches with which a prompt was rendered.
+    """Return the thinking switches of a prompt as a set, so that two prompts can be compared.
 
     The set contains a pair for each template variable, such as ("enable_thinking", False), and the
     text of the system message, such as "/no_think" or "".

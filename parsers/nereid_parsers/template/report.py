@@ -284,7 +284,7 @@ def _comparison_lines(comparison: Comparison, paint: Paint) -> Iterator[str]:
 
 
 def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
-    """Yield the lines of the report on one parsed message.
+    """Yield the lines that the report contains about one parsed message.
 
     The first line contains the name of the sample and whether it was parsed correctly. The second
     line contains the end of the prompt. Each further line contains one span of the message, such as
@@ -343,7 +343,7 @@ def supports_rows(analysis: TemplateAnalysis) -> list[tuple[str, str]]:
 
 
 def _value_text(value: object) -> str:
-    """Return the text that the report shows for the value of an attribute of `Supports`.
+    """Convert a value into the text that the report shows. For example, True becomes "yes".
 
     A value is a bool, a text, a tuple of texts, or a dict of texts:
 

@@ -99,7 +99,7 @@ class RequestTemplate:
         return text
 
     def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> _MarkedMessages:
-        """Return a copy of the messages in which `_END_OF_MESSAGE` ends the last message.
+        """Copy the messages, and append `_END_OF_MESSAGE` to the content of the last message.
 
         In the rendered prompt, `_END_OF_MESSAGE` shows where the content of the last message ends.
         Example: the content "Well," becomes "Well,CONTINUE_FINAL_MESSAGE_TAG ". If the content is a
@@ -120,7 +120,7 @@ class RequestTemplate:
 
 
 def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) -> _MarkedMessages:
-    """Return a copy of the messages in which `_END_OF_MESSAGE` ends the last text.
+    """Copy the messages, and append `_END_OF_MESSAGE` to the last text of the last message.
 
     `_END_OF_MESSAGE` is a constant that shows the end of the last message in the rendered prompt.
 
@@ -145,7 +145,7 @@ def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) ->
 def _replace_content(
     messages: Sequence[dict[str, Any]], content: object, *, final_text: str
 ) -> _MarkedMessages:
-    """Return a copy of the messages in which `content` is the content of the last message.
+    """Copy the messages, and replace the content of the last message with `content`.
 
     Args:
         messages: The messages of the request.

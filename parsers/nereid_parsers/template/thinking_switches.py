@@ -91,7 +91,7 @@ def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
 
 
 def _all_on_and_all_off(names: list[str]) -> list[Switches]:
-    """Return two settings: all given template variables are True, and all of them are False."""
+    """Return two settings. In one setting, all variables are True. In the other, all are False."""
     all_on = Switches(tuple((name, True) for name in names))
     all_off = Switches(tuple((name, False) for name in names))
     return [all_on, all_off]

@@ -143,7 +143,8 @@ def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober)
     except FormatError as error:
         prober.record_undecided(f"The tool section is invalid: {error}")
         return with_form
-    # The tool section also declares the tool calls of related models, which write other markers.
+    # Related models write tool calls with other markers. `add_family_variants` also declares these
+    # tool calls.
     return replace(with_form, part=add_family_variants(section))
 
 
@@ -277,7 +278,7 @@ def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the markers between the content and a tool call that end a turn and open the next.
+    """Return the header and the end marker that occur between the content and a tool call.
 
     A template may write the content and the tool call as two turns. Then an end marker closes the
     first turn, and the header opens the second turn. The result contains the header and the first

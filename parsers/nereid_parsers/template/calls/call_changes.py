@@ -1,4 +1,4 @@
-"""Compare tool calls that differ only in one part, such as the name, for the report."""
+"""Compare tool calls that differ in one part, such as the name. The report shows the result."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ _CALL_CHANGES = (
 
 
 def compare_changed_calls(prober: Prober) -> None:
-    """Compare the tool call in `ONE_CALL` with tool calls that differ in one part, for the report.
+    """Compare the tool call in `ONE_CALL` with similar tool calls, which differ in one part.
 
-    The comparisons have the labels T3 to T7b. They explain to the user how the template writes tool
-    calls. Example: if the changed tool call has a second argument, the recorded finding is
-    `', "b": 2' is added.`
+    The report shows the comparisons with the labels T3 to T7b. They explain to the user how the
+    template writes tool calls. Example: if the changed tool call has a second argument, the
+    recorded finding is `', "b": 2' is added.`
 
     Mutates: `prober.comparisons`. One comparison is appended for each changed tool call.
     """

@@ -62,7 +62,7 @@ def escape_braces(text: str) -> str:
 
 
 def unescape_braces(pattern: str) -> str:
-    """Return the text that a pattern without fields describes, with single braces.
+    """Replace each doubled brace in a pattern with a single brace. The pattern has no fields.
 
     In a pattern, braces that do not enclose a field are doubled.
 
@@ -163,7 +163,7 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 
 
 class _NumberGaps(NamedTuple):
-    """The places of the digits that number a tool call, relative to the function's name.
+    """The distances between the function's name and the digits that number the tool call.
 
     Attributes:
         before_name: The number of characters between a digit before the name and the name. None if
@@ -190,14 +190,15 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
     return _NumberGaps(
-        # The texts before the names are reversed, because the distance is counted from the name.
+        # `before_name` is the distance between the digit and the name after the digit. The reversed
+        # texts start at the name, so this distance is the index of the digit.
         before_name=_index_of_number(before_first_name[::-1], before_second_name[::-1]),
         after_name=_index_of_number(after_first_name, after_second_name),
     )
 
 
 def _index_of_number(first: str, second: str) -> int | None:
-    """Return the index at which two texts first differ, if they differ in consecutive digits.
+    """Find where two texts first differ. If consecutive digits differ there, return the index.
 
     The texts are from a first and a second tool call. If the first tool call has the number 0, the
     second tool call has the number 1. Return None if the first differing characters are other
@@ -229,7 +230,8 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
         if not found_name:
             continue
         if gaps.before_name is not None:
-            # The text is reversed, because the distance is counted from the name.
+            # `gaps.before_name` counts characters from the end of `before`. The text is reversed,
+            # because `_mask_digit` counts characters from the start of a text.
             before = _mask_digit(before[::-1], gaps.before_name)[::-1]
         if gaps.after_name is not None:
             after = _mask_digit(after, gaps.after_name)

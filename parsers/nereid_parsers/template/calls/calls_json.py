@@ -115,7 +115,7 @@ def _compare_with_two_calls(
 def _read_object_or_array(
     keys: Keys | NameIsKey, json_object: _JsonInText, array: _JsonInText
 ) -> CallFormat:
-    """Return the format if one call is written as a JSON object, and two calls as a JSON array.
+    """Return a format that accepts both a JSON object with one call and a JSON array of calls.
 
     The result declares the array and the object as two forms of tool calls. There are two cases.
     The columns show one tool call and two tool calls:
@@ -186,7 +186,7 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
 
 
 def _markup_of_two(first: _JsonInText, second: _JsonInText) -> ListMarkup:
-    """Return the markup around the JSON of two tool calls in one text.
+    """Return the markup before, between and after the JSON of two tool calls.
 
     Example: for `<c>{..}</c>, <c>{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and
     `separator` is ", ".

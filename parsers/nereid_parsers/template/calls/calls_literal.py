@@ -83,7 +83,7 @@ class _SectionMarkers(NamedTuple):
 
 
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
-    """Return the format of Python calls for a template whose markers enclose the list of all calls.
+    """Return the format of tool calls that are written as a list of Python calls between markers.
 
     Example: for `<calls>[f(a="x"), g(b="y")]</calls>`, the result declares the markers `<calls>`
     and `</calls>`. Between the markers, a model may write the calls with or without the brackets of
@@ -195,7 +195,7 @@ class _TextAroundCall(NamedTuple):
 
 
 def _cut_out_call(text: str, name: str, value: str, last_character: str) -> _TextAroundCall:
-    """Return the texts before and after the tool call in `text` that has this name and value.
+    """Find a tool call by its name and value. Return the texts before and after the tool call.
 
     The tool call starts with the name, and ends with the first `last_character` after the value.
 

@@ -68,7 +68,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
 
 def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
-    """Cut a tool call with two arguments at its name and at the XML elements of its arguments.
+    """Return the texts around a tool call's name and arguments. The two arguments are XML elements.
 
     A template may write a marker before every tag. Example: the result for
     `<c>f ~<a>1~</a>~<b>2~</b></c>` is `_NestedCall("<c>", " ", "~", "</c>")`. Return None if the
@@ -112,7 +112,7 @@ def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """Correct the markup of tool calls in which `marker` precedes every tag.
+    """Move `marker` from the end of each tool call to the start of the text that follows.
 
     The function `list_markup` assigns a marker between two tool calls to the end of the first call.
     The result assigns such a marker to the start of the second call. Example: in the tool calls

@@ -194,7 +194,7 @@ def _infer_value_tags(
 
 
 def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> str:
-    """Return the closing tag after a number, or "" if an equal tag follows a string.
+    """Return the closing tag after a number. Return "" if strings have the same closing tag.
 
     The text after a value consists of the closing tag and of the end of the tool call. The end of
     the tool call is equal after a number and after a string, so it is removed.
@@ -208,11 +208,11 @@ def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> st
 
 
 def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | None:
-    """Cut a tool call whose argument is the number 41 into the texts around the key and the number.
+    """Cut the key and the number out of a tool call. Return the three texts around them.
 
-    Return None if the template does not render the number as "41". Example: if `arguments.open` is
-    `>`, the tool call `<call f><json key="a">41</json></call>` is cut into `<json key="`, `">` and
-    `</json></call>`.
+    The tool call in `text` has one argument, the number 41. Return None if the template does not
+    render the number as "41". Example: if `arguments.open` is `>`, the tool call
+    `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and `</json></call>`.
 
     Args:
         text: The rendered tool call.
@@ -230,7 +230,7 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
 
 
 def _open_pattern(around: _TextAroundArgument) -> str:
-    """Return the pattern of an opening tag: the field `{key}` replaces the key of the argument.
+    """Return the pattern of an opening tag. In the pattern, `{key}` stands for the argument's key.
 
     >>> _open_pattern(_TextAroundArgument('<arg key="', '">', "</arg>"))
     '<arg key="{key}">'
@@ -239,9 +239,9 @@ def _open_pattern(around: _TextAroundArgument) -> str:
 
 
 def _text_after_string(texts: CallTexts) -> str:
-    """Return the text after the string in `texts.one_call`, a tool call with one string argument.
+    """Return the text that follows the value of the only argument in `texts.one_call`.
 
-    Example: `<call f><arg key="a">x</arg></call>` gives `</arg></call>`.
+    The value is a string. Example: `<call f><arg key="a">x</arg></call>` gives `</arg></call>`.
     """
     _, _, after_key = texts.one_call.partition(FIRST_KEY)
     _, _, after_value = after_key.partition(FIRST_VALUE)
@@ -284,7 +284,7 @@ def _split_into_words(text: str) -> list[str]:
 
 
 def _type_field(string_word: str, number_word: str) -> str | None:
-    """Return the field that replaces the type in the pattern of a tag, such as `type="{type}"`.
+    """Choose the field in the pattern of a tag: `{type}`, as in `type="{type}"`, or `{string}`.
 
     The field `{type}` replaces the name of the type, as in `type="number"`. The field `{string}`
     replaces a flag that states whether the value is a string, as in `string="false"`. Return None
@@ -323,7 +323,8 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
             string with markup in `texts.special_value`.
         before_value: The text between the key and a plain string, such as `<v>`.
     """
-    # The string with markup starts with FIRST_VALUE and ends with SECOND_VALUE.
+    # In `texts.special_value`, the argument is a string that starts with FIRST_VALUE and ends with
+    # SECOND_VALUE.
     words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_VALUE)
     pieces = split_at_words(texts.special_value, *words)
     if pieces is None:
@@ -340,7 +341,7 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
 
 
 def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
-    """Return tags for a quoted value, with `tags` as the alternative for a value without quotes.
+    """Return tags with quotes around the value. The result also accepts the tags without quotes.
 
     The opening quote is added to the tag before the value, and the closing quote is added to the
     tag after the value. The attribute `also` of the result contains the alternatives.
@@ -349,7 +350,8 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
-    # An alternative has no alternatives of its own.
+    # The alternatives in `tags.also` become alternatives of the result, so `unquoted` itself has no
+    # alternatives.
     unquoted = replace(tags, also=())
     return TaggedArguments(
         open=tags.open + escape_braces(quotes.open),

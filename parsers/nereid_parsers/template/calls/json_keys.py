@@ -88,7 +88,8 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
     if paths.id is not None:
-        # An id in an inner object with the name or the arguments has no outer key of its own.
+        # The id may be in the same inner object as the name or the arguments. Then `member_by_key`
+        # already contains the key of this object, and `setdefault` changes nothing.
         member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
     return order[:-1] if order[-1] == "id" else order

@@ -61,8 +61,9 @@ _UNNAMED_TEXT = VariableText("")  # for example `.` or `[^>]`
 Piece = str | OptionalWhitespace | VariableText
 Pieces = tuple[Piece, ...]
 
-# The pieces of the escapes that do not match the escaped character itself. A boundary, such as
-# `\b`, matches no character, so its piece is an empty literal.
+# Most escapes, such as `\.`, match the escaped character. This dict contains the pieces of the
+# other supported escapes. A boundary, such as `\b`, matches no character, so its piece is an empty
+# literal.
 _ESCAPES: dict[str, Piece] = {
     r"\s": OptionalWhitespace(),
     **dict.fromkeys((r"\w", r"\W", r"\d", r"\D", r"\S"), _UNNAMED_TEXT),
@@ -347,7 +348,7 @@ class _Reader:
                 num_open_groups -= 1
 
     def piece_of_escape(self, escape: str) -> Piece:
-        r"""Return the piece that an escape, such as `\s`, becomes.
+        r"""Convert an escape, such as `\s`, into a piece: a literal, white space or variable text.
 
         >>> [_Reader("").piece_of_escape(escape) for escape in (r"\s", r"\w", r"\b", r"\n", r"\.")]
         [OptionalWhitespace(), VariableText(name=''), '', '\n', '.']

@@ -99,7 +99,7 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 
 
 def _split_call_start(pieces: Pieces) -> _CallStart:
-    r"""Split the start of a tool call into a marker and a header with the function's name.
+    r"""Split the start of a tool call into a marker and a header, such as `<f={name}>`.
 
     There are three cases. If there is no variable text, the start is only a marker:
 
@@ -142,7 +142,7 @@ def _split_call_start(pieces: Pieces) -> _CallStart:
 
 
 def _without_leading_whitespace(pieces: Pieces) -> Pieces:
-    """Return the pieces of a regular expression without optional white space at the start."""
+    """Remove the pieces for optional white space from the start of a regular expression."""
     while pieces and isinstance(pieces[0], OptionalWhitespace):
         pieces = pieces[1:]
     return pieces
@@ -225,7 +225,7 @@ def _declare_body(field: Mapping[str, Any], head: str) -> Body:
 
 
 def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
-    """Return the declaration of a JSON body that contains the names of the called functions.
+    """Declare that the JSON of a tool call contains both the function's name and the arguments.
 
     The body is a JSON object with one tool call, or a JSON array with all tool calls of a message.
     `field` is the declaration of the field `tool_calls`. Three members of `field` show the kind of
@@ -286,7 +286,8 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
         FormatError: The expression has no group `key`, or no group `value` after it.
     """
     tag_pattern = str(options.get("tag_pattern", ""))
-    # A template writes all arguments in equal tags, so the first alternative is sufficient.
+    # `tag_pattern` may have several alternatives. A template writes all arguments with the same
+    # tags, so the first alternative is sufficient.
     pieces = alternatives(tag_pattern)[0]
     if not _has_key_before_value(pieces):
         raise FormatError(

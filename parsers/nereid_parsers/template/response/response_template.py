@@ -123,12 +123,12 @@ class _ContentMarkers(NamedTuple):
 
 
 def _content_markers(field: Mapping[str, Any]) -> _ContentMarkers:
-    """Divide the markers in the declaration of the field `content` into two kinds.
+    """Separate the markers around the content from the markers that end the turn.
 
-    The first kind is the wrapper: the markers around the content. The second kind ends the model's
-    turn. If `field` declares no opening marker, all closing markers end the turn. If `field`
-    declares an opening marker, the first closing marker belongs to the wrapper, and the other
-    closing markers end the turn.
+    `field` is the declaration of the field `content`, which contains both kinds of markers. The
+    markers around the content are the wrapper. If `field` declares no opening marker, all closing
+    markers end the turn. If `field` declares an opening marker, the first closing marker belongs to
+    the wrapper, and the other closing markers end the turn.
 
     >>> _content_markers({"close": "<end>"})
     _ContentMarkers(wrapper=None, turn_ends=('<end>',))

@@ -105,7 +105,7 @@ def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
 
 
 def _default_keys_in(function_path: str) -> Keys:
-    """Return the paths of the members `name` and `arguments` of the object at `function_path`.
+    """Return two paths: `function_path` plus the key `name`, and `function_path` plus `arguments`.
 
     A path consists of the keys that lead to a value in nested JSON objects, joined by dots. The
     path "" leads to the whole JSON object.
@@ -118,10 +118,11 @@ def _default_keys_in(function_path: str) -> Keys:
 
 
 def _path(placeholder: object) -> str:
-    """Return the path in a placeholder: the keys that lead to a value in nested JSON objects.
+    """Return the path in a placeholder, such as `tool.name` in `{content.tool.name}`.
 
-    transformers replaces the placeholder with this value. Dots join the keys of the path. In a
-    placeholder, "content" refers to the whole JSON object, so the path does not contain this word.
+    A path consists of the keys that lead to a value in nested JSON objects, joined by dots.
+    transformers replaces the placeholder with this value. In a placeholder, "content" refers to the
+    whole JSON object, so the path does not contain this word.
 
     >>> _path("{content.tool.name}"), _path("{content}")
     ('tool.name', '')

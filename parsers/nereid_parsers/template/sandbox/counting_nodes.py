@@ -110,7 +110,7 @@ class AddCounting(NodeTransformer):
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        """Record the constants with which a comparison compares a variable.
+        """Record each constant that the template compares with a variable.
 
         Example: `{% if mode == "fast" %}` records the constant "fast" for the variable `mode`.
         """

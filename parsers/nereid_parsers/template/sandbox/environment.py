@@ -116,7 +116,8 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
-            # The template writes the text outside all loops and macros once, as one step.
+            # This step counts the literal text outside loops and macros. One rendering writes this
+            # text at most once.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.

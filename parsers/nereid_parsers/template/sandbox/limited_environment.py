@@ -157,7 +157,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)
         if isinstance(owner, str | bytes | int | float):
-            # The method may be `join`, whose check needs the number of the items.
+            # If the method is `join`, the check below needs the number of the items. An iterator
+            # has no length, so each iterator is replaced by a list.
             args = tuple(__self._with_length(argument) for argument in args)
             check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)

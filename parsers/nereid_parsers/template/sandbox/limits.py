@@ -175,7 +175,7 @@ def _check_size(size: int, max_size: int) -> None:
 
 
 def size_of(value: object, max_size: int, depth: int = 0) -> int:
-    """Return the approximate number of characters of a value, if a template writes it as text.
+    """Estimate the number of characters of the text that a template would write for `value`.
 
     The size of a string is its length plus 16. The size of a list is the sum of the sizes of its
     members plus 16, and the keys and values of a dict are its members. A list that occurs twice in

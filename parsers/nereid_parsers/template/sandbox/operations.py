@@ -1,4 +1,4 @@
-"""Reject operations of a template that would make a very large value, before they run.
+"""Check a template's operations before they run, and reject operations with very large results.
 
 A running operation, such as `'x' * 10**9`, cannot be stopped. So each check estimates the size of
 the result from the operands, and raises LimitError if this size exceeds the limit for one value.
@@ -99,7 +99,7 @@ class FilterCall(NamedTuple):
     kwargs: dict[str, Any]
 
     def option(self, index: int, name: str) -> Any:  # noqa: ANN401
-        """Return an option, or "" if the template does not pass the option.
+        """Return the value of a filter's option. Return "" if the template passes no value.
 
         A template passes an option by position or by name, as in `text | replace("a", new="b")`:
 

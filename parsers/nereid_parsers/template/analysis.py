@@ -164,7 +164,7 @@ def analyze_checkpoint_template(
 
 
 def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAnalysis:
-    """Infer the format of a template's model, or check the known format, and collect the results.
+    """Infer the format of a model's output. If the format is already known, only check it.
 
     Mutates: `prober.form`, the form of messages that the template can render. `prober` also stores
     the comparisons and the open questions, which are copied into the result.

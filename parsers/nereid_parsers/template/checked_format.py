@@ -135,9 +135,9 @@ def _visible_markers(reasoning: Reasoning | None) -> list[str]:
 
 
 def _ends_of_format(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
-    """Return the texts around turns that the parser removes from a model's output.
+    """Return the markers and headers that the parser removes from the output of a model.
 
-    There are two kinds of texts:
+    There are two kinds of such texts:
 
         end markers      `<|end|>` ends a turn.
         inner headers    `<|assistant|>` opens a turn. Some models write this header inside their

@@ -53,7 +53,7 @@ TOOLS = [_tool(FIRST_TOOL), _tool(SECOND_TOOL)]
 
 @dataclass(frozen=True, slots=True)
 class ProbeCall:
-    """A tool call in a conversation of the analysis.
+    """A tool call in a conversation that the analysis renders.
 
     Attributes:
         name: The name of the called function.
@@ -71,7 +71,7 @@ TWO_CALLS = (*ONE_CALL, ProbeCall(SECOND_TOOL, ((SECOND_KEY, SECOND_VALUE),)))
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    """An assistant message in a conversation of the analysis. "" means that a part is absent."""
+    """An assistant message that the analysis renders. If a part is absent, its value is empty."""
 
     content: str = ""
     reasoning: str = ""

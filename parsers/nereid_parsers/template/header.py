@@ -82,13 +82,13 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 
 
 def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
-    """Describe the header and the text after the header in a prompt, for the report.
+    """Describe the header in a sentence for the report. Also describe the text after the header.
 
     Example: "The turn opens with '<|assistant|>'. The prompt continues with '<think>'."
 
     Args:
         header: The text that opens an assistant message.
-        prompts: The rendered prompts. The first prompt is described.
+        prompts: The rendered prompts. The text after the header is taken from the first prompt.
     """
     finding = f"The turn opens with {header!r}."
     text_after_header = prompts[0].after_header if prompts else ""

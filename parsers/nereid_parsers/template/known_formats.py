@@ -120,7 +120,7 @@ def _registered_sections() -> Iterator[ToolSection]:
 
 
 def _has_equal_markup(section: ToolSection, other: ToolSection) -> bool:
-    """Return whether the tool calls of two sections have equal markers and equal JSON keys.
+    """Return whether two tool sections declare tool calls with equal markers and equal JSON keys.
 
     A tool section may declare several ways to write a tool call. Only the first way of each section
     is compared. White space around the markers is ignored.

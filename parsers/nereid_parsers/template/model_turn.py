@@ -139,11 +139,11 @@ class ModelTurn:
 
 
 def prompt_after_header(prompt: str, header: str) -> str:
-    r"""Return the end of a prompt: the text after the header that opens the model's answer.
+    r"""Return the end of a prompt: the text after `header`.
 
-    Example: if the header is "<|im_start|>assistant\n", the prompt
-    "... <|im_start|>assistant\n<think>\n" gives "<think>\n". Return "" if the header does not occur
-    after the user's question.
+    The header opens the model's answer. Example: if the header is "<|im_start|>assistant\n", the
+    prompt "... <|im_start|>assistant\n<think>\n" gives "<think>\n". Return "" if the header does
+    not occur after the user's question.
     """
     after_question = text_after_last(prompt, USER_TEXT)
     header_in_prompt = _header_in(after_question, header)

@@ -230,7 +230,7 @@ def _conversations(
 
 
 def _drop_prompt_end(answer: str, prompt_end: str) -> str:
-    r"""Remove the end of the prompt from the start of a rendered answer.
+    r"""Remove the start of a rendered answer if the prompt already ends with this start.
 
     A prompt may end with the start of the answer, such as `<think>`. The model continues after this
     start, and does not write the start again.

@@ -137,7 +137,7 @@ class Report:
 
 
 def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | None) -> Report:
-    """Create a report on a format, with parsed messages and the constraint of a tool call.
+    """Create a report that shows a format, parsed messages and a constraint for tool calls.
 
     Args:
         title: The path of the template or checkpoint, or "" for a report without a title.
@@ -159,7 +159,7 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
 
 
 def _parse_sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse a rendered message, and return the message as a sample for the report.
+    """Parse a rendered message. The report shows the result, which is called a sample.
 
     A sample contains the spans that the parser recognises. A span is a pair of a kind and a text.
     Example: the message "<think>Hm</think>" has the spans ("markup", "<think>"),
@@ -198,7 +198,7 @@ def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _constraint_text(fmt: Format, prompt: str | None) -> str:
-    """Return the constraint that forces the model to call a tool, as text for the report.
+    """Return text for the report: the constraint that forces the model to call a tool.
 
     The text is a structural tag in JSON: a description of the allowed outputs, which the engine
     enforces. If the format allows no constraint, the text is a sentence with the reason.
@@ -253,7 +253,7 @@ def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
 
 
 def _analysis_lines(analysis: TemplateAnalysis, paint: Paint) -> Iterator[str]:
-    """Yield the lines on the comparisons of an analysis, and the table of supported features."""
+    """Yield the lines about all comparisons, and a table of the features of the template."""
     yield paint("title", "Comparisons")
     yield from _indented(_COMPARISONS_EXPLAINED)
     for comparison in analysis.comparisons:
@@ -277,7 +277,7 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _comparison_lines(comparison: Comparison, paint: Paint) -> Iterator[str]:
-    """Yield the lines on one comparison: its label, its finding and where the renderings differ."""
+    """Yield the lines about one comparison: its label, its finding and the differing texts."""
     yield f"{paint('name', comparison.name)}: {comparison.changed}"
     yield f"    {comparison.finding}"
     yield from _indented(difference_lines(comparison, paint))

@@ -29,7 +29,7 @@ _MAX_SETTINGS = 20
 def thinking_switches(
     template: CompiledTemplate, fixed_variables: Container[str]
 ) -> list[Switches]:
-    """Return the settings of the thinking switches with which the analysis renders prompts.
+    """Return the settings that the analysis tries for the thinking switches.
 
     A thinking switch turns thinking on or off. It is a template variable such as `enable_thinking`,
     or the word "/think" or "/no_think" in the system message. Example: if `enable_thinking` is the

@@ -17,7 +17,7 @@ from nereid_parsers.template.difference import MARKER
 from nereid_parsers.template.list_markup import ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# The types that declare how arguments are written in tool calls whose name precedes the arguments.
+# The types that declare arguments after a header. The header contains the function's name.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
 # The pattern of ids such as `functions.f:0`. Some templates render such an id instead of the
@@ -87,7 +87,7 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
 
 
 class _HeadVariant(NamedTuple):
-    """The patterns of a tool call's header and id, for one form of the header.
+    """Two patterns: one for a tool call's header, and one for the id of the tool call.
 
     Fields in braces replace the name, the number and the id of the tool call.
 

@@ -132,7 +132,7 @@ def _has_first_argument(value: object) -> bool:
 
 
 def find_path(value: dict[str, Any], is_wanted: Callable[[object], bool]) -> tuple[str, ...] | None:
-    """Return the keys that lead to the first value in `value` for which `is_wanted` returns True.
+    """Find the first value for which `is_wanted` returns True. Return the keys that lead to it.
 
     `value` is a JSON object. Its inner objects are searched too, but arrays are not searched.
     Return None if there is no such value.

@@ -257,7 +257,7 @@ class _Reader:
         return result
 
     def read_sequence(self) -> list[Pieces]:
-        """Read the elements up to the next `|` or `)`, and return their combined alternatives.
+        """Read elements up to the next `|` or `)`. Return all combinations of their alternatives.
 
         An element is, for example, a character or a group. In the expression below, the first
         element has two alternatives, and the second element has one alternative:

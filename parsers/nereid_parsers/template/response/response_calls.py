@@ -249,7 +249,7 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
 
 
 def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
-    """Return the declaration of arguments such as `{a:<q>x<q>}`, whose keys have no quotes.
+    """Declare that the keys of the arguments have no quotes, as in `{a:<q>x<q>}`.
 
     The option `string_delims` is a list of pairs: the text before a string value, and the text
     after the string value. Only the first pair is used, because a template renders all strings with
@@ -273,7 +273,7 @@ def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
 
 
 def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
-    r"""Return the declaration of arguments in tags, such as `<a=path>x</a>`.
+    r"""Declare that each argument is enclosed in two tags, such as `<a=path>x</a>`.
 
     The option `tag_pattern` is a regular expression that matches one argument with its tags. The
     group `key` matches the name of the argument, and the group `value` matches the value.

@@ -52,11 +52,11 @@ def keys_of_transform(transform: object) -> Keys:
 
 
 def _function_of_rule(rule: object) -> str | Mapping[str, Any]:
-    """Return the part of a rule that describes the called function.
+    """Return the member `function` of a rule. Return the whole rule if it has no such member.
 
     A rule describes how transformers builds a tool call from the JSON that a model writes. The
-    result is the member `function` of the rule, or the whole rule if there is no such member. It is
-    one placeholder, or an object with placeholders for the name and the arguments:
+    result describes the called function. It is one placeholder, or an object with placeholders for
+    the name and the arguments:
 
     >>> _function_of_rule({"function": "{content}"}), _function_of_rule({"name": "{content.f}"})
     ('{content}', {'name': '{content.f}'})

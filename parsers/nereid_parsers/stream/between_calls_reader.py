@@ -146,11 +146,11 @@ class BetweenCallsReader:
         return State.CONTENT
 
     def finish(self) -> None:
-        """Remove or write the text of a section without tool calls, because the message has ended.
+        """When the message ends, remove the text of an empty tool section, or write it as content.
 
-        The text of such a tool section is pending text. Examples: the text `<tool_calls>` is
-        removed, because it contains a tag. The text `TOOLS:` is written as content, because it
-        contains no tag.
+        A tool section without tool calls is empty, and its text is pending text. Examples: the
+        text `<tool_calls>` is removed, because it contains a tag. The text `TOOLS:` is written as
+        content, because it contains no tag.
         """
         if not self._is_section_empty():
             return

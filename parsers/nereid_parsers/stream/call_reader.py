@@ -85,7 +85,7 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def open_call(self, marker: str) -> State:
-        """Expect a tool call that starts with the opening marker `marker`, as in `<tool_call>`.
+        """Expect a tool call that starts with the marker `marker`, for example `<tool_call>`.
 
         The marker stays unread, because `read_start` reads the marker. Return the state CALL_START.
         """
@@ -170,7 +170,8 @@ class CallReader:
             The state in which the text after this content is read.
         """
         self._call_writer.clear_deviations()
-        # Without a tool call, the opening marker of the tool section is content, too.
+        # If the tool section contains no tool call, the opening marker of the section is also
+        # content.
         if not self.has_calls():
             self.section.is_open = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
@@ -224,7 +225,7 @@ class CallReader:
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=len(opening))
 
     def _is_start_cut_off(self) -> bool:
-        """Return whether the message has ended with an incomplete start of a tool call.
+        """Return whether the message has ended after only a part of the start of a tool call.
 
         Example: `<tool_call>{` is incomplete, because `{"` would start a JSON object. Inside a tool
         section, a tool call may lack its opening marker, so `{` alone is incomplete, too.
@@ -253,7 +254,7 @@ class CallReader:
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
-        """Set `_call` to the tool call of `match`, and create the reader of its body.
+        """Store the matched tool call as `_call`, and create the reader for the tool call's body.
 
         The opening marker and the header of this tool call have been read.
         """
@@ -284,9 +285,10 @@ class CallReader:
         return self.treat_as_content(_NO_CALL)
 
     def read_broken(self) -> State | None:
-        """Read arguments that are not valid JSON, such as `{"a": x}`, up to the next marker.
+        """Read the rest of the arguments up to the next marker. The arguments are not valid JSON.
 
-        Return the next state, or None if the marker has not arrived. See `OpenCall.read_broken`.
+        Example: in `{"a": x}`, `x` is not valid. Return the next state, or None if the marker has
+        not arrived. See `OpenCall.read_broken`.
         """
         call = self._call
         return self._end_call(call.variant) if call.read_broken() else None

@@ -93,7 +93,7 @@ class CallWriter:
             policy: The rules for unknown functions and for arguments that are not valid JSON.
             new_id: A function that generates an id for a tool call to which the model gave no id.
         """
-        # The settings of the writer, which do not change.
+        # The settings of the writer. They do not change.
         self.tools = tools
         # With the policy RAW, the arguments are never changed. The other policies may repair or
         # discard the arguments, but only complete arguments, so the arguments are stored.
@@ -155,7 +155,7 @@ class CallWriter:
         return True
 
     def _treatment_of(self, name: str, *, is_confirmed: bool) -> UnknownTool:
-        """Decide whether a tool call of `name` is accepted, discarded or treated as content.
+        """Decide whether a call of the tool `name` is accepted, discarded or treated as content.
 
         The policy has a rule for unknown functions. A function is unknown if the request offers
         tools, but not this function. The first case that applies decides:
@@ -176,7 +176,7 @@ class CallWriter:
         return self._policy.unknown_tool if is_confirmed else UnknownTool.CONTENT
 
     def _append_start(self) -> None:
-        """Append the event for the start of the tool call, with the next index.
+        """Increase `last_index`, and append the start event of the tool call with this index.
 
         If the model gave no id to the tool call, a new id is generated.
         """
@@ -232,10 +232,10 @@ class CallWriter:
             self._append_last_events()
 
     def _append_last_events(self) -> None:
-        """Append the last events of a tool call: the delayed arguments, and then the end event.
+        """Append the events for the stored arguments of a tool call, and then the end event.
 
-        The filter delays arguments such as `{"arguments": {"a": 1}}`, because the outer object may
-        be superfluous. Without the outer object, the delayed text is `{"a": 1}`. If the model has
+        The filter stores arguments such as `{"arguments": {"a": 1}}`, because the outer object may
+        be superfluous. Without the outer object, the stored text is `{"a": 1}`. If the model has
         written no arguments, `{}` is appended.
         """
         delayed = self._call.wrapper_filter.finish()
@@ -365,7 +365,7 @@ class CallWriter:
 
 
 def _events_of_call(index: int, events: list[Event]) -> list[ToolCallStart | ArgumentsDelta]:
-    """Return the start event and the arguments of the tool call with this index."""
+    """Return the start event and the arguments of the tool call whose index is `index`."""
     return [
         event
         for event in events

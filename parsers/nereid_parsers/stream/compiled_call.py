@@ -258,7 +258,7 @@ def _compile_body_start(call: Call) -> _BodyStart:
 
 
 def _first_chars(call: Call) -> tuple[str, ...]:
-    """Return one regex for each of the first characters with which the body of a tool call starts.
+    """Return regexes for the first characters of a tool call's body, one regex for each character.
 
     Examples: a JSON array of tool calls gives two regexes, one for `[` and one for `{` or `]`. A
     JSON object with only the arguments gives one regex for `{`. The result is () if any text can be
@@ -291,7 +291,7 @@ def _header_proves_call(call: Call) -> bool:
 
 
 def _fill_in_id(template: str, fields: dict[str, str]) -> str:
-    """Return the id of a tool call: `template`, with the texts of the header's fields filled in.
+    """Return the id of a tool call: `template` with each field replaced by its value in `fields`.
 
     The result is "" if a field of `template` is missing in `fields`. Example:
     `_fill_in_id("functions.{name}:{number}", {"name": "f", "number": "0"})` returns

@@ -1,4 +1,4 @@
-"""Compiles the variants of a tool call, and groups the variants by their first text."""
+"""Compiles the variants of a tool call, and groups the variants that start with the same text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSe
 # Shorter markers, such as "}", are ignored, because such texts often occur in content.
 _MIN_CLOSING_MARKER_CHARS = 4
 # If the opening marker is missing, the parser recognises a tool call by the first literal of the
-# header, for example `<function=`. The literal must have at least this number of characters,
-# because shorter texts often occur in content.
+# header, for example `<function=`. This constant is the minimum length of the literal, in
+# characters. Shorter texts often occur in content.
 _MIN_HEAD_MARKER_CHARS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledCalls:
-    """The compiled variants of a tool call, grouped by the text with which a variant starts.
+    """The compiled variants of a tool call. Variants that start with the same text form a group.
 
     A variant is one of several ways in which the model may write a tool call. The parser searches
     for the first text of each variant, and then tries the variants that start with this text.
@@ -54,7 +54,8 @@ class CompiledCalls:
         `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
         """
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
-        # If a marker is in several dicts, the last of these dicts decides its meaning.
+        # If a marker is a key of several dicts, the last of these dicts decides the marker's
+        # meaning.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
             **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),
@@ -66,7 +67,7 @@ class CompiledCalls:
 
 
 def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
-    """Compile the variants of a tool call, and group the variants by their first text.
+    """Compile the variants of a tool call, and group the variants that start with the same text.
 
     A variant is one of several ways in which the model may write a tool call. The parser searches
     for the first text of each variant, and then tries the variants that start with this text.
@@ -91,7 +92,7 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     return CompiledCalls(
         all=tuple(variants),
         by_trigger=by_trigger,
-        # If a text is in both groups, only `by_trigger` is used.
+        # If `by_trigger` and `by_head` have the same key, only `by_trigger` keeps this key.
         by_head={text: group for text, group in by_head.items() if text not in by_trigger},
         unmarked=tuple(v for v in variants if v.is_unmarked) if may_be_unmarked else (),
         section_opens=tools.opens,
@@ -117,7 +118,7 @@ def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> li
 
 
 def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
-    """Yield a variant without the opening marker for each tool call whose marker may be missing.
+    """For each tool call whose marker a model may omit, yield a variant without the marker.
 
     A model may omit the opening marker of a tool call or of a tool section, and start with the
     header. Example: the declaration `<tool_call><function={name}>..</tool_call>` gives the variant
@@ -131,7 +132,7 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return the declared variants of a tool call, followed by additional JSON variants.
+    """Return `calls` and added variants: an array for each JSON object, an object for each array.
 
     A model sometimes writes an array, `[{"name": "f", ..}]`, although the format declares an
     object, `{"name": "f", ..}`, or the reverse. Example: if only an object is declared, the result
@@ -158,9 +159,9 @@ def _does_head_identify_call(call: Call) -> bool:
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Return a dict that maps the first text of a tool call to the variants that start with it.
+    """Group the variants that start with the same text. Return a dict with these texts as keys.
 
-    The first text (the trigger) is the opening marker, or the first literal of the header if there
+    This text (the trigger) is the opening marker, or the first literal of the header if there
     is no marker. Example: two variants with the marker `<call>` give
     `{"<call>": (variant_1, variant_2)}`. Variants without a trigger are omitted.
 

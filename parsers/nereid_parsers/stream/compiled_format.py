@@ -96,7 +96,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
 
 
 def _compile_message_call(layout: Messages) -> CompiledCall:
-    """Compile the tool call of a layout in which each tool call is a separate message.
+    """Compile the declaration of tool calls for a format in which each tool call is a message.
 
     The header of such a message contains the function's name. `CompiledCall` requires a tool
     section, because arguments that are not valid JSON end at the closing markers of the section.
@@ -129,9 +129,9 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # If several dicts of a union contain one marker, the last of these dicts decides its meaning.
-    # Example: a marker that both opens and closes the reasoning has the meaning OPEN_REASONING in
-    # `content_kinds`, and CLOSE_REASONING in `reasoning_kinds`.
+    # If the same marker is a key of several joined dicts, the rightmost of these dicts decides the
+    # meaning of the marker. Example: a marker that both opens and closes the reasoning has the
+    # meaning OPEN_REASONING in `content_kinds`, and CLOSE_REASONING in `reasoning_kinds`.
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
@@ -166,7 +166,7 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
 
 
 def _shares_closing_marker(reasoning: Reasoning, calls: CompiledCalls) -> bool:
-    """Return whether one marker, such as `<|end_message|>`, closes reasoning and also tool calls.
+    """Return whether one marker, such as `<|end_message|>`, closes both reasoning and tool calls.
 
     After the start of a tool call inside the reasoning, the text up to this marker would be
     ambiguous: the marker ends either the tool call or the whole reasoning.

@@ -91,7 +91,7 @@ class CompiledHeader:
         return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 
     def _final_whitespace_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        r"""Return None if the white space with which the header must end is at `pos`.
+        r"""Test whether the white space that the header requires is at `pos`. If so, return None.
 
         Otherwise return NEED_MORE if more text may complete this white space, or NO_MATCH. Example:
         if the header `>>>all\n` must end with a line break, a space after `>>>all` gives NO_MATCH.

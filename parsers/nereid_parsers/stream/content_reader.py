@@ -137,7 +137,7 @@ class ContentReader:
         return State.CONTENT_ONLY
 
     def read_plain_message(self) -> State | None:
-        """Read the body of a message without tool calls up to the end of the message.
+        """Read a message body that contains no tool calls, up to the end of the message.
 
         Markers of tool calls have no meaning in this message, so they are written as content. The
         next message starts with a marker such as `<|start|>`. A marker such as `<|end|>` ends the
@@ -147,7 +147,8 @@ class ContentReader:
         Returns:
             The next state, or None if more text is required.
         """
-        # As inside the reasoning, only the markers that start or end a message have a meaning.
+        # `reasoning_markers` contains only the markers that start or end a message. Other markers
+        # are content here.
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))

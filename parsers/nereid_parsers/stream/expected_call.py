@@ -1,4 +1,4 @@
-"""Selects the ways to write a tool call that are possible at a position, and matches the text."""
+"""Decides which tool calls may start at a position, and tests which of them really starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPECIAL_TOKEN_STARTS = ("<|", "<｜")
 
 @dataclass(frozen=True, slots=True)
 class MatchedCall:
-    """A tool call whose start has been matched with the text.
+    """A tool call whose start has been found in the text.
 
     Attributes:
         variant: The matched variant, which is one of several ways to write a tool call.
@@ -33,7 +33,7 @@ class MatchedCall:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCall:
-    """A tool call that may start at the current position, before the text has been matched.
+    """A tool call that may start at the current position. `match` tests whether it really starts.
 
     Attributes:
         variants: The possible variants, in the order in which they are tried.
@@ -70,7 +70,7 @@ class ExpectedCall:
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
-        """Return whether the message ends inside the start of a tool call.
+        """Return whether the message ends after only a part of the start of a tool call.
 
         The caller removes such an incomplete start from the output. Examples: at the end of the
         message, `<tool_call>{` gives True, because `"name"` could follow. The text `<tool_call>x`
@@ -107,7 +107,7 @@ class CallStarts:
     __slots__ = ("_call_writer", "_calls")
 
     def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
-        """Create an object that selects the expected tool calls of one message.
+        """Create an object that decides which tool call may start at a position of one message.
 
         Args:
             variants: The ways in which the model may write a tool call.
@@ -118,7 +118,7 @@ class CallStarts:
         self._call_writer = writer
 
     def in_section(self) -> ExpectedCall:
-        """Return the tool call that may start inside a tool section. Any variant may start there.
+        """Return all variants of a tool call, because any variant may start inside a tool section.
 
         A tool section is the text between the markers that enclose all tool calls of a message.
         """
@@ -129,7 +129,7 @@ class CallStarts:
         return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:
-        """Return the tool call that may start with a header, although its marker is missing.
+        """Return the tool call that may start with a header, because its opening marker is missing.
 
         Example: `<invoke name="f">` is the header of a tool call, and the model has omitted the
         marker `<calls>` before the header. Such a header is accepted if the request offers tools,

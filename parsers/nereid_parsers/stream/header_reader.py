@@ -34,7 +34,7 @@ class HeaderReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._calls_first = context.calls_first
-        # Whether the output contains a marker that starts a message before the current position. If
+        # Whether the output up to the current position contains a marker that starts a message. If
         # the prompt ends with such a marker, the output may start with a header.
         self._has_read_marker = False
 
@@ -69,7 +69,7 @@ class HeaderReader:
         return self._read_header()
 
     def _read_header(self) -> State | None:
-        """Read the header with which the unread text starts. Return the next state.
+        """Read the header at the start of the unread text. Return the next state.
 
         Examples for the unread text:
 
@@ -124,9 +124,9 @@ class HeaderReader:
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)
 
     def _has_header_started(self) -> bool:
-        """Return whether the unread text starts with the first text of a header.
+        """Return whether the unread text starts with the first literal of a header.
 
-        Example: `<|channel|>fin` starts with `<|channel|>`, the first text of a header.
+        Example: `<|channel|>fin` starts with `<|channel|>`, the first literal of a header.
         """
         buffer = self._buffer
         return any(route.has_started(buffer.text, buffer.pos) for route in self._format.routes)

@@ -123,9 +123,9 @@ class Machine:
         self._read = self._read_methods[state]
 
     def start(self, start_point: StartPoint) -> None:
-        """Enter the state in which the output starts. The state before this call is CONTENT.
+        """Enter the state in which the parser starts to read the model's output.
 
-        The end of the prompt determines this state. Examples:
+        The state before this call is CONTENT. The new state depends on the end of the prompt:
 
             end of the prompt                  state
             `<|assistant|>`                    CONTENT
@@ -147,14 +147,14 @@ class Machine:
             self._forget_prompt(prefill_events)
         elif not start_point.is_prompt_known and self._unclassified_reader.is_needed():
             # The first marker will show whether the text before this marker is reasoning or
-            # content. A message without markers belongs to the stage of `start_point`.
+            # content. If the message contains no marker, `start_point.stage` decides.
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
             self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Discard the events of the beginning of the message that the prompt contains.
+        """Discard the events for the prompt's text. The prompt contains the start of the message.
 
         The client receives only events of text that the model generates. There are two exceptions,
         which the next `feed` returns:
@@ -209,7 +209,8 @@ class Machine:
         without arguments. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # A step may enter a state that only a later step can end, so the order must not change.
+        # The order of these methods must not change. A method may enter a state that only a later
+        # method handles.
         self._finish_unclassified_text()
         self._drop_incomplete_marker()
         self._run()
@@ -231,7 +232,7 @@ class Machine:
             self._enter(self._unclassified_reader.finish())
 
     def _drop_incomplete_marker(self) -> None:
-        """Remove an incomplete marker of several tags at the end of the message.
+        """If the message ends with an incomplete marker that has several tags, remove this marker.
 
         Example: `<|message|><|te` is the beginning of the marker `<|message|><|text|>`.
         """
@@ -239,7 +240,7 @@ class Machine:
             self._content_reader.drop_incomplete_marker(self._state)
 
     def _finish_interrupted_reasoning(self) -> None:
-        """Read a tool call inside the reasoning, if the reasoning was not closed after this call.
+        """If no closing marker follows a tool call inside the reasoning, read this tool call now.
 
         In the state INTERRUPTED_REASONING, all text from the tool call on has been stored, because
         a closing marker would have shown that the text is reasoning. `finish_interrupted` puts the
@@ -261,7 +262,7 @@ class Machine:
             self._run()
 
     def _finish_state(self) -> None:
-        """End a tool call with invalid arguments, or an incomplete header or tool section.
+        """End an incomplete part of the message, such as a tool call, a header or a tool section.
 
         No more text follows, so these parts of the message cannot be completed.
         """

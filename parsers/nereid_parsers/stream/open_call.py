@@ -129,7 +129,7 @@ class OpenCall:
         return has_body_ended or has_list_item_ended
 
     def _classify_ended_call(self, part_start: int) -> None:
-        """Classify the part of the body that starts at `part_start`, and in which a call has ended.
+        """Classify the text from `part_start` to the current position. A call ended in this text.
 
         In a list of tool calls, text may follow the end of the tool call. This text is "pending",
         because it may start another tool call. Examples:
@@ -190,7 +190,8 @@ class OpenCall:
         closing_markers = self.variant.closing_markers
         if not closing_markers or not self._body_reader.is_verbatim:
             return False
-        # A closing marker of several tags, such as `</f></call>`, is searched by its first tag.
+        # Only the first part of the closing marker is searched for, such as `</f>` in
+        # `</f></call>`.
         text_from_marker = self._call_writer.cut_arguments_at(closing_markers[0])
         if text_from_marker is None:
             return False
@@ -200,7 +201,7 @@ class OpenCall:
         return True
 
     def read_broken(self) -> bool:
-        """Read arguments that are not valid JSON up to the next marker, and write them unchanged.
+        """Write the rest of the arguments unchanged, because the arguments are not valid JSON.
 
         Example: in `{"a": [1}</tool_call>`, `]` is missing. The arguments up to `[1` have been
         written, so `}` is read and written, and the tool call ends. The marker stays unread. If no
@@ -241,10 +242,10 @@ class OpenCall:
         return is_call
 
     def _contains_complete_call(self) -> bool:
-        """Return whether the finished body contains a tool call, although no tool call was open.
+        """Return whether the finished body contains a complete tool call. No tool call is open.
 
-        In this case, `BodyReader.finish` sets the status BROKEN unless the body is a list of tool
-        calls that lacks only its closing bracket, or a tool call without arguments.
+        `BodyReader.finish` has then set the status BROKEN, unless the body is a list of tool calls
+        that lacks only its closing bracket, or a tool call without arguments.
         """
         is_valid = self._body_reader.status is not BROKEN
         return is_valid and self._call_writer.num_started > 0

@@ -17,7 +17,7 @@ Mismatch = Literal[-1, -2]  # The type of the two constants.
 
 
 def as_mismatch(negative_result: int) -> Mismatch:
-    """Return `negative_result`, which is NEED_MORE or NO_MATCH, with the type `Mismatch`.
+    """Convert the type of `negative_result`, which is NEED_MORE or NO_MATCH, to `Mismatch`.
 
     A matching function returns an `int`: a position, NEED_MORE or NO_MATCH. A caller that has
     tested `result < 0` uses this function so that the type checker knows that the result is not a
@@ -97,7 +97,7 @@ class FieldStep:
         return end
 
     def _accepts(self, value: str) -> bool:
-        """Return whether `value` can be the text of the field. Only `rest` may be empty."""
+        """Return whether `value` can be the field's text. Only the field `rest` may be empty."""
         if self.name == _OPTIONAL_FIELD:
             return True
         # Some models number the tool calls, so a number is not the name of a function.
@@ -224,7 +224,7 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
 
 
 def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str, ...]) -> list[str]:
-    """Replace the match in `text` by each replacement. Return one text for each replacement."""
+    """Return copies of `text`. In each copy, a different replacement replaces the matched text."""
     before = text[: match.start()]
     after = text[match.end() :]
     return [before + replacement + after for replacement in replacements]
@@ -269,7 +269,7 @@ def compile_pattern(source: str) -> Pattern:
 
 
 def _literal_at(parts: tuple[str | PatternField, ...], index: int) -> str:
-    """Return the part at `index` if this part exists and is a literal, or else ""."""
+    """Return `parts[index]` if `parts[index]` exists and is a literal. Otherwise return ""."""
     part = parts[index] if index < len(parts) else ""
     return part if isinstance(part, str) else ""
 

@@ -147,7 +147,7 @@ class ReasoningReader:
         return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
-        """Read a marker that opens the content while the reasoning is open. Return the next state.
+        """Read, inside open reasoning, a marker that opens the content. Return the next state.
 
         Examples, after a prompt that ends with `<think>`:
 
@@ -230,7 +230,7 @@ class ReasoningReader:
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Match the start of a tool call with the unread text. The text stays unread.
+        """Test whether the unread text starts with a tool call. The text stays unread.
 
         The unread text starts with `marker`. The marker opens a tool call, as in `<call>{"name"`,
         or a tool section, which encloses all tool calls of a message, as in
@@ -324,7 +324,7 @@ class ReasoningReader:
         return self._reasoning_state
 
     def _may_open(self, marker: str) -> bool:
-        """Return whether an opening marker of the reasoning in the content starts reasoning.
+        """Return whether `marker`, which was found in the content, starts reasoning.
 
         Examples for the marker `<think>`:
 

@@ -12,7 +12,7 @@ _BLANK_LINES = re.compile(r"(?:\s*[\r\n])?").match
 
 
 class TextWriter:
-    r"""Appends the events of reasoning and content to a list.
+    r"""Appends events for reasoning and content to a list.
 
     The writer stores two kinds of text until later text shows how to classify them:
 
@@ -39,21 +39,23 @@ class TextWriter:
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
-        """Create a writer that appends to `events`, and that has no trace function."""
+        """Create a writer that appends events to the list `events`. It has no trace function."""
         self._events = events
         self._trace: TraceWriter | None = None
         # The text that has been written.
         self.has_content = False  # Whether the message has content other than white space.
         self.is_after_marker = False  # Whether a marker directly precedes the next text.
-        # The type of the last text, or None if no text has been written since the last marker.
+        # The event type of the text that was written last. None if no text has been written since
+        # the last marker.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
         # The text that has been read, but not written.
         self.pending: list[str] = []  # Text that looks like the start of a tool call or message.
         self._whitespace: list[str] = []  # White space at the end of the last text.
-        # The white space that a marker has removed after the last content. More content restores
-        # this white space.
+        # White space that was removed after content, because a marker followed. If more content
+        # follows the marker, this white space is written before that content.
         self._removed_whitespace = ""
-        # The number of characters at the start of the next text that belong to the prompt.
+        # The next text may start with characters of the prompt. This attribute is the number of
+        # these characters.
         self._num_prompt_chars = 0
 
     @property
@@ -66,7 +68,7 @@ class TextWriter:
         self._trace = TraceWriter(trace) if trace is not None else None
 
     def _classify(self, classification: str, text: str) -> None:
-        """Pass `text` and its classification to the trace function, without text of the prompt."""
+        """Remove text of the prompt from `text`. Then pass the rest to the trace function."""
         if self._num_prompt_chars:
             text = self._without_prompt(text)
         if self._trace is not None:
@@ -75,7 +77,7 @@ class TextWriter:
     # ---- reasoning and content -------------------------------------------------------------------
 
     def write_reasoning(self, text: str) -> None:
-        r"""Append an event for `text` as reasoning, and store the white space at its end.
+        r"""Append an event for the reasoning `text`. Store the white space at the end of `text`.
 
         Example: after a marker, `write_reasoning("\n\nHm.\n")` appends `ReasoningDelta("Hm.")`. The
         blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
@@ -92,7 +94,7 @@ class TextWriter:
             self._last_text_type = ReasoningDelta
 
     def write_content(self, text: str) -> None:
-        r"""Append an event for `text` as content, and store the white space at its end.
+        r"""Append an event for the content `text`. Store the white space at the end of `text`.
 
         Example: after a marker, `write_content("\n\nHi\n")` appends `ContentDelta("Hi")`. The blank
         lines before `Hi` belong to the marker, unless content precedes the marker. The line break
@@ -181,7 +183,7 @@ class TextWriter:
         self.is_after_marker = True
 
     def start_after_call(self) -> None:
-        """Prepare for the text after a tool call. This text is treated like text after a marker."""
+        """Expect the text after a tool call. Treat this text like the text after a marker."""
         self.is_after_marker = True
         self._last_text_type = None
 
@@ -257,7 +259,7 @@ class TextWriter:
         return "".join(self.pending)
 
     def store_pending(self, text: str) -> None:
-        """Add text to the pending text, which looks like the start of a tool call or message."""
+        """Add `text` to `pending`, the text that looks like the start of a tool call or message."""
         self.pending.append(text)
 
     def drop_pending(self) -> None:
@@ -267,7 +269,7 @@ class TextWriter:
         self.pending = []
 
     def write_pending(self, text: str, fault: str) -> None:
-        """Write the pending text, followed by `text`, as content.
+        """Write the pending text and then `text` as content.
 
         The pending text looked like a marker, so no event contains the pending text yet. Example:
         with the pending text `<tool_call>` and the text ` is`, an event for the content
@@ -288,7 +290,7 @@ class TextWriter:
     # ---- the text of calls -----------------------------------------------------------------------
 
     def write_call(self, text: str, *, may_be_reread: bool) -> None:
-        """Classify the text of a tool call as "call", and remove the pending text before it.
+        """Classify `text`, a part of a tool call, as "call". First remove the pending text.
 
         Only the trace function receives this text. The CallWriter appends the events of the call.
 
@@ -310,7 +312,7 @@ class TextWriter:
             self._trace.shorten_call(num_chars)
 
     def end_call(self) -> None:
-        """Pass the text of a tool call that `write_call` has stored to the trace function."""
+        """Call the trace function with the text that `write_call` has stored for the tool call."""
         if self._trace is not None:
             self._trace.end_call()
 

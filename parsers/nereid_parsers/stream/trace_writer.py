@@ -1,4 +1,4 @@
-"""Passes all text of a message, with its classification, to a trace function."""
+"""Passes each piece of a message, together with its classification, to a trace function."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TraceWriter:
             self._trace(classification, text)
 
     def write_call(self, text: str, *, may_be_reread: bool) -> None:
-        """Pass a piece of a tool call to the trace function, or store the piece until `end_call`.
+        """Pass a piece of a tool call to the trace function now, or store the piece for `end_call`.
 
         Args:
             text: The piece.
@@ -48,10 +48,10 @@ class TraceWriter:
             self.write(CALL, text)
 
     def shorten_call(self, num_chars: int) -> None:
-        """Remove the last `num_chars` characters, at least one, from the stored text of a call.
+        """Remove the last `num_chars` characters from the stored text of a tool call.
 
-        Example: from `{"a": "x}</call>`, the last 7 characters `</call>` are removed. If the stored
-        text is shorter than `num_chars`, no text stays stored.
+        Example: from `{"a": "x}</call>`, the last 7 characters `</call>` are removed. `num_chars`
+        must be at least 1. If the stored text is shorter than `num_chars`, no text stays stored.
         """
         self._call_text = ["".join(self._call_text)[:-num_chars]]
 

@@ -1,4 +1,4 @@
-"""Reads the text before the first marker, which shows whether the text is reasoning or content."""
+"""Reads the text before the first marker. The marker shows whether this text is reasoning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UnclassifiedReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, reasoning: ReasoningReader) -> None:
-        """Create a reader for the text in `context`. `reasoning` reads the reasoning."""
+        """Create a reader for the text in `context`. The object `reasoning` reads all reasoning."""
         self._buffer = context.buffer
         self._format = context.format
         self._stray_close = context.policy.stray_close  # The rule for `</think>` without `<think>`.
@@ -47,7 +47,7 @@ class UnclassifiedReader:
         reasoning = self._format.reasoning
         if reasoning is None or reasoning.shown is Shown.INLINE:
             return False
-        # Some templates of the model family end the prompt with the opening marker, not all.
+        # Only some templates of the model family write the opening marker at the end of the prompt.
         prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
         # The policy accepts a closing marker, such as `</think>`, without an opening marker.
         opening_may_be_missing = self._stray_close is StrayClose.REASONING

@@ -88,7 +88,7 @@ class BodyReader:
         raise NotImplementedError
 
     def _start_named_call(self, head: Head) -> bool:
-        """Start a tool call of the function that the header `head` names.
+        """Start a call of the function whose name is in the header `head`.
 
         Return whether the tool call has started. If not, for example because the request does not
         offer the function, the text of the tool call is content.
@@ -101,7 +101,7 @@ class BodyReader:
         return pos
 
     def end_invalid_call(self) -> None:
-        """Complete the JSON text of the arguments, and end the tool call, which is not valid.
+        """Complete the JSON text of the arguments, and end the invalid tool call.
 
         Example: after the arguments `{"a": 1`, the reader writes `}`. The parser calls this method
         only if `is_verbatim` is false.
@@ -131,7 +131,7 @@ class StepReader(BodyReader):
         self._step = first_step
 
     def read(self, text: str, pos: int) -> int:
-        """Execute steps, from `text[pos]` on, until the body ends or more text is required.
+        """Read the text in steps, from `pos`, until the body ends or more text is required.
 
         Return the position up to which the text was read. See `BodyReader.read`.
         """

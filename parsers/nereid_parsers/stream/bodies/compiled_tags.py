@@ -31,7 +31,7 @@ _NEVER = "(?!)"  # A regex that never matches.
 
 
 class MarkerRole(Enum):
-    """The role of a marker that was found in the text of a value before the value's closing marker.
+    """Whether a marker, such as `</call>`, is a part of a value or follows the value.
 
     PART_OF_VALUE  The value contains the marker.
     AFTER_VALUE    The value ends before the marker. The closing marker of the value is missing.
@@ -125,7 +125,7 @@ def _compile_end_search(close: str, early_ends: tuple[str, ...], whitespace: str
 
 
 def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -> str:
-    r"""Return a regex that matches the end of a value, which is one of several markers.
+    r"""Return a regex that matches any of the markers that can end a value.
 
     The group "close" matches the closing marker of the value. The group "early" matches a marker
     that follows the value if the closing marker is missing. Example: for the closing marker

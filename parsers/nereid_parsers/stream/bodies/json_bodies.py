@@ -1,4 +1,4 @@
-"""Reads arguments that are a JSON object, and tool calls that are the members of a JSON array.
+"""Reads arguments in a JSON object, and tool calls in a JSON array.
 
 The readers pass the text of the arguments to the CallWriter as soon as the text arrives. The
 readers examine only brackets, strings and escape sequences, so a marker inside a string does not

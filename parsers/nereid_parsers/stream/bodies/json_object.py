@@ -233,7 +233,7 @@ class ObjectReader(StepReader):
         return end
 
     def _skip_value(self, text: str, pos: int) -> int:
-        """Skip a piece of the value of an ignored key. Return the position after the piece."""
+        """Read a piece of an ignored value, and write nothing. Return the end of the piece."""
         end = self._scanner.scan(text, pos)
         self._select_step_after_scan()
         return end

@@ -68,7 +68,7 @@ class Element:
     delayed_values: list[str] = field(default_factory=list)
 
     def child_schema(self, name: str) -> Mapping[str, object]:
-        """Return the schema of the child element `name`, or {} if the element declares none."""
+        """Return the JSON schema of the child element `name`, or {} if the child has no schema."""
         if self.kind is ElementKind.ARRAY:
             schema = self.schema.get("items")
         else:
@@ -117,10 +117,10 @@ class Element:
         return comma + key
 
     def take_delayed_values(self) -> str:
-        """Return the JSON text of `delayed_values`, or "". Afterwards `delayed_values` is empty.
+        """Remove all values from `delayed_values`, and return the removed values as one JSON text.
 
         Example: after `~<tag>a~</tag>~<tag>b~</tag>`, the result is the array `["a", "b"]`. After
-        `~<tag>a~</tag>` alone, the result is `"a"`.
+        `~<tag>a~</tag>` alone, the result is `"a"`. If there are no values, the result is "".
         """
         values = self.delayed_values
         self.delayed_values = []

@@ -172,7 +172,7 @@ class NestedReader(StepReader):
         self._elements.append(Element(name, schema, types, is_key_written))
 
     def _write_key(self, parent: Element, name: str) -> None:
-        """Write the delayed values of the previous children, and then the key of the child `name`.
+        """Write the stored values of the previous children, and then the key of the child `name`.
 
         Example: after `~<tag>a~</tag>`, the text `"a"` and then `, "days": ` is written for the
         child `days`.
@@ -181,7 +181,7 @@ class NestedReader(StepReader):
         self.writer.write(parent.add_key(name))
 
     def _write_delayed_values(self, element: Element) -> None:
-        """Write the values of closed children that `element` has delayed, if there are any."""
+        """Write the values in `element.delayed_values`, which belong to closed child elements."""
         json_text = element.take_delayed_values()
         if json_text:
             self.writer.write(json_text)
@@ -213,7 +213,7 @@ class NestedReader(StepReader):
         return NEED_MORE
 
     def _decide_kind_at_tag(self, element: Element, text: str, prefix_start: int) -> bool:
-        """Set the kind of an element whose opening tag is followed by another tag.
+        """Set `element.kind` of an element. Another tag follows the opening tag of this element.
 
         If the second tag is a closing tag, the element contains an empty text. If the second tag is
         an opening tag, as in `~<city>~<name>`, the element contains child elements. A malformed tag
@@ -252,7 +252,7 @@ class NestedReader(StepReader):
             element.kind = ElementKind.VALUE
 
     def _open_container(self, element: Element, first_child: str) -> None:
-        """Set the kind of an element with child elements, and write its opening bracket.
+        """Set `element.kind` to ARRAY or OBJECT, and write the opening bracket of the JSON value.
 
         Examples: for `~<days>~<item>`, the kind of `days` becomes ARRAY, and `[` is written. For
         `~<city>~<name>`, the kind of `city` becomes OBJECT, and `{` is written.
@@ -267,7 +267,7 @@ class NestedReader(StepReader):
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
 
     def _write_omitted_key(self, element: Element) -> None:
-        """Write the key of an element for which `_open_element` has not written a key.
+        """Write the key of `element` now, because `_open_element` has not written this key.
 
         `_open_element` writes no key if the previous sibling has the name of the element, because
         both elements may become the items of one array. An element with children cannot be an item
@@ -331,7 +331,7 @@ class NestedReader(StepReader):
             self._close_value(element)
 
     def _close_value(self, element: Element) -> None:
-        """Write the value of a closed element, or store a value that may become an array item.
+        """Write the value of a closed element, or store the value if it may become an array item.
 
         If the schema allows an array, several siblings of one name become an array. The values are
         then stored in the parent's `delayed_values`, and written when an element with another name
@@ -353,7 +353,7 @@ class NestedReader(StepReader):
         self.status = DONE
 
     def _close_arguments(self) -> None:
-        """Write the delayed values of the outermost object, and its closing brace."""
+        """Write the stored values of the outermost element, and then the closing brace."""
         self._write_delayed_values(self._elements[0])
         self.writer.write("}")
 
@@ -369,7 +369,7 @@ class NestedReader(StepReader):
         self.writer.end("the elements of the arguments are not valid")
 
     def finish(self) -> None:
-        """End the open tool call, because the message has ended. First write all delayed values.
+        """Write the values that are still stored, and end the tool call. The message has ended.
 
         The open elements are incomplete, so they are not closed.
         """

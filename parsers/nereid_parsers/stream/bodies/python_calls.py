@@ -35,7 +35,7 @@ class PythonCallsReader(StepReader):
     """
 
     def __init__(self, writer: CallWriter, declaration: PythonCalls, *, is_confirmed: bool) -> None:
-        """Create a reader for tool calls with the declared brackets and separators.
+        """Create a reader for tool calls in Python syntax, such as `[f(a=1), g()]`.
 
         Args:
             writer: The writer that converts the tool calls into events.
@@ -228,7 +228,7 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def end_invalid_call(self) -> None:
-        """Complete the JSON text of the arguments, and end the tool call, which is not valid.
+        """Complete the JSON text of the arguments, and end the invalid tool call.
 
         Example: inside the value of `f(city="Par`, the text `"}` is written.
         """
@@ -291,7 +291,7 @@ class UnquotedKeyReader(BodyReader):
         return end
 
     def end_invalid_call(self) -> None:
-        """Complete the JSON text of the object, and end the tool call, which is not valid.
+        """Complete the JSON text of the object, and end the invalid tool call.
 
         Example: inside `{city:<q>Par`, the text `"}` is written.
         """

@@ -21,7 +21,7 @@ _MISSING_CLOSE = "the closing marker of an argument is missing"
 
 
 class _ValueEnd(NamedTuple):
-    """The position up to which a text belongs to a value, and the position after the value.
+    """The end of a value's text, and the position where the next argument may start.
 
     Example: the text `a</p>` gives `_ValueEnd(1, 5)` if `</p>` is the closing marker of the value.
 
@@ -64,7 +64,7 @@ class TaggedReader(StepReader):
             self.status = BROKEN
 
     def _read_tag_or_end(self, text: str, pos: int) -> int:
-        """Read the opening tag of the next value, or end the tool call at a stop marker.
+        """Read the opening tag of the next value. If a stop marker follows, end the tool call.
 
         The text at `pos` follows the header of the tool call, or the closing marker of a value:
 
@@ -104,7 +104,7 @@ class TaggedReader(StepReader):
         return self._tags.match(text, pos, is_final=False) == NEED_MORE
 
     def _start_value(self, opening: TagOpening) -> None:
-        """Write the key of an argument, and prepare to read its value, which becomes `_value`.
+        """Write the key of an argument, and set `_value` to a new object for the argument's value.
 
         Example: for the second argument `<parameter=days>`, `, "days": ` is written.
         """
@@ -135,7 +135,7 @@ class TaggedReader(StepReader):
         return pos + len(padding) if has_padding else pos
 
     def _select_value_step(self) -> None:
-        """Select the step that reads the value. Write the opening quote of a declared string."""
+        """Select the step that reads the value. If the value is declared as a string, write `"`."""
         if self._value.is_declared_as_string():
             self.writer.write('"')
             self._step = self._pass_on_string
@@ -200,7 +200,7 @@ class TaggedReader(StepReader):
         return MarkerRole.AFTER_VALUE if is_next_argument else MarkerRole.PART_OF_VALUE
 
     def _pass_on_string(self, text: str, pos: int) -> int:
-        """Write the text of a string as it arrives. Write a closing quote at the closing marker.
+        """Write the text of a string as it arrives. At the closing marker, write the closing quote.
 
         The opening quote has been written before. Example: for the pieces `Pa` and
         `ris</parameter>`, `Pa` and `ris"` are written. After the closing marker, the next step
@@ -257,7 +257,7 @@ class TaggedReader(StepReader):
         self.writer.write("}" if self._keys else "{}")
 
     def end_invalid_call(self) -> None:
-        """Write the closing brace of the arguments, and end the tool call, which is not valid.
+        """Write the closing brace of the arguments, and end the invalid tool call.
 
         Text that belongs to no argument precedes the next tag, as in
         `<parameter=city>Paris</parameter>text<parameter=days>`.

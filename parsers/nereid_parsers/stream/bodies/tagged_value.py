@@ -104,7 +104,7 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
 
 
 def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:
-    """Return the JSON types that an opening tag declares for its value, or None for no type.
+    """Return the JSON types that an opening tag declares. Return None if the tag declares none.
 
     Examples: `<p name="days" string="true">` declares a string, `<p name="days" type="integer">`
     declares any type except a string, and `<p name="days">` declares nothing.

@@ -20,7 +20,7 @@ _TYPE_ALIASES = {
     "bool": "boolean",
     "dict": "object",
 }
-# Each of these keywords occurs only in schemas of one type.
+# If a JSON schema contains one of these keywords, the keyword determines the type of the value.
 _TYPE_OF_KEYWORD = (("properties", "object"), ("items", "array"), ("pattern", "string"))
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _FIRST_CHARS_OF_LITERALS = "[{(-+.0123456789'\""
@@ -139,7 +139,7 @@ def _declared_types(
 
 
 def _implied_type(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the JSON type of a schema with a keyword that occurs only in schemas of one type.
+    """Return the JSON type if a keyword of the schema, such as `items`, determines the type.
 
     Example: `{"items": {}}` gives `{"array"}`. Without such a keyword, the result is None.
     """
@@ -160,7 +160,7 @@ def _types_of_names(declared: object) -> frozenset[str] | None:
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the first set of JSON types in `parts`, or None if all items are None.
+    """Return the first item of `parts` that is not None, or None if there is no such item.
 
     The items of `parts` are the types of the schemas in an `allOf`. Usually only one of these
     schemas declares types, for example a reference to another schema.
@@ -267,7 +267,7 @@ class _Literal(NamedTuple):
 
 
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
-    """Return whether the text of a JSON value must become a JSON string to match the schema.
+    """Return whether a JSON value must be converted to a string, because of the schema.
 
     These examples show all cases:
 

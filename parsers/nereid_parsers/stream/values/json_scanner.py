@@ -111,7 +111,7 @@ class JsonScanner:
         return self._close_bracket(char, pos)
 
     def _close_bracket(self, char: str, pos: int) -> int:
-        """Read `char` at `pos`, which must close the innermost bracket. Set `status`.
+        """Read the bracket `char`, which must close the innermost open bracket. Set `status`.
 
         Return the position after the bracket. If `char` does not close the innermost bracket, the
         status becomes BROKEN, and the result is `pos`.
@@ -127,10 +127,10 @@ class JsonScanner:
 
 
 def match_object_start(text: str, pos: int) -> int:
-    """Return `pos` if a JSON object starts at `pos`, NO_MATCH if none starts there, or NEED_MORE.
+    """Test whether a JSON object starts at `pos`. Return `pos`, NO_MATCH or NEED_MORE.
 
-    Examples: `{"` and `{}` start an object, and `{x` does not. The text `{` gives NEED_MORE,
-    because the next character decides.
+    The result is `pos` if an object starts at `pos`. Examples: `{"` and `{}` start an object, and
+    `{x` does not. The text `{` gives NEED_MORE, because the next character decides.
     """
     if text[pos] != "{":
         return NO_MATCH

@@ -33,7 +33,7 @@ class Expected(Enum):
 
 
 class StringRole(Enum):
-    """The use of a string in a literal, which decides when the string is written as JSON.
+    """Whether a string is a key or a value. The role decides when the string is written as JSON.
 
     KEY              A key of an object. The key is written when the colon after the key is read.
     VALUE            A value or an item. Each piece is written as soon as it is read.
@@ -48,7 +48,7 @@ class StringRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpenString:
-    """A string of a literal, while the string is being read.
+    """A string in a literal. The closing quote of the string has not been read.
 
     Attributes:
         role: The use of the string.
@@ -83,7 +83,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class KeyOrItem:
-    """A key of an object, or the first item of a set. Only a key is followed by a colon.
+    """The key of an object, or the first item of a set. Only the next character distinguishes them.
 
     Attributes:
         key_json: The JSON text of the value as a key, for example `"1"`.

@@ -115,7 +115,7 @@ class LiteralReader:
         return self._rest_of_value() + closing_brackets
 
     def _rest_of_value(self) -> str:
-        """Return the JSON text that completes the innermost value, without closing brackets.
+        """Return JSON text that completes the innermost value. It contains no closing brackets.
 
         Examples: after `{"a": ["x`, the result is `"`. After `{"a": `, the result is `null`. After
         `{'a`, the result is `{`, because the incomplete key is omitted, and the brace has not been
@@ -191,7 +191,7 @@ class LiteralReader:
         self._expected = Expected.VALUE
 
     def _turn_into_set(self, first_item: KeyOrItem) -> None:
-        """Turn the innermost braces, which looked like an object, into a set. Write its first item.
+        """Write `[` and the first item, because the innermost braces enclose a set, not an object.
 
         Example: in `{'a', 'b'}`, `["a"` is written, because a set becomes a JSON array.
         """
@@ -278,7 +278,7 @@ class LiteralReader:
         return pos + 1
 
     def _begin_value(self) -> None:
-        """Prepare for a key or a value: set `_expected` to the kind of token after the value.
+        """Set `_expected` to the kind of the token that must follow the next key or value.
 
         A colon follows a key. A comma or a closing bracket follows any other value. If the value is
         an item after a comma, as `2` in `[1, 2]`, write the comma.
@@ -350,7 +350,7 @@ class LiteralReader:
         self._string = OpenString(role, reader, json_parts)
 
     def _role_of_string(self) -> StringRole:
-        """Return the role of the string that starts now.
+        """Return the `StringRole` of the next string in the literal, for example KEY or VALUE.
 
         Example: in `{'days': '3'}`, the string `days` is a key. If the schema allows only an
         integer for `days`, the string `3` is converted to the number `3`.
@@ -379,7 +379,7 @@ class LiteralReader:
                 self._key = KeyOrItem(key_json, item_json=key_json)
 
     def _converted(self, string: OpenString) -> str:
-        """Convert a stored string to a type that the schema allows, and return its JSON text.
+        """Convert a stored string to a type that the schema allows. Return the result as JSON text.
 
         Example: the string `3` becomes the number `3` if the schema allows only an integer.
         """

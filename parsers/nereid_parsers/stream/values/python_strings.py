@@ -179,7 +179,7 @@ class StringReader:
         return quote_end
 
     def _read_escape(self, text: str, pos: int, is_final: bool) -> int:
-        r"""Read the escape sequence at `pos`, and write the character that it represents as JSON.
+        r"""Read the escape sequence at `pos`, and convert the escape sequence to JSON text.
 
         Examples: `\n` is written as `\n`, `\x41` as `A`, and the unknown sequence `\d` as `\\d`.
 
@@ -197,7 +197,7 @@ class StringReader:
         return pos + 2
 
     def _read_hex_escape(self, text: str, pos: int, is_final: bool) -> int:
-        r"""Read an escape sequence with hexadecimal digits at `pos`, and write its character.
+        r"""Read an escape sequence such as `\x41` at `pos`. Write the character that it represents.
 
         Example: `\x41` is written as `A`. If the digits are missing, or are not the number of a
         character, only the backslash and the letter are read, and are written as two characters.

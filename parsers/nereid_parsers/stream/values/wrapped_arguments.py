@@ -29,7 +29,7 @@ def may_be_wrapped(function: str, tools: Tools) -> bool:
 
 
 def unwrap(arguments: str) -> str | None:
-    r"""Return the arguments without an object that encloses them. Return None if none does.
+    r"""Remove the superfluous object around the arguments. Return None if there is no such object.
 
     Some models write the arguments as the only member of another object. The key of this member is
     one of `_WRAPPER_KEYS`, and its value is an object or the JSON text of an object.
@@ -143,7 +143,7 @@ class WrapperFilter:
         return whitespace + brace + passed_on_after_brace
 
     def _read_key(self, text: str) -> str:
-        """Return `text` if its first key does not belong to a superfluous object, otherwise "".
+        """Return "" if the first key may be the key of a superfluous outer object, or else `text`.
 
         Text that is not returned is stored in `_stored_text`. Examples, if `"arguments"` is a key
         of superfluous objects:
@@ -170,7 +170,7 @@ class WrapperFilter:
         return self._stop_filtering(text)
 
     def _stop_filtering(self, text: str) -> str:
-        """Return `text`, and let `add` return all later text unchanged. Nothing stays stored."""
+        """Return `text`, and end the filtering: from now on, `add` returns all text unchanged."""
         self.is_passing = True
         self._stored_text = []
         return text

@@ -21,7 +21,7 @@ from nereid_backend.attention.layers import LayerWindow
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A sequence that adds more than one token in a step.
+    """A sequence that has more than one new token in a step.
 
     Attributes:
         start: the index of the first new token in the packed row.
@@ -94,7 +94,7 @@ class DecodeGroup:
         return rows
 
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Return the blocks that the decodes read, and the bias for the positions in these blocks.
+        """Return the blocks that the decodes read, and a bias that hides tokens in these blocks.
 
         A decode is a sequence with one new token, which attends to itself and to earlier tokens.
 
@@ -112,7 +112,8 @@ class DecodeGroup:
         is_hidden = positions >= lens
         if not window.is_full:
             is_hidden |= positions < first_positions
-        # The bias is the same for all heads, and a decode has one query.
+        # All heads use the same attention bias, and a decode has only one query. Therefore, the
+        # dimensions for heads and queries have the size 1.
         bias = hiding_bias(is_hidden)[:, None, None, :]
         return VisibleBlocks(blocks, bias)
 

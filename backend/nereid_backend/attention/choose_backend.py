@@ -209,7 +209,8 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
             query, None, layer, cache, batch, scale=scale, sinks=sinks, out=out
         )
         return
-    # Without a key and a value, all keys and values are read from the cache.
+    # `None` in place of the key and the value means that all keys and values are read from the
+    # cache.
     inputs = (query, None, None)
     out.copy_(reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks))
 
@@ -271,7 +272,7 @@ def _fastest_backends(
 
 
 def attention_name(kind: type[KVCache]) -> str:
-    """Return the name of an attention implementation for reports."""
+    """Return the name that reports use for an attention implementation."""
     return next(_NAMES[base] for base in kind.__mro__ if base in _NAMES)
 
 

@@ -79,14 +79,14 @@ class AttentionHook:
         attention_mask: Tensor | None,  # noqa: ARG002 - always None
         **kwargs: object,
     ) -> tuple[Tensor, None]:
-        """Compute one attention call. transformers defines the arguments and the result."""
+        """Compute one attention call. The library transformers defines arguments and result."""
         if self._forward is None:
             raise EngineError("The model was called outside of a step of the engine.")
         return self._forward(module, query, key, value, **kwargs), None
 
 
 class PagedForward:
-    """Computes the attention of one packed step over the paged KV cache.
+    """Computes the attention of one step. The keys and values are in a paged KV cache.
 
     An instance is used for one forward pass. The n-th call of the instance belongs to the n-th
     attention layer.
@@ -147,7 +147,7 @@ class PagedForward:
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Compute the attention of one layer. The keys and values are stored in the cache.
+        """Store the keys and values of one layer in the cache, and compute the layer's attention.
 
         `AttentionForward` documents the shapes.
 

@@ -87,14 +87,14 @@ class KVCache:
         return [self._places.index(place) for place in range(len(set(self._places)))]
 
     def _for_layers(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return one tensor for each layer. Layers with the same place in a block share a tensor.
+        """Return one tensor for each layer, in the order of layers. Layers can share a tensor.
 
         `tensors` contains one tensor for each place.
         """
         return [tensors[place] for place in self._places]
 
     def _for_places(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors without repetitions. `tensors` contains one tensor for each layer.
+        """Return each distinct tensor once. `tensors` contains one tensor for each layer.
 
         Layers with the same place in a block share a tensor.
         """

@@ -76,7 +76,7 @@ def _attend_decodes(
     rows = query[:, : batch.num_decodes].transpose(0, 1)
     out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
     for group in batch.decodes:
-        # A group without `tokens` contains all decodes of the step.
+        # If `group.tokens` is None, the group contains all decodes of the step.
         tokens = slice(None) if group.tokens is None else group.tokens
         keys, values = cache.gather(number, group.rows(spec.window, spec.num_kv_heads))
         bias = group.visible(spec.window).bias

@@ -142,8 +142,9 @@ class ActiveRequests:
         if sequence in request.followers:
             self._remove_follower(request, sequence)
         elif request.waits_for_prompt:
-            # While the grammar of a request is being compiled, `waits_for_prompt` is false. The
-            # call of `_enqueue` after the compilation selects the leader.
+            # The removed sequence would have computed the prompt, so the next sequence replaces it.
+            # While the grammar of the request is being compiled, no replacement is needed:
+            # `waits_for_prompt` is false, and `_enqueue` selects a sequence after the compilation.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 
@@ -185,7 +186,7 @@ class ActiveRequests:
             self._enqueue_followers(request)
 
     def _enqueue_followers(self, request: Request) -> None:
-        """Put all sequences of a request except the first into the waiting queue."""
+        """Put the sequences in `request.followers` into the waiting queue."""
         request.has_queued_followers = True
         for follower in request.followers:
             self.waiting.add(follower)
@@ -208,7 +209,7 @@ def _is_queued(request: Request, sequence: Sequence) -> bool:
 
 
 def _num_held_back(request: Request) -> int:
-    """Return the number of sequences of a request that are neither running nor in the queue."""
+    """Count those sequences of a request that are not running and not in the waiting queue."""
     if not request.is_prepared:
         return len(request.sequences)
     return 0 if request.has_queued_followers else len(request.followers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of async scheduling. Each step is planned while the previous step is still running.
+"""Async scheduling: each step is planned while the previous step is still running.
 
 In this example, A, B and C are the plans of three steps, and a, b, c and d are sequences:
 
@@ -24,7 +24,7 @@ _PENDING = -1
 
 
 class PendingPlans:
-    """The uncommitted plans, and the ended sequences that these plans contain.
+    """The plans of unfinished steps, and the ended sequences that these plans contain.
 
     Attributes:
         is_planning: whether `plan_next` is making a plan at the moment.
@@ -38,11 +38,11 @@ class PendingPlans:
         self._plans: list[StepPlan] = []
 
     def __bool__(self) -> bool:
-        """Return whether there is at least one uncommitted plan."""
+        """Return whether at least one planned step is unfinished."""
         return bool(self._plans)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        """Return whether an uncommitted plan contains a sequence."""
+        """Return whether the plan of an unfinished step contains `sequence`."""
         return any(sequence is chunk.sequence for plan in self._plans for chunk in plan.chunks)
 
     def keep_until_commit(self, sequence: Sequence) -> None:
@@ -87,7 +87,7 @@ class PendingPlans:
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Correct a plan that was made while the previous step was running, after that step ended.
+        """Correct a plan that was made before the previous step ended. That step has ended now.
 
         The plan assumed that the previous step adds exactly one token to each sequence, and it has
         a chunk of one token for each of these tokens.
@@ -123,7 +123,7 @@ class PendingPlans:
         return settled
 
     def remove(self, plan: StepPlan) -> None:
-        """Remove a plan that was committed or dropped. Do nothing if the plan is unknown."""
+        """Remove the plan of a finished or discarded step. Do nothing if the plan is unknown."""
         self._plans = [other for other in self._plans if other is not plan]
 
     def will_end(self, sequence: Sequence) -> bool:
@@ -131,7 +131,7 @@ class PendingPlans:
         return sequence in self.leaving or len(sequence.token_ids) >= sequence.max_total_tokens
 
     def take_free(self) -> list[Sequence]:
-        """Remove the sequences without an uncommitted plan from `leaving`, and return them."""
+        """Remove and return the sequences in `leaving` that no unfinished step contains."""
         busy = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
         free = [sequence for sequence in self.leaving if sequence not in busy]
         for sequence in free:
@@ -140,13 +140,13 @@ class PendingPlans:
 
 
 def _with_chunks(plan: StepPlan, replacements: dict[int, Chunk]) -> StepPlan:
-    """Return a copy of a plan with other chunks at the indices in `replacements`."""
+    """Return a copy of `plan` in which some chunks are replaced by the chunks in `replacements`."""
     chunks = [replacements.get(index, chunk) for index, chunk in enumerate(plan.chunks)]
     return replace(plan, chunks=chunks, num_tokens=sum(chunk.num_tokens for chunk in chunks))
 
 
 def _assume_step_ended(plan: StepPlan) -> list[Sequence]:
-    """Change the sequences of a running step as if the step had ended.
+    """Update the sequences of a running step as if the step had already ended.
 
     The chunks count as computed, and each sampling sequence gets the placeholder `_PENDING` in
     place of the token that is still being sampled. Return the sampling sequences in order.
@@ -162,7 +162,7 @@ def _assume_step_ended(plan: StepPlan) -> list[Sequence]:
 
 
 def _add_pending_tokens(plan: StepPlan, sampling_sequences: list[Sequence]) -> None:
-    """Add a pair to `plan.pending` for each chunk whose token the running step is sampling.
+    """Add a pair to `plan.pending` for each chunk whose input token is still being sampled.
 
     The pair contains the index of the chunk and the index of the token, which is the position of
     the sequence in `sampling_sequences`.

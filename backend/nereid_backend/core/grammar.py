@@ -107,7 +107,7 @@ class ThinkingSpec(NamedTuple):
 
 
 def _as_tuple(fields: object) -> tuple[Any, ...]:
-    """Return a list as a tuple. Another value, which is not valid, becomes a tuple with one value.
+    """Convert a list to a tuple. Put a value of any other type, which is invalid, into a tuple.
 
     The value comes from another process. An error message can show the tuple in both cases.
     """

@@ -10,7 +10,7 @@ KINDS = ("images", "videos", "audio")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """The images, videos and audio of one prompt, after the processor has prepared them.
+    """The images, videos and audio of one prompt, converted to arguments of the model.
 
     Attributes:
         arguments: the arguments of the model that describe the media, by name. Example: the

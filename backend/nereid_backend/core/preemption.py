@@ -37,7 +37,7 @@ def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -
 def _victim_of_largest_client(
     candidates: Iterable[Sequence], running: RunningSequences
 ) -> Sequence:
-    """Return the cheapest candidate of the client that uses the most blocks for its weight.
+    """Find the client with the most blocks per unit of weight. Return its cheapest candidate.
 
     Example: the clients A and B have the weight 1. The running sequences of A have 30 blocks, and
     those of B have 20 blocks. The result is the cheapest candidate of A.

@@ -27,7 +27,7 @@ class PrefillShares:
         self._remaining = {}
 
     def divide(self, budget: int, sequences: Iterable[Sequence]) -> None:
-        """Divide `budget` among the clients of `sequences` that have uncomputed prompts.
+        """Divide `budget` among the clients whose prompts in `sequences` must still be computed.
 
         A client with a smaller demand than its share gets only its demand. If fewer than two
         clients have uncomputed prompts, remove all shares.
@@ -36,9 +36,9 @@ class PrefillShares:
         weights: dict[str, float] = {}
         for sequence in sequences:
             num_uncomputed = len(sequence.token_ids) - sequence.num_computed_tokens
-            # One uncomputed token is the last sampled token of a running sequence, or the last
-            # token of a prompt. Such a sequence needs no share, because `take` always allows one
-            # token.
+            # If only one token is uncomputed, it is the last sampled token of a running sequence or
+            # the last token of a prompt. The sequence then needs no share, because `take` always
+            # allows one token.
             if num_uncomputed > 1:
                 params = sequence.params
                 demands[params.client_id] += num_uncomputed
@@ -53,12 +53,12 @@ class PrefillShares:
         tokens return 80 and 20, and a third call returns 1.
         """
         if num_tokens <= 1 or not self._remaining:
-            # A chunk of one token does not reduce the share, because the planner has already
-            # subtracted one token for each running sequence from the budget.
+            # A chunk of one token is not subtracted from a share, because the planner has already
+            # reduced the budget by one token for each running sequence.
             return num_tokens
         client = sequence.params.client_id
-        # A client has no share if `divide` did not get its sequence. The first chunk of such a
-        # client is not limited.
+        # If no sequence of a client was passed to `divide`, the client has no share. The first
+        # chunk of such a client is not limited.
         remaining = self._remaining.get(client, num_tokens)
         num_allowed = min(num_tokens, max(1, remaining))
         self._remaining[client] = remaining - num_allowed

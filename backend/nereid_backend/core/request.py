@@ -31,5 +31,5 @@ class Request:
 
     @property
     def waits_for_prompt(self) -> bool:
-        """Whether followers wait outside the queue until the leader has computed the prompt."""
+        """Whether sequences wait outside the queue while another sequence computes the prompt."""
         return self.is_prepared and bool(self.followers) and not self.has_queued_followers

@@ -14,7 +14,8 @@ MAX_SEQUENCES = 64
 MAX_CACHE_KEY_LENGTH = 256
 # The default of prompt_cache_ttl in seconds, for requests with a prompt_cache_key.
 _DEFAULT_CACHE_TTL_S = 300.0
-# Integers must be smaller than this number, because messages between processes use 64 bits.
+# Integer parameters must be smaller than 2**64, because messages between processes store integers
+# in 64 bits.
 _TOO_LARGE = 2**64
 
 

@@ -148,7 +148,7 @@ class Scheduler:
         return self._requests.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request was added and still has updates to return."""
+        """Return whether a request was added, and its last update was not returned yet."""
         return request_id in self._requests or any(
             update.request_id == request_id for update in self._ended_updates
         )
@@ -189,7 +189,7 @@ class Scheduler:
         self._requests.start(request_id, guide)
 
     def refuse(self, request_id: str, error: str, *, is_refused: bool = True) -> None:
-        """End a request whose grammar could not be compiled. The next commit reports the end.
+        """End a request whose grammar failed to compile. The next call of `commit` reports the end.
 
         Do nothing if the request has ended.
 
@@ -204,14 +204,14 @@ class Scheduler:
         ]
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or only its sequence `index`. The next commit reports the end.
+        """End a request, or only its sequence `index`. The next call of `commit` reports the end.
 
         Do nothing if the request is unknown.
         """
         sequences = self._requests.sequences_of(request_id)
         aborted = [sequence for sequence in sequences if index in (None, sequence.index)]
-        # End the last sequence first. If the first sequence ended first, the next sequence would
-        # become the leader and enter the waiting queue.
+        # End the sequences in reverse order. If the first sequence ended first, the next sequence
+        # would be put into the waiting queue to compute the prompt.
         updates = [self._endings.end(sequence, "abort") for sequence in reversed(aborted)]
         self._ended_updates += reversed(updates)
 
@@ -286,7 +286,7 @@ class Scheduler:
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
-        """End all sequences of a plan, because its step failed. Return their last updates.
+        """End all sequences in the plan of a failed step. Return the last update of each sequence.
 
         The blocks of these sequences may contain wrong values, so the prefix cache forgets them.
         The list also contains the last update of each sequence that was aborted or refused after

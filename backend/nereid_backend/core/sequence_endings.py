@@ -20,7 +20,7 @@ class SequenceEndings:
         planner: StepPlanner,
         drafter: Drafter | None,
     ) -> None:
-        """Store the objects from which an ended sequence is removed.
+        """Store the objects that manage sequences. An ended sequence is removed from each of them.
 
         Args:
             requests: the requests that have not ended.
@@ -75,13 +75,13 @@ class SequenceEndings:
         if sequence.row is None:
             return
         if sequence in self._pending_plans:
-            # The running step may still write to the row and the blocks.
+            # A running step may still write to the row and the blocks of this sequence.
             self._pending_plans.keep_until_commit(sequence)
         else:
             self._planner.release(sequence)
 
     def release(self) -> None:
-        """Release the rows and blocks of ended sequences that no uncommitted plan contains.
+        """Release the row and the blocks of each ended sequence that no unfinished step uses.
 
         The other ended sequences keep their blocks, because a running step still uses them.
         """

@@ -99,7 +99,7 @@ class StepPlanner:
         return self._make_plan(chunks)
 
     def _plan_fair_chunks(self) -> list[Chunk]:
-        """Share the step fairly among the clients that have requests, and return the chunks.
+        """Plan the chunks of a step so that all clients get fair shares of the tokens.
 
         The tokens of the step are added to the service of their clients. The client with the least
         service is served next.
@@ -114,7 +114,7 @@ class StepPlanner:
         return chunks
 
     def _divide_budget(self) -> None:
-        """Divide the token budget of this step among the clients that have uncomputed prompts.
+        """Divide this step's token budget among the clients whose prompts must still be computed.
 
         If every prompt must be computed in one step (`whole_prefill`), the budget is not divided.
         """
@@ -197,9 +197,10 @@ class StepPlanner:
             needs_one_token = start + 1 == len(sequence.token_ids) and self.drafter is None
             chunk: Chunk | None
             if needs_one_token and self.tables.has_block(sequence, start):
-                # Most chunks have one token and need no new block. `_plan_next_tokens` would return
-                # an equal chunk, but would take more time. Keyword arguments would take more time,
-                # too. The arguments after `start` are num_tokens, samples, is_first and num_logits.
+                # Most chunks have one token and need no new block. Such a chunk is created here,
+                # because a call of `_plan_next_tokens` would take more time. Keyword arguments
+                # would also take more time. The arguments after `start` are `num_tokens`,
+                # `samples`, `is_first` and `num_logits`.
                 chunk = Chunk(sequence, start, 1, True, False, 1)
             else:
                 chunk = self._plan_next_tokens(index, budget)
@@ -292,8 +293,8 @@ class StepPlanner:
             chunks.append(chunk)
             budget -= chunk.num_tokens
             if starts_with_overdue_prompt:
-                # The running sequences have no chunks in this step. Plan no second prompt, because
-                # a second prompt would make the step of the running sequences even later.
+                # The running sequences have no chunks in this step, so they must wait for the next
+                # step. A second prompt would make this wait longer, so only one prompt is planned.
                 break
 
     def _first_chunk(self, sequence: Sequence, budget: int) -> Chunk:

@@ -76,7 +76,7 @@ def make_update(
 
 
 def _add_prompt_fields(update: RequestUpdate, sequence: Sequence) -> None:
-    """Add the fields about the prompt, which only the first update of a sequence contains.
+    """Add the fields about the prompt. Only the first update of a sequence contains these fields.
 
     These fields are the number of cached tokens and, for sequence 0 of a request, the requested
     log-probabilities of the prompt.

@@ -52,17 +52,17 @@ class _PrefixRead:
     future: "Future[None] | None" = None
 
     def is_ready(self, now: float) -> bool:
-        """Return whether the thread has finished, or the time `now` has reached the deadline."""
+        """Return whether the read has finished or its deadline is over at the time `now`."""
         return now >= self.deadline or (self.future is not None and self.future.done())
 
     @property
     def has_all_files(self) -> bool:
-        """Whether all missing blocks were read, and also the snapshot if it is needed."""
+        """Whether all required files were read: the missing blocks and, if needed, the snapshot."""
         has_snapshot = not self.needs_snapshot or self.state is not None
         return has_snapshot and len(self.contents) == len(self.missing)
 
     def contents_by_hash(self) -> dict[bytes, bytes]:
-        """Return a mapping from the hash of each block that has been read to its bytes."""
+        """Return the blocks that have been read, as a dict from block hashes to bytes."""
         # Copy the list, because the thread may still append to the list.
         contents = list(self.contents)
         return dict(zip(self.missing, contents, strict=False))
@@ -75,7 +75,7 @@ class DiskTier:
     """
 
     def __init__(self, store: DiskStore, cache: PrefixCache, prefixes: StoredPrefixes) -> None:
-        """Create the disk tier. From now on, the tier writes the new blocks of `cache` to `store`.
+        """Create the disk tier, which writes the new blocks of the prefix cache to `store`.
 
         Args:
             store: the files on disk.
@@ -108,7 +108,7 @@ class DiskTier:
         return True
 
     def _plan_read(self, sequence: Sequence) -> _PrefixRead | None:
-        """Return the blocks and the snapshot of a sequence that must be read from disk.
+        """Return the blocks that must be read from disk, and whether a snapshot must be read, too.
 
         Return None if the available prefix is empty, or is completely in memory.
         """
@@ -123,7 +123,7 @@ class DiskTier:
         return _PrefixRead(hashes, missing, needs_snapshot, time.monotonic() + _MAX_WAIT_S)
 
     def _available_prefix(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the blocks before a sequence's first unavailable block.
+        """Return the block hashes of a sequence. Stop before the first block that is not available.
 
         A block is available if it is in memory or on disk. If the model has a recurrent state, the
         result ends at the last block whose snapshot is in memory or on disk.
@@ -146,7 +146,7 @@ class DiskTier:
         return ready
 
     def finish(self, request_id: str) -> None:
-        """Add the blocks that were read for a request to the prefix cache in memory.
+        """Finish the disk read of a request. Add the blocks that were read to the cache in memory.
 
         Do nothing if no files were being read for the request.
         """
@@ -160,7 +160,7 @@ class DiskTier:
             # snapshot.
             return
         self._insert_blocks(read.hashes, read.contents_by_hash())
-        # The memory may have been too small for all blocks.
+        # Some blocks may not be in memory, because there was not enough space for all blocks.
         has_all_blocks = all(self._is_in_memory(block_hash) for block_hash in read.hashes)
         if read.state is not None and has_all_blocks:
             self._insert_snapshot(read.hashes[-1], read.state)
@@ -285,7 +285,7 @@ class DiskTier:
         return block_hash in snapshots or _state(block_hash) in self._store
 
     def _save_block(self, block_hash: bytes, block: int) -> bool:
-        """Pass a block to the writer thread. Return False if too many bytes are waiting there."""
+        """Pass a block to the writer thread. Return False if the thread's queue is too large."""
         if not self._prefixes.has_blocks or _block(block_hash) in self._store:
             return True
         return self._store.write(_block(block_hash), self._prefixes.read_block(block))

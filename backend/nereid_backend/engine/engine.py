@@ -298,7 +298,7 @@ class Engine:
         """Return the present load of the engine, and the counters since its start."""
         parts = self._parts
         scheduler = parts.scheduler
-        # Each of these objects is None if the engine does not use the feature.
+        # `cache`, `drafts` and `features` are None if the engine does not use these objects.
         cache = scheduler.cache
         drafts = scheduler.drafter.lengths if scheduler.drafter else None
         features = parts.images.features

@@ -124,7 +124,7 @@ class EngineParts:
         return ChatProcessor(folder, self.images.config)
 
     def advance_swap(self) -> None:
-        """Load, check or activate the compiled forward pass if the compiler has finished.
+        """If the compiler has finished, load, check or activate the compiled forward pass.
 
         Mutates: `swap`, which becomes None when no work is left.
         """
@@ -153,7 +153,7 @@ class EngineParts:
             raise RequestError(f"lora_path: {error}") from error
 
     def _load_configured(self, name: str, path: str) -> None:
-        """Load an adapter of the setting lora_adapters. Raise a ConfigError if this fails."""
+        """Load an adapter from the setting `lora_adapters`. Raise a ConfigError if this fails."""
         try:
             self.load_lora(name, path)
         except RequestError as error:

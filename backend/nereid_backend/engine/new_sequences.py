@@ -107,7 +107,7 @@ class NewSequences:
     def _make_sequence(
         self, request_id: str, token_ids: list[int], params: SamplingParams
     ) -> Sequence:
-        """Return the first sequence of a request whose prompt and parameters are valid."""
+        """Create the first sequence of a request. The prompt and the parameters must be valid."""
         max_total_tokens = self._info.max_model_len
         if params.max_tokens is not None:
             max_total_tokens = min(max_total_tokens, len(token_ids) + params.max_tokens)
@@ -140,7 +140,7 @@ class NewSequences:
         return images
 
     def _check_kinds(self, images: ImageInputs) -> None:
-        """Raise a RequestError if the model does not accept the kinds of the given images.
+        """Raise a RequestError if the model does not accept a kind of media in `images`.
 
         The kinds are images, videos and audio.
         """
@@ -190,7 +190,7 @@ class NewSequences:
 
 
 def _without_shared_blocks(images: ImageInputs) -> ImageInputs:
-    """Return a copy of a prompt's images that prevents the reuse of the blocks of the prompt.
+    """Return a copy of `images`. With this copy, no other prompt can reuse the prompt's blocks.
 
     Some models store no keys and values in the blocks of a prompt with images, so no other prompt
     may reuse these blocks. `first_token` is the first token whose keys and values depend on the

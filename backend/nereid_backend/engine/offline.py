@@ -70,7 +70,7 @@ def generate(
 def _add_requests(
     add_request: AddRequest, requests: deque[tuple[str, Sequence[int], SamplingParams]]
 ) -> None:
-    """Add requests to the engine. Stop when the waiting queue is full or no request is left.
+    """Add requests to the engine until the waiting queue is full or all requests are added.
 
     The added requests are removed from `requests`.
     """

@@ -15,12 +15,12 @@ from nereid_backend.errors import ConfigError
 from nereid_backend.paths.stored_prefixes import StoredPrefixes
 from nereid_backend.runner import ForwardPath
 
-# Patterns for the names of the files in a checkpoint that determine the keys and values.
+# The keys and values of a model depend on the checkpoint files whose names match these patterns.
 _MODEL_FILES = ("*.safetensors", "*.gguf", "*.bin", "*.json", "*.py")
 
 
 def prepare_folder(folder: str) -> None:
-    """Create the folder of the setting prefix_cache_disk if the folder does not exist.
+    """Create the folder that the setting `prefix_cache_disk` names, unless the folder exists.
 
     Raises:
         ConfigError: if the folder cannot be created, read or written.
@@ -39,7 +39,7 @@ def prepare_folder(folder: str) -> None:
 def open_disk_tier(
     config: EngineConfig, info: EngineInfo, cache: PrefixCache, path: ForwardPath
 ) -> DiskTier:
-    """Return the prefix cache on disk of a loaded model.
+    """Open the prefix cache on disk for a loaded model, and return the cache.
 
     Args:
         config: the settings. prefix_cache_disk must be set.

@@ -41,7 +41,8 @@ class PartsOwner:
         Mutates: `parts`, which is replaced by the objects of the new model.
         """
         info = self.parts.info
-        # Load the adapters that are loaded now, not the adapters of the first start.
+        # After the reload, the engine must have the adapters that are loaded now. They may differ
+        # from the adapters with which the engine was started.
         old_config = replace(self.parts.config, lora_adapters=self.parts.adapters.paths)
         # The new model must accept prompts of the same length as the present model.
         new_config = replace(
@@ -55,8 +56,8 @@ class PartsOwner:
         else:
             self._release_then_load(new_config, old_config, report)
         if has_guides:
-            # Clients use grammars. Load the grammar libraries of the new parts now, so that the
-            # next request with a grammar does not wait.
+            # The grammar libraries were loaded for the old model. Load them for the new model now,
+            # so that the next request with a grammar does not wait.
             self.parts.preparation.warm_up()
 
     def _load_then_release(self, new_config: EngineConfig, report: Report) -> None:
@@ -148,7 +149,7 @@ def _check_reload(
 
 
 def _check_replaceable(parts: EngineParts, new_config: EngineConfig) -> None:
-    """Check that the engine can replace its weights now. The files are not compared.
+    """Check that the engine can replace its weights now. Do not compare the two checkpoints.
 
     Raises:
         RequestError: if requests are running, if the engine uses tensor parallelism, or if one of

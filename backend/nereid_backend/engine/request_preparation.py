@@ -43,8 +43,9 @@ class RequestPreparation:
             scheduler: receives the requests.
             disk: reads cached prefixes; None if there is no prefix cache on disk.
         """
-        # The id of each request, and the times at which its compilation was started and was found
-        # finished, by time.monotonic().
+        # One tuple for each finished compilation: the id of the request, the start time of the
+        # compilation, and the time at which the engine found that the compilation was finished. The
+        # times are values of time.monotonic().
         self.compiled: list[tuple[str, float, float]] = []
         self._config = config
         self._info = info
@@ -105,7 +106,7 @@ class RequestPreparation:
             request_id = compilation.request_id
             self.compiled.append((request_id, compilation.time_added, time.monotonic()))
             if self._disk is not None:
-                # The request starts now, with the part of its prefix that has been read so far.
+                # The request starts now, even if only a part of its prefix has been read from disk.
                 self._disk.finish(request_id)
             error = compilation.future.exception()
             if error is None:

@@ -11,7 +11,7 @@ from nereid_backend.engine.prefix_sessions import PrefixSessions
 
 
 class StepEngine(Protocol):
-    """The interface that `Engine` and the scripted engine of the tests implement."""
+    """The interface of the class `Engine`. Tests also use another engine with this interface."""
 
     @property
     def info(self) -> EngineInfo:

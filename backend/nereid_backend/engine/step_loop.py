@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _NextStep:
-    """A step that was planned before the current step ended.
+    """The next step, which was planned while the current step was running.
 
     Attributes:
         plan: the plan of the step.
@@ -44,7 +44,7 @@ class _NextStep:
 
 
 class StepLoop:
-    """Runs the steps of a scheduler on a runner.
+    """Runs steps: the scheduler plans each step, and the runner computes the step.
 
     Attributes:
         started: one pair for each request whose first tokens were planned in the last call of
@@ -74,9 +74,9 @@ class StepLoop:
         self._is_async = is_async
         # The number of consecutive failed steps.
         self._num_failures = 0
-        # The value of time.perf_counter() when `step` last started a step, for the measurement of
-        # draft tokens. Steps that were planned ahead have no draft tokens, so they do not change
-        # this value.
+        # The start time of the last step that `step` started, as a value of time.perf_counter().
+        # The time is used to measure the cost of draft tokens. Steps that were planned ahead have
+        # no draft tokens, so they do not change this value.
         self._start_time = 0.0
         # The step that runs while `step` is not being called, with async scheduling. If it is None,
         # the next call of `step` plans a step.
@@ -100,12 +100,13 @@ class StepLoop:
             return self._finish(step)
         plan = self._scheduler.plan()
         if not plan.chunks:
-            # The commit returns the updates of sequences that ended without a step.
+            # There is no step to run. `commit` returns the last updates of sequences that ended
+            # outside a step. Example: aborted sequences.
             return self._scheduler.commit(plan, StepResult())
         return self._run(plan)
 
     def _run(self, plan: StepPlan) -> list[RequestUpdate]:
-        """Run and commit the step of a plan. Return its updates.
+        """Run the step that `plan` describes, and commit its result. Return the step's updates.
 
         If the step fails, its sequences end with an error.
         """

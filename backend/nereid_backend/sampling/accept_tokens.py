@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def read_sampled(
     sampling: Sampling, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> list[Sampled]:
-    """Return the new tokens of each chunk for which tokens were sampled.
+    """Return the new tokens of each chunk. A chunk for which no token was sampled has no item.
 
     Tokens were sampled at one position of an ordinary chunk, and at several positions of a chunk
     with draft tokens. Example: the first chunk has 1 position, and the second chunk has 3
@@ -62,7 +62,7 @@ def read_sampled(
 
 
 def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
-    """Return whether each sequence of the step gets exactly one new token, which was sampled.
+    """Return whether the sampled token of each sequence is its only new token in this step.
 
     The tokens then need no further processing. This is the case if no chunk has draft tokens, no
     sequence has a grammar, no request asks for log-probabilities, and no position has an error.
@@ -118,10 +118,10 @@ def _accept(
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
-    # The loop continues while all new tokens equal draft tokens, because the model has then
-    # computed the logits of the next token. At the start, there are no new tokens, so the condition
-    # is true. After the last draft token, the loop adds one more sampled token. `token_ids` is then
-    # longer than `drafts`, so the loop ends.
+    # The loop continues if all new tokens so far equal draft tokens. The model has then computed
+    # the logits of the next token. At the start, there are no new tokens, so the condition is true.
+    # After the last draft token, the loop adds one more sampled token. `token_ids` is then longer
+    # than `drafts`, so the loop ends.
     while token_ids == drafts[: len(token_ids)]:
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
@@ -147,7 +147,7 @@ def _accept(
 
 
 def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
-    """Return the forced tokens that can be added without another forward pass.
+    """Return those tokens of `forced` that can be added without another forward pass.
 
     A token is forced if the grammar allows no other token at its position. The tokens are cut at a
     stop token; see `_until_stop`.

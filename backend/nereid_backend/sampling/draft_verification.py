@@ -91,7 +91,7 @@ def sampling_of(plan: StepPlan) -> Sampling:
         if drafts:
             positions += [Position(sequence, drafts[:number]) for number in range(len(drafts))]
         positions.append(Position(sequence, drafts))
-        # The positions have the last rows of the chunk. The rows before them belong to prompt
+        # The last rows of the chunk belong to the positions. The earlier rows belong to prompt
         # tokens, whose log-probabilities are reported.
         num_positions = len(drafts) + 1
         rows += range(end_row - num_positions, end_row)

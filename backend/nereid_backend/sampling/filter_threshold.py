@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes which of the likeliest tokens of a row the filters min_p, top_k and top_p keep.
+"""Computes which of the likeliest tokens remain after the filters min_p, top_k and top_p.
 
 In this module, "the examined tokens" are the likeliest tokens of a row. Their probabilities are in
 `probs`, [n, width], in descending order. The parameters of the filters are columns, [n, 1].
@@ -88,7 +88,8 @@ def _smallest_in_nucleus(probs: Tensor, min_sum: Tensor) -> Tensor:
 
     Shapes: probs [n, width] in descending order, min_sum [n, 1].
     """
-    # A token belongs to the nucleus if the total probability of all likelier tokens is too small.
+    # A token belongs to the nucleus if the total probability of all likelier tokens is less than
+    # `min_sum`.
     sum_of_likelier = probs.cumsum(-1) - probs
     is_in_nucleus = sum_of_likelier < min_sum
     nucleus_size = is_in_nucleus.sum(-1, keepdim=True).clamp_(min=1)
@@ -96,7 +97,7 @@ def _smallest_in_nucleus(probs: Tensor, min_sum: Tensor) -> Tensor:
 
 
 def _keeps_only_examined(probs: Tensor, threshold: Tensor) -> Tensor:
-    """Return whether a threshold removes every token that was not examined, [n, 1] bool.
+    """Return, for each row, whether the threshold removes all tokens outside `probs`, [n, 1] bool.
 
     The tokens that were not examined are at most as likely as the last examined token. They are
     certainly removed if the last examined token is removed, too.

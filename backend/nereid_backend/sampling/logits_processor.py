@@ -243,7 +243,7 @@ class LogitsProcessor:
 
 
 def _longer_bad_words(params: SamplingParams) -> dict[int, list[BadWord]]:
-    """Return the bad words that have more than one token, by their second-to-last token.
+    """Group the bad words that have several tokens by the second-to-last token of the word.
 
     Example: the bad words [5, 7, 9], [7, 8] and [4] give
     {7: [BadWord([5, 7], 9), BadWord([7], 8)]}.
@@ -284,7 +284,7 @@ def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
 
 
 def _cache_row(position: Position, index_in_step: int) -> int:
-    """Return the integer under which the caches store the data of a sequence.
+    """Return the cache key of a sequence. The key is an integer.
 
     The key is the sequence's row. A sequence that is not in a scheduler has no row. For such a
     sequence, the index of the position in the step is used. The caches compare the owner of an

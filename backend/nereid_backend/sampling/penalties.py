@@ -94,8 +94,8 @@ class TokenCounts:
             self._update_row(row, position.sequence)
         max_distinct = max(self._requests[row].num_distinct for row in rows)
         max_drafts = max(len(position.drafts) for position in positions)
-        # All draft tokens may be new tokens. If no request has a token yet, the result nevertheless
-        # has one column.
+        # Each draft token may need a new column. The result has at least one column, even if no
+        # request has a token yet.
         width = max(1, max_distinct + max_drafts)
         self._widen(width)
         # Indexing with a list of rows copies the rows. Draft tokens are counted only in the copies,
@@ -193,7 +193,8 @@ def apply_penalties(
         [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params],
         dtype=np.float32,
     )
-    # One upload is faster than three. Each of the three results is a column, [n, 1].
+    # The three penalties are uploaded together, because one upload is faster than three. Each
+    # penalty becomes a column, [n, 1].
     repetition, frequency, presence = upload(penalties, device).unsqueeze(2).unbind(1)
     token_ids = upload(ids, device)
     num_occurrences = upload(counts, device)

@@ -25,7 +25,7 @@ def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> 
 
 
 def _mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the hash of each value, computed by the output function of SplitMix64."""
+    """Apply the output function of the random number generator SplitMix64 to each value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -29,16 +29,16 @@ from nereid_backend.sampling.random_numbers import uniform_numbers
 from nereid_backend.sampling.sampling_table import SamplingRows
 from nereid_backend.sampling.weighted_selection import select_indices
 
-# The number of likeliest tokens that the first attempt to sample a token examines. Usually, top_k
-# and top_p remove all other tokens.
+# The first attempt to sample a token examines only the `_LIKELIEST` likeliest tokens. Usually,
+# top_k and top_p remove all other tokens.
 _LIKELIEST = 64
 # The number of likeliest tokens that are examined on a GPU. It is larger than `_LIKELIEST`, because
 # a GPU examines more tokens in little additional time, and because fewer rows are then uncertain.
 # An uncertain row must be sampled again. At that time, the next step may already be running. If the
 # token changes, the next step must be discarded.
 _LIKELIEST_DEFERRED = 512
-# The number of likeliest tokens that a second attempt examines on a CPU. The CPU kernel finds these
-# tokens in a third of the time that sorting all tokens takes.
+# On a CPU, the second attempt to sample a token examines the `_LIKELIEST_SECOND` likeliest tokens.
+# The CPU kernel finds these tokens in a third of the time that is needed to sort all tokens.
 _LIKELIEST_SECOND = 2048
 # A second attempt is made only if the tokens that the first attempt examined have at least the
 # total probability `_MIN_TOTAL_PROB`. If the total is smaller, the distribution is so flat that a
@@ -222,7 +222,7 @@ def _sample_filtered(
 
 
 def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample one token for each row, and sample uncertain rows again from more tokens.
+    """Sample one token for each row. If the result of a row is uncertain, examine more tokens.
 
     The first attempt examines a few likely tokens, the second attempt (only on a CPU) examines more
     tokens, and the last attempt examines all tokens. The result is [n] int64.
@@ -253,7 +253,7 @@ class _Attempt(NamedTuple):
 
 
 def _try_again(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
-    """Sample the uncertain rows of an attempt a second time, from a larger number of likely tokens.
+    """Sample again each row whose result in `attempt` is uncertain, and examine more tokens.
 
     A row with a very flat distribution is not sampled again, because the second attempt would
     usually fail, too. The logits must be on the CPU.

@@ -23,7 +23,7 @@ _SLICE_LOGITS_GPU = 2**26
 
 
 class RankedRows(NamedTuple):
-    """The log-probabilities and ranks of tokens, while they are still on the device.
+    """The log-probabilities and ranks of tokens, as tensors on the device.
 
     Each row belongs to one position.
 
@@ -50,7 +50,8 @@ class RankedRows(NamedTuple):
         reports: list[TokenLogprobs] = []
         rows = zip(ids.tolist(), values.tolist(), ranks.tolist(), self.num_top, strict=True)
         for row_ids, row_values, rank, num_top in rows:
-            # The first column is the token itself, and the likeliest tokens follow.
+            # The first column contains the token at the position. The other columns contain the
+            # likeliest tokens.
             width = 1 + num_top
             reports.append(TokenLogprobs(row_ids[:width], row_values[:width], rank))
         return reports
@@ -87,7 +88,7 @@ def rank_tokens(
     """
     token_logits = logits.gather(1, token_ids[:, None])
     ranks = 1 + _num_true(logits > token_logits)
-    # All rows have the width of the row that reports the most tokens.
+    # All rows get the same width: the largest number of tokens that any row reports.
     width = min(max(num_top), logits.shape[1])
     ids = torch.cat((token_ids[:, None], _likeliest(logits, width)), dim=1)
     values = logits.gather(1, ids) - logsumexp[:, None]

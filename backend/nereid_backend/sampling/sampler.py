@@ -71,7 +71,7 @@ class _RankedCopy(NamedTuple):
 
 
 class _UncertainCopy(NamedTuple):
-    """The uncertain rows of one slice, and a copy of `UncertainRows.is_certain` for these rows."""
+    """The rows of a slice that may have wrong tokens. `copy` copies `is_certain` to the host."""
 
     part: PendingSlice
     rows: NDArray[np.int64]
@@ -86,7 +86,7 @@ class PendingTokens:
     """
 
     def __init__(self, sampler: "Sampler", parts: list[PendingSlice]) -> None:
-        """Start to copy the results of all slices to the host.
+        """Start to copy the sampling results of a step to the host.
 
         A slice consists of consecutive rows of the step's logits. For each slice, three results are
         copied: the sampled tokens, the log-probabilities that requests ask for (`ranked`), and
@@ -149,7 +149,7 @@ class PendingTokens:
                 self._sample_again(part, wrong_rows, sampled_tokens)
 
     def _store_errors(self, has_allowed: list[bool], sampled_tokens: SampledTokens) -> None:
-        """Store the reason for each position at which no token could be sampled.
+        """Store an error message for each position at which no token could be sampled.
 
         Args:
             has_allowed: for each position, whether at least one token was allowed.
@@ -212,7 +212,7 @@ class Sampler:
     def launch(
         self, logits: Tensor, positions: abc.Sequence[Position], masks: StepMasks | None = None
     ) -> PendingTokens:
-        """Launch the sampling of one token at each position, without waiting for a GPU.
+        """Start to sample one token at each position. Do not wait until a GPU has finished.
 
         Args:
             logits: [num_positions, vocab_size], any float dtype. Not changed.
@@ -232,7 +232,7 @@ class Sampler:
         return PendingTokens(self, pending)
 
     def _defers_on(self, device: torch.device) -> bool:
-        """Return whether uncertain rows are sampled again only when the result is read."""
+        """Return whether uncertain rows are sampled again later, when the result is read."""
         if self.defers is not None:
             return self.defers
         return device.type != "cpu"
@@ -376,8 +376,9 @@ def _sample_rows(
     batch = SamplingBatch.of(random_positions, inputs.params[random_rows])
     random_ids, uncertain = sample_or_defer(logits[device_rows], batch, defers=defers)
     if uncertain is not None:
-        # Example: the rows 1 and 4 are random, and the second of them is uncertain. The row number
-        # 1 among the random rows becomes the row number 4 of `logits`.
+        # Convert indices among the random rows to indices of rows in `logits`. Example:
+        # `random_rows` is [1, 4], and the second of these rows is uncertain. The index 1 becomes
+        # the index 4.
         uncertain = uncertain._replace(rows=random_rows[uncertain.rows])
     return likeliest_ids.index_copy(0, device_rows, random_ids), uncertain
 

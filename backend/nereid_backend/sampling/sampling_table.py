@@ -50,7 +50,8 @@ class SamplingTable:
 
     def __init__(self) -> None:
         self._rows: SamplingRows = np.zeros(0, ROW)
-        # The sequence whose parameters each row contains; None if the row is unused.
+        # For each row, the sequence whose parameters the row contains. If the row is unused, the
+        # element is None.
         self._owners: list[Sequence | None] = []
 
     def read(self, positions: abc.Sequence[Position]) -> SamplingRows:
@@ -82,7 +83,7 @@ class SamplingTable:
         self._rows[row] = _make_row(sequence)
 
     def _grow(self, num_rows: int) -> None:
-        """Enlarge the table to at least `num_rows` rows, or to twice its size if this is more."""
+        """Enlarge the table to `num_rows` rows or twice its present size, whichever is larger."""
         old_num_rows = len(self._owners)
         num_added = max(num_rows, 2 * old_num_rows) - old_num_rows
         self._rows = np.concatenate([self._rows, np.zeros(num_added, ROW)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data types for the slices of a step's positions, and for the results of sampling a slice.
+"""Data types for slices of positions, and for the tokens that are sampled in a slice.
 
 A slice consists of consecutive positions. `ranked_logprobs.slices` explains why a step is divided.
 """

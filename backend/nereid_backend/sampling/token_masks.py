@@ -161,7 +161,7 @@ class _FillJob:
         ]
 
     def _first_positions_by_class(self) -> dict[type[MaskingGuide], list[int]]:
-        """Group the first positions of all sequences by the classes of their guides.
+        """Group the first position of each sequence by the class of the sequence's guide.
 
         Each class fills the masks of all its guides in one call (see MaskingGuide.fill_all).
         """
@@ -173,13 +173,13 @@ class _FillJob:
         return first_positions
 
     def _guide_at(self, index: int) -> MaskingGuide:
-        """Return the guide at a position. Each sequence of the job has a guide."""
+        """Return the guide of the sequence that the position with the number `index` belongs to."""
         return cast(MaskingGuide, self.positions[index].sequence.guide)
 
     def _fill_first_or_store_errors(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill the masks of some first positions, or store the errors of guides that fail.
+        """Fill the masks at `indices`. If a guide fails, store its error in `masks` instead.
 
         `_fill_first` describes the arguments. Mutates: masks.
         """
@@ -194,7 +194,7 @@ class _FillJob:
     def _fill_first(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill the mask of the first position of several sequences in one call.
+        """For several sequences, fill the mask of each sequence's first position in one call.
 
         Args:
             guide_class: the class of the guides at these positions.

@@ -138,7 +138,7 @@ def search(
 
 @triton.jit
 def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
-    """Return the value that belongs to the last true condition.
+    """Return one of the four values: the value whose condition is the last true condition.
 
     For example, return value_2 if is_2 is true and is_3 is false. If no condition is true, return
     value_0.

@@ -66,7 +66,7 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _weights_of_block(weights: Tensor, block: Tensor) -> Tensor:
-    """Return the weights of one block in each row. `block` contains the indices of the blocks.
+    """For each row, return the weights of one block. `block` contains the index of this block.
 
     The last block can be longer than the other blocks, but the same number of weights must be read
     from each row. The result therefore has the width of the last block. If the block of a row is

@@ -262,8 +262,8 @@ def attend(
         kernels().nereid_attend(
             native_layer, ctypes.byref(group), ctypes.byref(layer_step), num_threads
         )
-        # The first call stores the keys and values of all tokens. With num_tokens = 0, the calls
-        # for the other groups of decodes store nothing.
+        # The first call in this loop stores the keys and values of all tokens. After this call,
+        # `num_tokens` is 0, so the later calls store nothing.
         layer_step.num_tokens = 0
     if step.prefills:
         kernels().nereid_attend_prefills(
@@ -372,8 +372,9 @@ def _make_native_step(batch: AttentionBatch) -> _NativeStep:
         )
         for prefill in batch.prefills
     ]
-    # The call for the first group of decodes also stores the keys and values of the step.
-    # Therefore, a step without decodes needs an empty group.
+    # The kernel is called once for each group of decodes. The first call also stores the keys and
+    # values of the step. If a step has no decodes, an empty group is added, so that this call is
+    # made.
     if not groups:
         groups = [NativeDecodeGroup()]
     return _NativeStep(

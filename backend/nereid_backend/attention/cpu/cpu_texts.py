@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention within packed texts on a CPU. The keys and values are in no KV cache."""
+"""Computes the attention within texts on a CPU. No KV cache is used."""
 
 import ctypes
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class TextAttention:
 
 
 def native_texts(lens: Sequence[int]) -> "ctypes.Array[NativePrefill]":
-    """Return the lengths of packed texts in the form that the kernels read."""
+    """Return the lengths of texts that follow each other in one tensor, as C structs."""
     texts = (NativePrefill * len(lens))()
     first_token = 0
     for text, length in zip(texts, lens, strict=True):
@@ -61,7 +61,9 @@ def attend_texts(
     texts: "ctypes.Array[NativePrefill]",
     attention: TextAttention,
 ) -> Tensor:
-    """Compute the attention of one layer within each text, [num_tokens, num_heads, value_dim].
+    """Compute the attention of one layer, [num_tokens, num_heads, value_dim].
+
+    A token attends only to tokens of its own text.
 
     Args:
         inputs: the queries [num_heads, num_tokens, key_dim], the keys [num_kv_heads, num_tokens,

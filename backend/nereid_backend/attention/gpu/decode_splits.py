@@ -71,7 +71,7 @@ def split(
 def captured_splits(
     rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
 ) -> int:
-    """Return the largest number of splits of a sequence for a launch in a CUDA graph.
+    """Return the maximum number of splits per sequence for kernel launches in a CUDA graph.
 
     A CUDA graph records a launch and repeats it in later steps. Therefore, the number depends only
     on values that are equal for all these steps. `split` documents the arguments.

@@ -40,8 +40,8 @@ _NUM_WARM_UPS = 3
 _NUM_RUNS = 7
 
 
-# For each situation, _CHECKED contains the step on which the results are compared with the
-# reference, and _MEASURED contains the step on which the time is measured.
+# The test steps of each situation. In the step of `_CHECKED`, the results are compared with the
+# reference. In the step of `_MEASURED`, the time is measured.
 _CHECKED = {
     Situation.DECODE: TrialStep(decodes=(400, 1, 17)),
     Situation.PROMPT: TrialStep(prefills=((0, 40), (0, 7))),
@@ -160,7 +160,7 @@ def _fastest(
 def _library_ms(
     backend: AttentionBackend, situation: Situation, trial: Trial, timer: Timer
 ) -> float:
-    """Return the time in which a library computes a trial, in milliseconds."""
+    """Return how many milliseconds a library needs to compute the attention of `trial`."""
     backends: ChosenBackends = {(trial.spec, situation): backend}
     return timer(lambda: trial.attend(backends))
 

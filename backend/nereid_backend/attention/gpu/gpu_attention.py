@@ -101,7 +101,7 @@ def store_layer(
     `attend` documents the arguments. Mutates: cache.
     """
     key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
-    # `store` uses only the cache of the call, so the scale and the sinks have no effect.
+    # `store` does not read `scale` and `sinks`, so their values have no effect.
     call = _call(layer, cache, scale=1.0, sinks=None)
     with torch.cuda.device_of(key):  # type: ignore[no-untyped-call]
         store(key, value, call, batch.slots)
@@ -221,7 +221,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
-    """Return how a layer's cache stores numbers: `scales` and `float8` of an `AttentionCall`.
+    """Return the values of `AttentionCall.scales` and `AttentionCall.float8` for one layer.
 
     Args:
         cache: the KV cache.

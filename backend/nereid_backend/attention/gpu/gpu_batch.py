@@ -204,7 +204,7 @@ class PackedRows:
     tensors: list[Tensor]
 
     def unpack(self, batch: AttentionBatch) -> GpuBatch:
-        """Return the metadata of a step, built from the uploaded arrays.
+        """Build the metadata of a step from the arrays in `tensors`, which are on the device.
 
         The tensors are in the order of `StepLayout.arrays`: the table starts of the decodes, the
         rows of the prefills' sequences, and the tiles of each tiling.
@@ -239,7 +239,7 @@ def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
 
 
 def _sequence_rows(prefills: Sequence[PrefillShape]) -> Integers:
-    """Return one row with four numbers for each prefill, [num_prefills, 4] int64.
+    """Return an array with one row for each prefill and four columns, [num_prefills, 4] int64.
 
     The columns contain the index of the first new token, the number of new tokens, the number of
     cached tokens, and the index of the first block in the flat table of all prefills.
@@ -302,7 +302,7 @@ def _decodes(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -
 
 
 def _concatenated(tensors: list[Tensor]) -> Tensor:
-    """Flatten the tensors, and concatenate them to one tensor."""
+    """Flatten the tensors, and concatenate them into one tensor."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 

@@ -14,9 +14,9 @@ from nereid_backend.attention.layers import LayerSpec
 _LOG2E = math.log2(math.e)
 # The smallest dimension of the matrices that the Triton language can multiply.
 _MIN_PRODUCT = 16
-# Keys up to this size are padded to a power of two. A larger key may be divided into two slices,
-# and each slice has its own matrix product. For a small key, a second matrix product would take
-# more time than the padding.
+# The largest key size, in numbers per key, that is always padded to a power of two. A larger key
+# may be divided into two slices, and each slice has its own matrix product. For a small key, a
+# second matrix product would take more time than the padding.
 _MAX_PADDED_KEY = 32
 
 
@@ -36,7 +36,7 @@ class Float8(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of one attention call that do not depend on the step's tokens.
+    """The arguments of one attention call, except the arguments that depend on the step's tokens.
 
     Attributes:
         spec: the properties of the layer.
@@ -98,7 +98,7 @@ class AttentionCall:
         return {"VALUE_DIM": dim, "VALUE_PADDED": padded_size(dim)}
 
     def cache_constants(self) -> dict[str, int]:
-        """Return the kernel constants that describe the cache and how keys are divided into parts.
+        """Return the kernel constants with the sizes of the cache and of the parts of a key.
 
         The kernels pad keys to powers of two. To avoid much padding, a key can be divided into MAIN
         numbers, which are padded to DIM, and REST numbers, which are padded to REST_PADDED.

@@ -135,7 +135,7 @@ class TrialLayer:
     device: torch.device
 
     def make_trial(self, step: TrialStep = _STEP) -> Trial:
-        """Create a cache with random numbers, and random inputs for the sequences of `step`."""
+        """Create the cache and the inputs of a test step. Both contain random numbers."""
         spec = self.spec
         batch, num_blocks = _batch(step, self.block_size, self.device)
         num_tokens = batch.slots.numel()

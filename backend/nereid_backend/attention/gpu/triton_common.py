@@ -12,7 +12,7 @@ import triton.language as tl
 # log2(e), the factor by which the scores are multiplied.
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# The values of `gpu_call.Float8`, which are the values of the argument FLOAT8.
+# The possible values of the kernel argument `FLOAT8`. They equal the values of `gpu_call.Float8`.
 FLOAT8_NONE = tl.constexpr(0)
 FLOAT8_DEVICE = tl.constexpr(1)
 FLOAT8_BITS = tl.constexpr(2)
@@ -158,7 +158,8 @@ def add_tile(
     # -inf would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
-    # The earlier sums are relative to `top`. This factor makes them relative to `base`.
+    # The exponents in `total` and `acc` are relative to `top`. Multiplying by `decay` makes them
+    # relative to `base`.
     decay = tl.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
     if HAS_SCALES:

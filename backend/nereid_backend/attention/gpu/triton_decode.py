@@ -173,7 +173,7 @@ def reduce_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one sequence, and write the attention of one head to `out`.
+    """Combine the results of the splits of one sequence. Write the attention of one head to `out`.
 
     A split is a part of the sequence's keys. For each split, `decode_kernel` has written the
     attention to the keys of the split (parts) and the logarithm of the split's total weight

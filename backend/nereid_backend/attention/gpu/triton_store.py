@@ -33,7 +33,7 @@ def float8_bits(scaled):
     """
     # float32 has 23 mantissa bits, and e4m3 has 3 mantissa bits.
     DROPPED_BITS: tl.constexpr = 20
-    # One less than half the value of the lowest bit that is kept.
+    # Half the value of the lowest bit that is kept, minus 1.
     BELOW_HALF: tl.constexpr = 0x7FFFF
     # The bias of the exponent is 127 in float32 and 7 in e4m3.
     BIAS_DIFFERENCE: tl.constexpr = 120 << 3
@@ -42,8 +42,9 @@ def float8_bits(scaled):
     bits = scaled.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
-    # Normal numbers: remove the lowest mantissa bits. The added number increases the kept bits by 1
-    # if the removed bits are more than a half, or are a half and the lowest kept bit is 1.
+    # Normal numbers are rounded to the nearest e4m3 number. A tie is rounded to the even number.
+    # The addition increases the kept bits by 1 if the number must be rounded up. The shift then
+    # removes the other bits.
     lowest_kept_bit = (magnitude >> DROPPED_BITS) & 1
     kept_bits = (magnitude + BELOW_HALF + lowest_kept_bit) >> DROPPED_BITS
     normal = kept_bits - BIAS_DIFFERENCE

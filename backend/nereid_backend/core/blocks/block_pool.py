@@ -135,7 +135,7 @@ class BlockPool:
         self._cached.add(block)
 
     def retain(self, blocks: Iterable[int], key: SessionKey, seconds: float) -> None:
-        """Retain cached blocks for a session; see `EvictionOrder.retain`."""
+        """Let a session retain cached blocks; see `EvictionOrder.retain`."""
         self.idle.retain((block for block in blocks if block in self._cached), key, seconds)
 
     def unmark_cached(self, block: int) -> None:

@@ -214,7 +214,7 @@ class BlockTables:
             sequence.table_version += 1
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
-        """Return the blocks of a sequence, including cached blocks that it has already freed."""
+        """Return the blocks of a sequence, including freed blocks that are still cached."""
         blocks = set(_used_blocks(sequence.block_tables, sequence.num_dropped_blocks))
         if self.cache is not None and any(sequence.num_dropped_blocks):
             blocks |= self.cache.cached_blocks(sequence.block_hashes)
@@ -231,7 +231,7 @@ class BlockTables:
         self._set_reused(sequence, 0, [0] * len(self._windows))
 
     def share_prompt(self, request: Request, leader: Sequence) -> None:
-        """Prepare the other sequences of a request for sharing the prompt of `leader`.
+        """Let the other sequences of a request share the prompt that `leader` has computed.
 
         The leader is the sequence that has computed the prompt. The other sequences are called
         followers. The request keeps the blocks of the prompt until the followers have rows. But if
@@ -240,8 +240,8 @@ class BlockTables:
 
         Mutates: the followers, which get the block hashes of the prompt, and `request`.
         """
-        # The followers have the same prompt as the leader, so they also have the same block hashes
-        # and the same number of cached tokens.
+        # All sequences of a request have the same prompt. Therefore, their block hashes and their
+        # numbers of cached tokens are also equal.
         num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens

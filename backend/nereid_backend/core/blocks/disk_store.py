@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 _SUFFIX = ".prefix"
 _TEMPORARY_SUFFIX = ".prefix-part"
-# If a process crashes, an unfinished file can remain in the folder. Unfinished files are deleted
-# only if they are older than this number of seconds, because another process may still be writing a
+# If a process crashes, an unfinished file can remain in the folder. An unfinished file is deleted
+# only if it is older than `_UNFINISHED_S` seconds, because another process may still be writing a
 # newer file.
 _UNFINISHED_S = 60
 # The largest number of bytes that may wait for the writer thread. If the limit would be exceeded,
@@ -51,7 +51,7 @@ class _PendingFiles:
         self.num_bytes = 0
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the file `name` has a task."""
+        """Return whether the file `name` must still be written or deleted."""
         return name in self._tasks
 
     def __getitem__(self, name: str) -> bytes | None:
@@ -59,12 +59,12 @@ class _PendingFiles:
         return self._tasks[name]
 
     def set(self, name: str, data: bytes | None) -> None:
-        """Set the task of a file. The new task replaces an earlier task of the file."""
+        """Set the task of a file. If the file already has another task, that task is replaced."""
         self.num_bytes += _length(data) - _length(self._tasks.get(name))
         self._tasks[name] = data
 
     def remove(self, name: str, data: bytes | None) -> None:
-        """Remove the task of a file if its bytes are `data`. Keep a newer task of the file."""
+        """Remove the task that writes `data` to the file `name`. Keep a newer task of this file."""
         if name in self._tasks and self._tasks[name] is data:
             del self._tasks[name]
             self.num_bytes -= _length(data)
@@ -91,11 +91,12 @@ class DiskStore:
         self._folder = folder
         self._max_bytes = max_bytes
         self._identity = {"format": str(_FORMAT), **identity}
-        # `_name` computes the names of files with this key, so two identities never use one name.
+        # The key of the hash function that computes file names. Stores with different identities
+        # have different keys, so they never use the same file name.
         self._name_key = hashlib.blake2b(
             json.dumps(self._identity).encode(), digest_size=16
         ).digest()
-        # Whether a warning was logged. Only the first error of the folder is reported.
+        # Whether a warning was already logged. Only the first error is logged.
         self._has_warned = False
 
         # Protects the attributes below, which several threads use.
@@ -107,7 +108,7 @@ class DiskStore:
 
         folder.mkdir(parents=True, exist_ok=True)
         self._scan()
-        # The names of the files that have a task for the writer thread. None ends the thread.
+        # The names of the files that must be written or deleted. `None` ends the writer thread.
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write_files, name="prefix-disk", daemon=True)
         self._writer.start()
@@ -276,12 +277,12 @@ class DiskStore:
             (self._folder / name).unlink(missing_ok=True)
 
     def _forget(self, name: str) -> None:
-        """Subtract the size of a file from the size of the folder. The file itself stays."""
+        """Remove a file from `_sizes`, and update the total size. Do not delete the file."""
         with self._lock:
             self._num_bytes -= self._sizes.pop(name, 0)
 
     def _header(self, key: bytes, content: bytes) -> bytes:
-        """Return the header of a file, which is one line of JSON without a newline."""
+        """Return the header of a file: one line of JSON without a newline at its end."""
         checksum = hashlib.blake2b(content, digest_size=16).hexdigest()
         about = {"key": key.hex(), "size": len(content), "checksum": checksum}
         return json.dumps({**self._identity, **about}).encode()

@@ -96,12 +96,12 @@ class EvictionOrder(Generic[Item]):
         self._clock = clock
         # The time of the next search for expired sessions, as a value of the clock.
         self._expiry_due = clock()
-        # The number of changes so far. It is used as a time stamp, because two changes can have the
-        # same value of the clock.
+        # The number of changes so far. It is used as a time stamp, because the clock can return the
+        # same time for two changes.
         self._num_changes = 0
 
-        # The idle items without a session, with the oldest item first. The value is the time stamp
-        # at which the item became idle.
+        # Maps each idle item without a session to the time stamp at which the item became idle. The
+        # oldest item comes first.
         self._without_session: OrderedDict[Item, int] = OrderedDict()
 
         # The sessions, with the least recently used session first.
@@ -109,9 +109,9 @@ class EvictionOrder(Generic[Item]):
         # Maps each item of a session, idle or not, to its session.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
-        # The session that loses the next item; None if no session has been selected yet. Most
-        # evictions need no new selection, because the session loses items until it has fewer idle
-        # items than the average session.
+        # The session whose item is evicted next; None if no session has been selected yet. Most
+        # evictions need no new selection, because items of the same session are evicted until it
+        # has fewer idle items than the average session.
         self._victim: _Session[Item] | None = None
 
     def __contains__(self, item: Item) -> bool:
@@ -179,7 +179,7 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def retain(self, items: Iterable[Item], key: SessionKey, seconds: float) -> None:
-        """Retain items for a session for the next `seconds` seconds.
+        """Let a session retain items for the next `seconds` seconds.
 
         The earlier items of the session are retained for this time, too. If another session retains
         an item for a longer time, the item remains in the other session.
@@ -195,7 +195,7 @@ class EvictionOrder(Generic[Item]):
             owner = self._session_of.get(item)
             if owner is None or owner.expires < session.expires:
                 self._move(item, session)
-        # A new session is empty if other sessions retain all the items.
+        # If other sessions already retain all of `items`, a new session is still empty.
         self._drop_if_empty(session)
 
     def _use_session(self, key: SessionKey, expires: float) -> _Session[Item]:
@@ -214,8 +214,8 @@ class EvictionOrder(Generic[Item]):
             session.last_use = self._num_changes
             session.expires = max(session.expires, expires)
         if self._victim is session:
-            # `_victim` is the session that loses the next item. Select another session, because
-            # this session is in use.
+            # `_victim` is the session from which the next item would be evicted. This session has
+            # just been used, so another session must be selected.
             self._victim = None
         return session
 
@@ -272,7 +272,7 @@ class EvictionOrder(Generic[Item]):
             self._dissolve(session)
 
     def _dissolve(self, session: _Session[Item]) -> None:
-        """Remove a session, and evict its idle items before all other items without a session."""
+        """Remove a session. Move its idle items to the front of `_without_session`."""
         # Each item is moved to the front, so the oldest item must be moved last.
         for item in reversed(session.idle):
             self._without_session[item] = 0
@@ -291,7 +291,7 @@ class EvictionOrder(Generic[Item]):
         return self._next_victim().last_use < next(iter(self._without_session.values()))
 
     def _next_victim(self) -> _Session[Item]:
-        """Return the session that loses the next item. At least one session must have idle items.
+        """Return the session whose item is evicted next. At least one session must have idle items.
 
         The session has at least the mean number of idle items. A large session therefore cannot
         displace the items of small sessions. The previous session is chosen again as long as it has

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of prompts that requests keep for their waiting sequences.
+"""Requests keep the blocks of their prompts, so that waiting sequences can share the blocks.
 
 If a request has several sequences, the first of them computes the prompt. The other sequences share
 the blocks of the prompt as soon as they get a row. Until then, the request keeps these blocks, even
@@ -17,7 +17,7 @@ from nereid_backend.core.sequence import Sequence
 
 
 class KeptPrompts:
-    """Keeps the blocks of prompts for requests (`Request.block_tables`), and releases them."""
+    """Keeps the prompt blocks of requests in `Request.block_tables`, and later releases them."""
 
     def __init__(
         self, pool: BlockPool, block_size: int, windows: abc.Sequence[AttentionWindow | None]
@@ -33,8 +33,8 @@ class KeptPrompts:
         self._pool = pool
         self._block_size = block_size
         self._windows = windows
-        # The requests that keep blocks, by id(request). The request that has kept its blocks for
-        # the longest time comes first.
+        # Contains each request that keeps blocks, under the key `id(request)`. The request that has
+        # kept its blocks for the longest time comes first.
         self._requests: dict[int, Request] = {}
 
     def keep(self, request: Request, leader: Sequence) -> None:
@@ -57,9 +57,9 @@ class KeptPrompts:
         """
         num_blocks = -(-leader.num_prompt_tokens // self._block_size)  # rounded up
         tables = [table[:num_blocks] for table in leader.block_tables]
-        # A sequence that shares the prompt computes only the last prompt token again, so it needs
-        # only the blocks that this token attends to. These blocks still exist, because the leader
-        # has just used them for the same token.
+        # A sequence that shares the prompt computes only the last prompt token again. It needs only
+        # the blocks that this token attends to. These blocks still exist, because `leader` has just
+        # used them for the same token.
         last_position = leader.num_prompt_tokens - 1
         for window, table in zip(self._windows, tables, strict=True):
             if window is not None:
@@ -74,7 +74,7 @@ class KeptPrompts:
             request.block_tables = []
 
     def drop_oldest(self) -> bool:
-        """Release the blocks that a request has kept for the longest time.
+        """Release the blocks of the request that has kept its blocks for the longest time.
 
         Returns:
             False if no request keeps blocks.

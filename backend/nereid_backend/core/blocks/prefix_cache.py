@@ -38,7 +38,7 @@ _HASH_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class DiskChanges:
-    """The changes in the cache that have not been made in the cache on disk yet.
+    """The blocks that must still be written to the cache on disk, or deleted from it.
 
     Attributes:
         before_reuse: called with the hash and the id of an unsaved block before the pool allocates
@@ -254,7 +254,7 @@ class PrefixCache:
             self.snapshots.add(sequence)
 
     def retain(self, sequence: Sequence) -> None:
-        """Retain the cached blocks and snapshots of a sequence for the session of its request.
+        """Let the session of a request retain the cached blocks and snapshots of a sequence.
 
         A session is identified by the client and the `prompt_cache_key` of its requests. Retained
         blocks are evicted after other blocks for `retention_s` seconds. Blocks that the sequence
@@ -264,7 +264,8 @@ class PrefixCache:
         key = SessionKey(params.client_id, params.prompt_cache_key)
         hashes = sequence.block_hashes[: sequence.num_findable_blocks]
         retained_blocks: list[int] = []
-        # In each group of layers, the first `num_dropped` blocks of the sequence were freed.
+        # For each group of layers, `num_dropped` is the number of leading blocks that the sequence
+        # has already freed.
         for cached_blocks, num_dropped in zip(
             self._blocks, sequence.num_dropped_blocks, strict=True
         ):

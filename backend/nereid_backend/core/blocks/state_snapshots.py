@@ -66,11 +66,11 @@ class StateSnapshots:
             clock: returns the time for sessions, in seconds.
         """
         self._block_size = block_size
-        # If at least this number of tokens was computed after the previous snapshot, a new snapshot
-        # is saved at the end of the chunk.
+        # A new snapshot is saved at the end of a chunk if at least `_interval_tokens` tokens were
+        # computed after the previous snapshot.
         self._interval_tokens = _INTERVAL * block_size
-        # A prompt is divided for a snapshot only if the previous snapshot is at least this number
-        # of tokens earlier.
+        # A prompt is divided to save a snapshot only if the previous snapshot is at least
+        # `_min_distance_tokens` tokens earlier.
         self._min_distance_tokens = _MIN_DISTANCE * block_size
 
         self._num_states = num_states
@@ -84,7 +84,8 @@ class StateSnapshots:
         # is full. When a snapshot is used, it becomes the last one.
         max_retained = int(num_states * _MAX_RETAINED_SHARE)
         self._order: EvictionOrder[bytes] = EvictionOrder(max_retained, clock)
-        # The number of snapshots that were ever saved, which is the id of the next snapshot.
+        # The number of all snapshots that were saved so far. The next snapshot gets this number as
+        # its id.
         self._num_saved = 0
         # The ids of deleted snapshots. The next step plan contains these ids, so that the forward
         # path frees the memory.
@@ -181,7 +182,7 @@ class StateSnapshots:
         return deleted
 
     def add(self, sequence: Sequence) -> None:
-        """If the last step has saved a snapshot for a sequence, add the snapshot.
+        """Store the snapshot that the last step has saved for a sequence, if there is one.
 
         Later requests can then continue from this snapshot, which is found by the hash of the last
         block before it. `sequence.block_hashes` must contain this hash. If the block already has a
@@ -202,7 +203,7 @@ class StateSnapshots:
         sequence.num_snapshot_tokens = position
 
     def _delete_previous_of_answer(self, sequence: Sequence) -> None:
-        """Delete the previous snapshot of a sequence if it was saved within the answer.
+        """Delete the previous snapshot of a sequence if it belongs to the generated answer.
 
         The next turn of the chat continues after the whole answer, so only the last snapshot of the
         answer is useful. A snapshot of the prompt, or a snapshot from which the sequence started,
@@ -215,7 +216,7 @@ class StateSnapshots:
             self.delete(self._hash_before(sequence, previous_position))
 
     def _set_snapshot(self, block_hash: bytes, snapshot_id: int) -> None:
-        """Add a snapshot under a hash. If the hash already has one, delete the new snapshot."""
+        """Store a snapshot under a hash. If the hash already has one, delete the new snapshot."""
         if block_hash in self._ids:
             self._deleted.append(snapshot_id)
             self._note_use(block_hash)
@@ -272,7 +273,7 @@ class StateSnapshots:
             self._deleted.append(snapshot_id)
 
     def retain(self, hashes: Iterable[bytes], key: SessionKey, seconds: float) -> None:
-        """Retain the snapshots of blocks for a session; see `EvictionOrder.retain`."""
+        """Let a session retain the snapshots of some blocks; see `EvictionOrder.retain`."""
         with_snapshot = (block_hash for block_hash in hashes if block_hash in self._ids)
         self._order.retain(with_snapshot, key, seconds)
 
@@ -281,7 +282,7 @@ class StateSnapshots:
         self._order.extend(key, seconds)
 
     def _hash_before(self, sequence: Sequence, position: int) -> bytes:
-        """Return the hash of the block that ends at `position`, which identifies a snapshot.
+        """Return the hash of the block that ends at `position`. The hash identifies a snapshot.
 
         Example with 16 tokens in a block: the position 32 is the end of the second block.
         """
@@ -320,7 +321,7 @@ class StateSnapshots:
         return [position for position in positions if position >= min_position]
 
     def _is_worth_saving(self, chunk: Chunk) -> bool:
-        """Return whether to save a snapshot of the recurrent state after a chunk.
+        """Return whether the recurrent state after `chunk` must be saved as a snapshot.
 
         A state can be saved only at the end of a block. In an answer, it is saved at the end of
         every block. In a prompt, it is saved at the positions of `_targets`, and also if many

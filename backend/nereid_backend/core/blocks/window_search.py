@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches the longest cached prefix of a sequence in a model with attention windows (window.py).
+"""Finds the longest cached prefix of a sequence if the model has attention windows (window.py).
 
 The token after a prefix attends only to the last blocks of the prefix. Blocks before the window of
 this token may be missing in the cache. Example of two groups of layers, in which "-" is a block
@@ -21,7 +21,7 @@ from nereid_backend.core.blocks.window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class WindowSearch:
-    """Searches the longest cached prefix in the tables of cached blocks.
+    """Finds the longest cached prefix of a sequence in its tables of cached blocks.
 
     Attributes:
         windows: the attention window of each group of layers; None for a group with full attention.
@@ -74,7 +74,7 @@ class WindowSearch:
     def _last_missing_by_window(
         self, tables: list[list[int]]
     ) -> dict[AttentionWindow | None, list[int]]:
-        """Return, for each window, the index of the last missing block up to each block.
+        """For each window, list the index of the last missing block at or before each block.
 
         Several groups of layers can have one window. A block is missing if one of their tables
         contains the null block. Element i of a list is the largest index j <= i of a missing block;
@@ -92,7 +92,7 @@ class WindowSearch:
     def _has_visible_blocks(
         self, last_missing_by_window: dict[AttentionWindow | None, list[int]], num_blocks: int
     ) -> bool:
-        """Return whether the cache has the blocks to which the token after a prefix attends.
+        """Return whether the cache has all blocks that the first token after a prefix needs.
 
         The prefix has `num_blocks` blocks. Its last block must be cached, too, even if the token
         does not attend to it. The dict is the result of `_last_missing_by_window`.
@@ -145,5 +145,5 @@ def _num_leading_cached(last_missing: list[int]) -> int:
 
     Example: [-1, 1, 1, 1] gives 1.
     """
-    # The list is sorted, and it contains -1 as long as no block is missing.
+    # The list is sorted. Its elements before the first missing block are -1.
     return bisect_right(last_missing, -1)

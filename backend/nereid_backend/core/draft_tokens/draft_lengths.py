@@ -42,8 +42,8 @@ _NUM_MEASUREMENTS = 9
 # The smallest number of measurements from which a cost ratio is computed. If there are fewer
 # measurements, the assumed cost ratio is used, because the first steps with drafts can be slow.
 _MIN_MEASUREMENTS = 3
-# After the first `_MEASURE_AFTER` steps with drafts, one step runs without drafts and is measured.
-# From then on, one such step follows after every `_MEASURE_EVERY` steps with drafts.
+# After the first `_MEASURE_AFTER` steps with drafts, one step runs without drafts, and its time is
+# measured. Later, such a step runs after every `_MEASURE_EVERY` steps with drafts.
 _MEASURE_AFTER = 8
 _MEASURE_EVERY = 64
 
@@ -228,7 +228,7 @@ class DraftLengths:
         return min(self.max_tokens, math.ceil(break_even_length) - 1)
 
     def _history_of(self, sequence: Sequence) -> _History:
-        """Return the history of a sequence. A new one starts at the rate of all sequences."""
+        """Return the draft history of a sequence. If there is none, create and store one."""
         history = self._histories.get(sequence)
         if history is None:
             num_accepted = self._overall.value * _FIRST_WEIGHT

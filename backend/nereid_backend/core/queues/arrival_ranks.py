@@ -28,7 +28,7 @@ class ArrivalRanks:
         self._num_steps = 0
 
     def note_step(self) -> None:
-        """Count a step. The ranks of new requests depend on the number of steps."""
+        """Add 1 to the number of steps. The ranks of new requests depend on the number of steps."""
         self._num_steps += 1
 
     def assign(self, sequences: abc.Sequence[Sequence]) -> None:

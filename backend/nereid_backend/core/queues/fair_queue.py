@@ -31,7 +31,8 @@ class FairQueue:
         self._num_waiting = 0
         # Maps each active client to the number of its waiting and running sequences.
         self._num_sequences: Counter[str] = Counter()
-        # Maps each active client to its service, which is a number of tokens divided by the weight.
+        # Maps each active client to its service. The service increases by the number of planned
+        # tokens, divided by the weight of the client.
         self._service: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -121,8 +122,8 @@ def fair_shares(
     shares: dict[str, int] = {}
     remaining_budget = budget
     remaining_weight = sum(weights[client] for client in demands)
-    # The client with the smallest demand for its weight comes first. If this client does not need
-    # its whole share, the rest of the share remains in the budget of the next clients.
+    # The clients are sorted by the quotient of demand and weight, in ascending order. If a client
+    # does not need its whole share, the rest remains in the budget for the next clients.
     smallest_demand_first = sorted(demands, key=lambda client: demands[client] / weights[client])
     for client in smallest_demand_first:
         fair_share = int(remaining_budget * weights[client] / remaining_weight)

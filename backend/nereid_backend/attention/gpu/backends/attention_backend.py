@@ -21,7 +21,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class Situation(enum.Enum):
-    """A kind of sequences in a step. The fastest implementation is chosen for each kind."""
+    """The kind of the sequences that an attention call computes: decodes or prompts."""
 
     DECODE = "decodes"
     """The decodes of a step."""

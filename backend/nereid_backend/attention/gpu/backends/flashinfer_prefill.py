@@ -65,7 +65,7 @@ class FlashInferPrefill:
         out[tokens] = wrapper.run(query, (inputs.call.keys, inputs.call.values))
 
     def _plan(self, inputs: LayerInputs) -> Any:  # noqa: ANN401 - the package has no types
-        """Plan the step for a layer, and return the wrapper that stores the plan.
+        """Store the step's metadata in the FlashInfer wrapper of a layer, and return the wrapper.
 
         FlashInfer gets the block tables of all prefills as one list of block numbers.
         """
@@ -103,7 +103,7 @@ class FlashInferPrefill:
         return wrapper
 
     def _wrapper(self, spec: LayerSpec, device: torch.device) -> Any:  # noqa: ANN401 - the package has no types
-        """Return the wrapper for layers with the properties `spec`.
+        """Return the FlashInfer wrapper for all layers whose properties equal `spec`.
 
         All wrappers share one workspace.
         """

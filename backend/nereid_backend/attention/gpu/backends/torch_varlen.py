@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class _Sequences(NamedTuple):
-    """The lengths and the block tables of n sequences, whose attention one call computes.
+    """The lengths and block tables of n sequences. One call computes the attention of all of them.
 
     Attributes:
         blocks: [n, width] int32, the block tables.

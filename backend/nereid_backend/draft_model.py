@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 # tokens. While a prompt is computed and after a preemption, more known tokens remain. Drafts would
 # then cost more time than they save.
 _MAX_REMAINING = 16
-# The time for the draft tokens is measured only if the draft model has to compute at most
-# _MAX_TIMED_TOKENS other tokens of each sequence. If there were more of these tokens, they would
-# take most of the measured time.
+# The time for the draft tokens is measured only if the draft model still has to compute at most
+# `_MAX_TIMED_TOKENS` known tokens of each sequence. The computation of more known tokens would take
+# most of the measured time.
 _MAX_TIMED_TOKENS = 4
 
 
@@ -102,8 +102,8 @@ class DraftModel:
         """
         self.lengths = DraftLengths(sizes.max_draft_tokens)
         self._path = path
-        # The same object as `_path` if it is the path of an MTP layer; None for a small model. An
-        # MTP layer also needs the hidden states of the large model.
+        # The same object as `_path` if the draft model is an MTP layer. If the draft model is a
+        # small model, `_mtp` is None. An MTP layer also needs the hidden states of the large model.
         self._mtp = path if isinstance(path, MtpPath) else None
         self._hook = hook
         self._sizes = sizes
@@ -114,7 +114,8 @@ class DraftModel:
         self._tables = BlockTables(pool, sizes.block_size, cache)
         # The rows of the draft model's batch that no sequence uses.
         self._free_rows = list(range(sizes.max_num_seqs))
-        # Maps each sequence of the large model that has a row in the draft model to its draft.
+        # Maps sequences of the large model to their drafts. It contains only the sequences that
+        # have a row in the draft model.
         self._drafts: dict[Sequence, SequenceDraft] = {}
         # The draft tokens of each sequence for the next step.
         self._proposals: dict[Sequence, list[int]] = {}
@@ -282,7 +283,7 @@ class DraftModel:
             self.lengths.costs.add_drafting(num_sequences, num_tokens, seconds)
 
     def _run_pass(self, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
-        """Compute the new tokens of some drafts, and sample the next draft token of each draft.
+        """Run one forward pass of the draft model, and sample the next draft token of each draft.
 
         If a draft has more uncomputed tokens than one pass may compute, several steps compute these
         tokens. The draft gets no draft token before the last of these steps.

@@ -87,7 +87,7 @@ def to_request_error(error: ValidationError) -> RequestError:
 
 
 def _subject(item_location: Sequence[str]) -> str:
-    """Return the subject of the sentence about a wrong value.
+    """Return the subject of a sentence that describes a wrong value, for example "each item".
 
     `item_location` is empty if the whole field is wrong. Otherwise, it contains the index or the
     key of a wrong item. Its last item is "[key]" if the key itself is wrong.

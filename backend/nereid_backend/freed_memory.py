@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Returns memory that is not needed to the operating system while a model is loaded.
+"""Returns unneeded memory to the operating system while a model is loaded.
 
 The C library reserves freed memory for later allocations. While a model is loaded, large tensors of
 different sizes are created and freed, so gaps arise between the tensors that are still used. Later
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 # have been freed.
 _STEP_BYTES = 32 * 2**20
 _PAGE_BYTES = mmap.PAGESIZE
-# A file that is mapped into the memory of this process, and its changed pages, as Linux describes
-# them in /proc/self/smaps. Example of the first and of a later line of a description:
+# Matches a file that is mapped into the memory of this process, if none of its pages was changed.
+# Linux describes mapped files in /proc/self/smaps. Here are two lines of a description:
 # "7f3489600000-7f34d06e9000 rw-p 00000000 fe:00 2361743   /models/chat/model.safetensors"
 # "Anonymous:             0 kB"
 _UNCHANGED_FILE = re.compile(
@@ -73,7 +73,7 @@ def discard_pages(address: int, num_bytes: int) -> None:
 
 
 class MappedFiles:
-    """Returns the pages of mapped files to the operating system when tensors have been used.
+    """Returns the pages of mapped files to the operating system after their tensors were used.
 
     The safetensors library maps the files of a checkpoint into the memory. The tensors keep their
     values, because the operating system reads a page from the file again when the page is used. If
@@ -85,14 +85,14 @@ class MappedFiles:
         self._ranges = _unchanged_file_ranges()
 
     def discard(self, tensor: Tensor) -> None:
-        """Return the pages of a tensor, unless the tensor is outside the mapped files."""
+        """If a tensor is in a mapped file, return its pages to the operating system."""
         address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
         if any(start <= address < end for start, end in self._ranges):
             discard_pages(address, tensor.nbytes)
 
     @contextlib.contextmanager
     def discard_after_use(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which each module's pages are returned when the module has run."""
+        """Return a context in which a module's pages are discarded after the module has run."""
 
         def discard(module: nn.Module, *_: object) -> None:
             for weight in module.parameters(recurse=False):
@@ -107,7 +107,7 @@ class MappedFiles:
 
 
 def _unchanged_file_ranges() -> list[tuple[int, int]]:
-    """Return the first and the end address of each mapped file without changed pages."""
+    """Return the start address and end address of each mapped file that has no changed pages."""
     try:
         description = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
     except OSError:

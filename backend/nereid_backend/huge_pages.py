@@ -67,7 +67,7 @@ def move_weights(model: nn.Module) -> None:
 
 
 def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
-    """Move tensors that share memory to `mapped[start:]`, and return the size of this memory.
+    """Move the tensors of one storage to `mapped[start:]`. Return the size of the storage.
 
     After the call, nothing refers to the old memory, so it is freed. Otherwise, all weights would
     be in memory twice at the end of `move_weights`.
@@ -111,7 +111,7 @@ def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> No
         target: bytes, uint8. Mutated.
         num_tensors: the number of moved tensors that use this storage.
     """
-    # The references are counted before `source` becomes another reference.
+    # Count the references first, because `source` will be another reference to the storage.
     can_discard = _num_references(storage) <= num_tensors
     source = torch.tensor([], dtype=torch.uint8).set_(storage)
     for start in range(0, len(source), _SLICE_BYTES):

@@ -81,8 +81,8 @@ class HiddenStates:
         # The outputs of the decoder during the running step.
         self._outputs: list[Tensor] = []
         self._handle = decoder.register_forward_hook(self._record)
-        # The stored hidden states of each sequence. If two parts contain the same position, the
-        # later part is valid.
+        # Maps each sequence to its stored hidden states, which consist of several parts. If two
+        # parts contain the same position, the later part is valid.
         self._parts: dict[Sequence, list[_StoredStates]] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
@@ -179,7 +179,7 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
 
 
 def _delete_oldest(parts: list[_StoredStates]) -> None:
-    """Delete the oldest parts if the other parts contain at least `_MAX_STATES` hidden states."""
+    """Delete the oldest parts as long as at least `_MAX_STATES` hidden states remain."""
     num_stored = sum(len(part.states) for part in parts)
     while num_stored - len(parts[0].states) >= _MAX_STATES:
         num_stored -= len(parts.pop(0).states)
@@ -236,7 +236,7 @@ class MtpPath:
         self._last_outputs: dict[Sequence, Tensor] = {}
 
     def follow(self, own: Sequence, target: Sequence) -> None:
-        """Use the hidden states of the large model's sequence `target` for the sequence `own`."""
+        """Let `own` use the hidden states of `target`, which is a sequence of the large model."""
         self._targets[own] = target
 
     def release(self, own: Sequence) -> None:
@@ -278,7 +278,7 @@ class MtpPath:
         self._cache.clear(sequence.block_table)
 
     def _inputs(self, chunk: Chunk) -> Tensor:
-        """Return the hidden states that precede the tokens of a chunk.
+        """For each token of a chunk, return the hidden state of the token before it.
 
         The hidden states before known tokens come from the large model. If the large model has no
         hidden state for a token, the result contains zeros. The hidden state before a draft token

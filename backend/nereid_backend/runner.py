@@ -234,7 +234,7 @@ class Runner:
 
     @contextmanager
     def _clearing(self, plan: StepPlan) -> Iterator[None]:
-        """Clear the states of the plan's sequences if the `with` block raises an error."""
+        """If the `with` block raises an error, clear the state of each sequence in the plan."""
         try:
             yield
         except BaseException:
@@ -270,7 +270,7 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
 
 
 def _predicted_prompt_tokens(chunk: Chunk) -> list[int]:
-    """Return the prompt tokens whose log-probabilities the logits of a chunk give.
+    """Return the prompt tokens whose log-probabilities follow from the logits of a chunk.
 
     The logits at one token give the log-probability of the next token. Example: a chunk computes
     the tokens 0 to 3 of a prompt of 10 tokens, and has logits at each of them. The result is the

@@ -40,7 +40,7 @@ class SequenceDraft:
 
     @property
     def num_missing(self) -> int:
-        """The number of tokens of `own` that the draft model has not computed yet."""
+        """The number of tokens in the sequence `own` that the draft model has not computed yet."""
         return len(self.own.token_ids) - self.own.num_computed_tokens
 
     def update(self, *, keeps_accepted: bool) -> None:

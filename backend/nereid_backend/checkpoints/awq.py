@@ -19,7 +19,8 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_integers
 from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
 
-# The order of the eight outputs in an int32, from the lowest bits to the highest bits.
+# An int32 contains the integers of eight outputs. `_ORDER` is the order of these outputs, from the
+# lowest bits to the highest bits.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

@@ -37,8 +37,8 @@ _ABSMAX = ".weight.absmax"
 _MAP = ".weight.quant_map"
 _NESTED_ABSMAX = ".weight.nested_absmax"
 _NESTED_MAP = ".weight.nested_quant_map"
-# The names of the tensor quant_state for the two 4-bit data types. The data types also have
-# different numbers in quant_map.
+# The suffixes of the tensor `quant_state`: one suffix for each of the two 4-bit data types. The
+# data types also have different numbers in the tensor `quant_map`.
 _STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 _MAX_INT8 = 127
 
@@ -61,7 +61,7 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
 
 
 def _four_bit_layout(state_name: str) -> Layout:
-    """Return the layout of 4-bit weights whose tensor quant_state has the suffix `state_name`.
+    """Return the layout of 4-bit weights. `state_name` is the suffix of the tensor `quant_state`.
 
     The optional tensors exist only if the factors (absmax) are quantised, too.
     """

@@ -81,7 +81,7 @@ def compressed_tensors_format(settings: Settings) -> Format:
 
 
 def _integer_layouts(group_size: int | None) -> tuple[Layout, Layout]:
-    """Return the layouts of integer weights: integers in 32-bit words, and integers as int8.
+    """Return two layouts of weights: integers that are packed into 32-bit words, and int8 integers.
 
     `group_size` is the number of inputs with a common scale; see `_integers`.
     """
@@ -143,7 +143,7 @@ def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Return the numbers of rows and columns of a block; None if no scheme divides weights.
+    """Return the block shape (rows, columns) of the weights. Return None if there are no blocks.
 
     A scheme for float8 weights may divide each weight into blocks, which have one scale each.
     `weights` contains the settings of each scheme.

@@ -236,7 +236,7 @@ def fill_placeholders(
     placeholders = {
         weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
     }
-    # `freed_memory` returns the memory of weights that are no longer needed to the system.
+    # `freed_memory` returns memory to the operating system when weights are no longer needed.
     freed_memory = FreedMemory()
     num_layers_with_panels = 0
     for module in report_items(list(model.modules()), "filling modules", progress):
@@ -268,7 +268,7 @@ def _names_of_shared(model: nn.Module) -> set[str]:
 
 
 def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
-    """Read a weight, and store it in a layer. Return whether panels are used.
+    """Read a weight, and store it in a layer. Return whether the weight is now stored in panels.
 
     Mutates: `layer`.
     """
@@ -284,7 +284,7 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
 
 
 def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
-    """Store integers with scales in a layer. Return whether panels are used.
+    """Store integers with scales in a layer. Return whether the integers are now stored in panels.
 
     A panel is a block of a weight matrix that is contiguous in memory. If panels cannot store the
     weight exactly, the layer gets the dequantised weight.

@@ -118,7 +118,7 @@ def scale_blocks(
 
 
 def _divided(shape: Sequence[int], divisors: Sequence[int]) -> tuple[int, int]:
-    """Divide the number of rows and the number of columns of a matrix, and round both up.
+    """Divide the two sizes in `shape` by the two numbers in `divisors`, and round the results up.
 
     Example: a matrix of 256 rows and 299 columns with the divisors (2, 3) returns (128, 100).
     """

@@ -277,7 +277,7 @@ def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
     def create_bar(
         factory: object, args: tuple[Any, ...], options: dict[str, Any]
     ) -> Iterator[Any]:
-        """Return an iterator over the items of a bar, in place of a bar of the library tqdm.
+        """Return an iterator that yields the items of a progress bar and shows no bar.
 
         transformers passes the class of the bar (`factory`) and the arguments for this class. The
         first positional argument contains the items.

@@ -203,7 +203,7 @@ def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401
 
 
 def _choose_format(settings: Settings) -> Format:
-    """Return the format of the quantisation method: the layouts that its weights can have.
+    """Return the Format object of the quantisation method that `settings` contains.
 
     `settings` is the field quantization_config of config.json.
 

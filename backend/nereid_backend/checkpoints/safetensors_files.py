@@ -54,7 +54,8 @@ class StoredTensor:
         Raises:
             ModelError: if the tensor cannot be read.
         """
-        # `...` also works for a scalar, which has no dimension.
+        # The index `...` selects the whole tensor. It also selects a scalar, which has no
+        # dimension.
         return self._read(...)
 
     def read_rows(self, start: int, end: int) -> Tensor:
@@ -168,7 +169,7 @@ def _check_indexed_files(index: Path, files: list[str]) -> None:
 
 
 def _files_without_index(folder: Path) -> list[Path]:
-    """Return the weight files of a folder without an index.
+    """Return the weight files in a folder that contains no index file.
 
     If the folder contains model.safetensors, the result is only this file.
 

@@ -77,7 +77,7 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
 
 def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
-    """Raise a ModelError if the new checkpoint has vocabulary files, but no file of the old one.
+    """Raise a ModelError if the new checkpoint has only vocabulary files that the old one lacks.
 
     Such tokenizers cannot be compared. Example: the old checkpoint has tokenizer.json, and the new
     checkpoint has vocab.txt.
@@ -92,7 +92,7 @@ def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
 
 def _canonical(content: bytes) -> bytes:
-    """Return the content of a JSON file in a form that is equal for equal tokenizers.
+    """Return a canonical form of a JSON file. The files of equal tokenizers have the same form.
 
     The ignored fields are removed, and the other fields are sorted. Example:
     b'{"b": 2, "a": 1, "name_or_path": "x"}' becomes b'{"a": 1, "b": 2}'. If the content is not

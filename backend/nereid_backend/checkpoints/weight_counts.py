@@ -80,7 +80,8 @@ def _weights(folder: Path) -> dict[str, LazyWeight]:
     if gguf_link.is_file():
         return _gguf_weights(gguf_link.resolve())
     config = _read_config(folder)
-    # In a multimodal model, the config of the text model may contain the field.
+    # In a multimodal model, the config of the text model may contain the field
+    # `quantization_config`.
     text_config = config.get("text_config") or {}
     settings = config.get("quantization_config") or text_config.get("quantization_config")
     stored = open_tensors(folder, for_reading=False)

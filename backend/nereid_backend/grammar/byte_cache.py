@@ -20,7 +20,7 @@ class ByteCache(Generic[T]):
     """A thread-safe cache that removes the least recently used values."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Create a cache whose values take at most `max_bytes` together."""
+        """Create a cache whose values together need at most `max_bytes` bytes."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         # The entries are ordered from the least to the most recently used.

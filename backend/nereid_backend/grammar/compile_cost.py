@@ -52,7 +52,7 @@ class _Bound(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The estimated time in seconds to compile this bound, divided by the vocabulary size."""
+        """The compile time of this bound, in seconds for each token of the vocabulary."""
         return self.repetitions * self.unit_s
 
 

@@ -46,7 +46,7 @@ class _CompiledSpec:
 
 @dataclass(frozen=True, eq=False)
 class _PendingGuide:
-    """A guide that does not exist yet, and the data of its request.
+    """The data of a request whose guide has not been created yet.
 
     Attributes:
         params: the sampling parameters of the request.

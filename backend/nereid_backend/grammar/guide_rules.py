@@ -132,7 +132,7 @@ def _tokens_with_marker(vocabulary: Vocabulary, marker: bytes) -> list[SpanningT
 
 
 def _tokens_with_marker_end(vocabulary: Vocabulary, marker_end: bytes) -> list[SpanningToken]:
-    """Return the tokens that start with `marker_end`, followed by more text.
+    """Return the tokens whose text begins with `marker_end` and continues after `marker_end`.
 
     `marker_end` contains the last bytes of the marker. Example: for the last byte `>` of
     "</think>", the token 5 with the text `>{` gives SpanningToken(5, b"{").

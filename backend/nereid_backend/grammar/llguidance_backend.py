@@ -126,7 +126,7 @@ class LLGuidanceBackend:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def _grammar_error(self, kind: str, source: str, matcher: LLMatcher) -> RequestError:
-        """Return the RequestError for an invalid grammar that is not a JSON schema."""
+        """Return the RequestError for an invalid grammar of any kind except JSON schemas."""
         if kind == "regex":
             # `matcher` was created from a converted text, so the columns in its error belong to
             # that text. Create a matcher from the original text to get the right columns.
@@ -214,12 +214,12 @@ class LLGuidanceMatcher:
         return num_consumed == len(tokens)
 
     def fill(self, row: TokenMask) -> None:
-        """Fill a row of the mask; see Matcher.fill."""
+        """Write the mask of the possible next tokens into `row`; see Matcher.fill."""
         self.fill_all([self], row[None], [0])
 
     @staticmethod
     def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, places: Sequence[int]) -> None:
-        """Fill several rows of the mask; see Matcher.fill_all.
+        """Write the masks of several matchers into `rows`; see Matcher.fill_all.
 
         The library writes each mask directly into the memory of its row.
         """
@@ -294,7 +294,7 @@ def _short_line(text: str) -> str:
 
 
 def _column_in_pattern(error_text: str) -> int | None:
-    """Return the column of the error in a regular expression, or None if the text has no column.
+    """Return the column that an error message marks with "^"; None if the message has no "^".
 
     The first line that begins with spaces and "^" marks the column; see `_pattern_problem`.
     """

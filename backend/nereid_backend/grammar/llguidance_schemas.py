@@ -51,13 +51,14 @@ def replace_exclusive_bounds(schema: object) -> None:
         lower_bound = part.get("minimum", excluded_minimum)
         if _allows_excluded_minimum(excluded_minimum, upper_bound):
             part["minimum"] = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
-        # If both conditions are true, the schema allows no number, and one replacement is enough.
+        # If the condition above and this condition are both true, the schema allows no number. In
+        # this case, it is enough to replace the minimum.
         elif _allows_excluded_maximum(excluded_maximum, lower_bound):
             part["maximum"] = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
 
 
 def _allows_excluded_minimum(minimum: object, upper_bound: object) -> bool:
-    """Return whether llguidance would accept the number `minimum`, which the schema excludes.
+    """Return whether llguidance would wrongly accept the number `minimum`. The schema excludes it.
 
     llguidance handles negative lower bounds correctly.
     """
@@ -67,7 +68,7 @@ def _allows_excluded_minimum(minimum: object, upper_bound: object) -> bool:
 
 
 def _allows_excluded_maximum(maximum: object, lower_bound: object) -> bool:
-    """Return whether llguidance would accept the number `maximum`, which the schema excludes.
+    """Return whether llguidance would wrongly accept the number `maximum`. The schema excludes it.
 
     llguidance handles positive upper bounds correctly.
     """

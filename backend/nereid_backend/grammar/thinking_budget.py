@@ -52,8 +52,8 @@ class Thinking:
         # The markers as bytes, because a token can end in the middle of a character.
         self._start_marker = spec.start.strip().encode()
         self._end_marker = spec.end.strip().encode()
-        # The progress of the answer. `_tail` contains its last bytes, which may be the beginning of
-        # a marker.
+        # `_state` is the progress of the answer. `_tail` contains the last bytes of the answer,
+        # which may be the beginning of a marker.
         self._state = self._first_state()
         self._tail = b""
         self.num_tokens = 0

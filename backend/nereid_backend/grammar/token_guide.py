@@ -35,11 +35,12 @@ log = logging.getLogger(__name__)
 # After a marker, further white space is forbidden once this number of white space bytes is reached.
 # Without a limit, a model might generate only white space until max_tokens.
 _MAX_WHITE_SPACE = 4
-# A forced text is tokenised together with this number of preceding tokens, because the tokens of a
-# text depend on the preceding text.
+# If the grammar forces a text, this text is tokenised together with the `_NUM_RECENT` tokens before
+# it, because the tokens of a text depend on the preceding text.
 _NUM_RECENT = 4
-# A forced text with fewer bytes is sampled token by token. The last token of a forced text is
-# always left out, and a single byte is only one token, so no token would be forced.
+# A forced text of fewer than `_MIN_FORCED_BYTES` bytes is sampled token by token. The last token of
+# a forced text is always left out, and a single byte is only one token, so no token would be
+# forced.
 _MIN_FORCED_BYTES = 2
 
 
@@ -91,8 +92,9 @@ class TokenGuide:
             for token_id in token_ids:
                 self._accept(token_id)
             return
-        # Only the grammar limits the tokens, and nearly all tokens belong to the phase GRAMMAR. For
-        # these tokens, the first branch has the same effect as `_accept`, but takes less time.
+        # Here, only the grammar limits the tokens. Most tokens arrive in the phase GRAMMAR. For
+        # these tokens, the first branch of the loop has the same effect as `_accept`, but takes
+        # less time.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
             if self._phase is Phase.GRAMMAR and _has(grammar_bits, token_id):
@@ -179,7 +181,7 @@ class TokenGuide:
         return self._phase is Phase.ENDED or matcher.is_complete() or self._is_stuck(matcher)
 
     def _advance_before_marker(self, matcher: Matcher, data: bytes) -> bool:
-        """Advance by a token in the phase BEFORE_MARKER. Return whether the token is allowed.
+        """Process a token in the phase BEFORE_MARKER, and return whether the token is allowed.
 
         The marker is the text after which the grammar applies, such as "</think>". `data` is the
         bytes of the token, and `matcher` tracks the position in the grammar. A token that contains
@@ -273,7 +275,7 @@ class TokenGuide:
         return None
 
     def _fill_outside_grammar(self, row: TokenMask) -> bool:
-        """Write the token mask for a position outside the grammar.
+        """Write the token mask for a position to which the grammar does not apply.
 
         A position is outside the grammar if the thinking budget forces the next token, the request
         has no grammar, the answer has ended, or the marker before the grammar is not complete yet.
@@ -314,7 +316,7 @@ class TokenGuide:
                     _clear_bit(row, token.token_id)
 
     def _finish_row(self, matcher: Matcher, row: TokenMask) -> None:
-        """Complete a mask of the next tokens that the grammar library has written.
+        """Complete the mask in `row`, which the grammar library has written.
 
         Forbid all tokens outside `grammar_mask`. Then allow the stop tokens if the answer may end,
         and white space if it may still follow the marker.

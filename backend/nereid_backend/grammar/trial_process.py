@@ -87,7 +87,8 @@ class TrialServer:
         self._connection = connection
         self._compile = compile_grammar
         self._timeout_s = timeout_s
-        # The jobs without a child process, the oldest first, and the jobs with a child process.
+        # `_waiting` contains the jobs that have no child process yet, the oldest job first.
+        # `_running` contains the jobs that have a child process.
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
 

@@ -153,7 +153,7 @@ class Vocabulary:
         return forced_ids if data.startswith(self._bytes_of(forced_ids)) else []
 
     def _encode_after(self, recent: list[int], data: bytes) -> list[int]:
-        """Return the tokens that the tokenizer would choose for `data` after the recent tokens.
+        """Return the tokens that the tokenizer would choose for `data` if `data` follows `recent`.
 
         The tokens of a text depend on the preceding text. Return no tokens if the tokenizer would
         merge the two texts, or if one of them cannot be decoded.

@@ -97,12 +97,12 @@ class XGrammarMatcher:
         return bool(self._matcher.accept_string(data))
 
     def fill(self, row: TokenMask) -> None:
-        """Fill a row of the mask; see Matcher.fill."""
+        """Write the mask of the possible next tokens into `row`; see Matcher.fill."""
         self.fill_all([self], row[None], [0])
 
     @staticmethod
     def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, places: Sequence[int]) -> None:
-        """Fill several rows of the mask; see Matcher.fill_all."""
+        """Write the masks of several matchers into `rows`; see Matcher.fill_all."""
         inner = [matcher._matcher for matcher in cast(Sequence[XGrammarMatcher], matchers)]
         _BATCH.batch_fill_next_token_bitmask(inner, rows, list(places))
 

@@ -92,7 +92,7 @@ class Float8Linear(nn.Linear):
     product: Float8Product
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the layer. An input [..., in_features] gives an output [..., out_features]."""
+        """Compute the output [..., out_features] of the layer for an input [..., in_features]."""
         rows = input.reshape(-1, self.in_features)
         output = self.product.multiply(rows, self.stored, self.scales)
         output = output.view(*input.shape[:-1], self.out_features)

@@ -92,7 +92,7 @@ class GroupedLinear(nn.Linear):
         """
         out_features, in_features = values.shape
         _check(values, scales, zeros, group_size, bits)
-        # On the device meta, the constructor of nn.Linear allocates no memory for a weight.
+        # On the device `meta`, the constructor of nn.Linear allocates no memory for a weight.
         layer = cls(in_features, out_features, bias=False, device="meta")
         # The expanded tensor needs almost no memory, because it stores a single number for all
         # elements.
@@ -145,7 +145,7 @@ class GroupedLinear(nn.Linear):
         self.register_buffer("zeros", zeros, persistent=False)
 
     def store_rows(self, start: int, values: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-        """Pack and store the integers, scales and zeros of some outputs of the layer.
+        """Pack and store the integers, scales and zeros of several outputs, from `start` on.
 
         Mutates: the layer.
 
@@ -172,13 +172,13 @@ class GroupedLinear(nn.Linear):
             self.zeros[panels] = self._stored_layout(zeros.float() + offset)
 
     def _stored_layout(self, of_groups: Tensor) -> Tensor:
-        """Convert scales or zeros of a checkpoint, [out_features, groups], to the stored layout.
+        """Convert scales or zeros, [out_features, groups], to the layout that the kernels read.
 
         A number is repeated for each smaller group into which a group of the checkpoint is divided.
         """
         repeated = of_groups.repeat_interleave(self._repeats, dim=1)
-        # An incomplete last group is divided into fewer smaller groups. The slice removes the
-        # surplus numbers.
+        # An incomplete last group needs fewer than `_repeats` smaller groups. The slice removes the
+        # numbers of the groups that it does not need.
         num_stored_groups = self.scales.shape[1]
         return _panels_of_groups(repeated[:, :num_stored_groups])
 
@@ -190,7 +190,7 @@ class GroupedLinear(nn.Linear):
         return weights[: self.out_features, : self.in_features]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the layer. An input [..., in_features] gives an output [..., out_features]."""
+        """Compute the output [..., out_features] of the layer for an input [..., in_features]."""
         bias: Tensor | None = self.bias
         if bias is not None and bias.dtype != input.dtype:
             bias = bias.to(input.dtype)
@@ -205,7 +205,7 @@ class GroupedLinear(nn.Linear):
         return linear(input, *arguments, *sizes)
 
     def _by_input(self, of_groups: Tensor) -> Tensor:
-        """Convert scales or zeros of groups to one number for each weight.
+        """Convert one scale or zero for each group to one scale or zero for each weight.
 
         The result is [panels * 16, groups * group_size].
         """
@@ -223,7 +223,7 @@ def linear(  # noqa: PLR0913 - the arguments of a torch operator
     group_size: int,
     out_features: int,
 ) -> Tensor:
-    """Compute one linear layer with the kernel for integer weights.
+    """Compute the output of a linear layer with the kernel for integer weights.
 
     The result is [..., out_features] for an input [..., in_features].
 
@@ -298,7 +298,8 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
     # `pad` copies the values, so it is called only if padding is needed.
     padded = functional.pad(values, padding) if any(padding) else values.contiguous()
-    # A unit contains four inputs of each output of a panel, [panels, inputs / 4, 16, 4].
+    # The shape becomes [panels, inputs / 4, 16, 4]. A unit contains the integers of four inputs for
+    # all 16 outputs of a panel.
     units = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 8:
         return units.contiguous()
@@ -357,7 +358,7 @@ def _panels_of_groups(of_groups: Tensor) -> Tensor:
 
 
 def _used_group_size(group_size: int, in_features: int) -> int:
-    """Return the number of inputs in each stored group.
+    """Return the number of inputs that share a scale in the stored layer.
 
     The checkpoint has groups of `group_size` inputs. A group of more than 128 inputs is divided
     into smaller groups of equal size. Their size is a multiple of 8. Each smaller group gets a copy

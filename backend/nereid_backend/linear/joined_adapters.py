@@ -83,7 +83,8 @@ def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
         for layer_pairs in pairs
     )
     group = JoinedGroup(down, ranks)
-    # The outputs of `down` are first the numbers for the first linear layer, and so on.
+    # The first outputs of `down` belong to the first linear layer, the next outputs belong to the
+    # second linear layer, and so on.
     ends = accumulate(up.in_features for up in ups)
     return [
         JoinedLayer(group, slice(end - up.in_features, end), up)
@@ -103,7 +104,7 @@ def _packed_linears(matrices: list[Tensor]) -> list[nn.Linear]:
 
 
 class AdapterStep:
-    """The adapters of the rows of a running step.
+    """Describes which adapter each row and each chunk of a running step uses.
 
     An adapter is represented by its index among the joined adapters. The number -1 represents a row
     or a chunk without an adapter.
@@ -144,7 +145,7 @@ class AdapterStep:
         return self._masks[key]
 
     def _adapters_of_rows(self, num_rows: int) -> Tensor:
-        """Return the adapter of each row of a layer that computes `num_rows` rows.
+        """Return the adapter of each row, for a layer that computes `num_rows` rows.
 
         Most layers compute one row for each token of the step. A model that stores compressed keys
         and values has a layer that expands the keys and values of the whole context in every step.
@@ -157,7 +158,7 @@ class AdapterStep:
 
 
 def _adapters_of_columns(ranks: tuple[int, ...]) -> Tensor:
-    """Return the index of the adapter to which each column of a joined product belongs.
+    """For each column of a joined product, return the index of its adapter.
 
     `ranks` contains the number of columns of each adapter. Example: (1, 2) gives [0, 1, 1].
     """
@@ -165,7 +166,7 @@ def _adapters_of_columns(ranks: tuple[int, ...]) -> Tensor:
 
 
 def masked_down(group: JoinedGroup, layer_input: Tensor, step: AdapterStep) -> Tensor:
-    """Return the masked product of a layer's input and the `down` matrices of the adapters.
+    """Multiply the input of a layer by the adapters' `down` matrices, and mask the product.
 
     The layers of a group have the same input, so the product is computed for the first layer, and
     stored in `group` for the other layers. Mutates: `group`.

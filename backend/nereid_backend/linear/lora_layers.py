@@ -52,8 +52,8 @@ from nereid_backend.linear.native_adapters import (
     adapter_bytes,
 )
 
-# The number of copies of an adapter's matrices in memory, for layers that `NativeAdapters` does not
-# contain.
+# For each layer that `NativeAdapters` does not contain, `_COPIES` copies of an adapter's matrices
+# are in memory.
 _COPIES = 2
 # The matrices that an earlier step has joined can contain more adapters than the present step
 # needs. They are reused if their total rank is at most `_MAX_UNUSED` times the total rank of the
@@ -81,7 +81,7 @@ class LoraLayers:
     """The LoRA adapters in memory, and the forward hooks that apply the adapters."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Create an object without adapters for a model."""
+        """Create an object for `model`. The object does not contain any adapters yet."""
         self._model = model
         self._device = next(model.parameters()).device
         # The adapters in memory.
@@ -156,7 +156,7 @@ class LoraLayers:
 
     @contextmanager
     def serving(self, chunks: Iterable[Chunk]) -> Iterator[bool]:
-        """Return a context in which a forward pass applies the adapter of each chunk's request.
+        """Return a context in which each chunk of a forward pass uses the adapter of its request.
 
         Args:
             chunks: the chunks of one forward pass, in the order of its rows.
@@ -190,7 +190,7 @@ class LoraLayers:
             return
         if self._joined_adapters != (adapter,):
             self._join((adapter,))
-        # The joined adapter has the index 0. It is the adapter of all rows and of the only chunk.
+        # The only adapter has the index 0. All rows and the only chunk use this adapter.
         row_adapters = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._step = AdapterStep(row_adapters, np.zeros(1, dtype=np.int64))
         try:
@@ -200,7 +200,7 @@ class LoraLayers:
             self._end_step()
 
     def _make_step(self, owners: list[Adapter | None], counts: list[int]) -> AdapterStep:
-        """Return the description of a step with joined adapters.
+        """Return an object that describes which adapter each row and each chunk of a step uses.
 
         Args:
             owners: the adapter of each chunk; None for a chunk without an adapter.

@@ -57,7 +57,7 @@ class _Group:
         """
         self._sizes = sizes
         self._is_native = is_native
-        # The input of the last `compute`, and the outputs that `take` has not yet returned.
+        # The input of the last call of `compute`, and the outputs that `take` has not returned yet.
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -122,7 +122,7 @@ class _Merged(nn.Linear):
     merged_bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the layer. An input [..., in_features] gives an output [..., out_features]."""
+        """Compute the output [..., out_features] of the layer for an input [..., in_features]."""
         if self.place == 0:
             self.group.compute(input, self.merged, self.merged_bias)
         output = self.group.take(self.place, input)
@@ -154,7 +154,7 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def _record_calls(model: nn.Module, run: Callable[[], object]) -> list[_Call]:
-    """Return the calls of linear layers while `run` runs the model, in the order of the calls."""
+    """Run the model with `run`, and return the calls of linear layers in the order of the calls."""
     calls: list[_Call] = []
     hooks = [
         module.register_forward_pre_hook(_call_recorder(calls, name.rpartition(".")[0]))

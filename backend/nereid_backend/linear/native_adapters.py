@@ -80,7 +80,8 @@ class NativeAdapters:
         # The number of outputs of each layer, in the order of the layer numbers.
         sizes = [_num_outputs(layer) for layer in layers.values()]
         self._layer_outputs = (ctypes.c_int64 * len(sizes))(*sizes)
-        # The keys by which the kernels identify the layers that need a hook, by layer name.
+        # Maps the name of each layer that needs a hook to the key by which the kernels identify the
+        # layer.
         self._hook_keys = {
             name: _kernel_key(layer) for name, layer in layers.items() if _address(layer) is None
         }
@@ -160,7 +161,7 @@ class NativeAdapters:
 
     @contextmanager
     def serving(self, owners: Sequence[Adapter | None], counts: Sequence[int]) -> Iterator[None]:
-        """Return a context in which the layers of this thread apply the adapter of each chunk.
+        """Return a context in which layers that this thread runs use the adapter of each chunk.
 
         Args:
             owners: the adapter of each chunk; None for a chunk without an adapter.
@@ -278,7 +279,7 @@ def _merge_position(item: tuple[str, nn.Module]) -> int:
 
 
 def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeAdaptedProduct]:
-    """Return the matrix products to which the kernels add the products of the adapters.
+    """Return the matrix products of all layers. The kernels add the adapters' products to them.
 
     Each layer has one product. Merged layers also have a common product, because the kernels can
     compute the whole group at once. The kernels search for the address of the weights, so the

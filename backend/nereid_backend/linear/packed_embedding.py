@@ -48,7 +48,7 @@ class NativeEmbedding(_PackedEmbedding):
         return native_linear.unpack_rows(self.packed, input)
 
     def take_weight(self, layer: NativeLinear) -> None:
-        """Use the packed weight of a linear layer."""
+        """Let this embedding read its rows from the packed weight of `layer`."""
         self.register_buffer("packed", layer.packed, persistent=False)
 
 
@@ -77,7 +77,7 @@ class GroupedEmbedding(_PackedEmbedding):
         return rows[..., : self.embedding_dim].to(self.weight.dtype)
 
     def take_weight(self, layer: GroupedLinear) -> None:
-        """Use the integers and scales of a linear layer."""
+        """Let this embedding read its rows from the integers and scales of `layer`."""
         self.bits = layer.bits
         self.group_size = layer.group_size
         for name in ("values", "scales", "zeros"):
@@ -132,7 +132,7 @@ def pack_embedding(
 def _layer_with_rows(
     model: PreTrainedModel, embedding: nn.Embedding, *, can_round: bool
 ) -> NativeLinear | GroupedLinear | None:
-    """Return a packed linear layer whose outputs are the rows of an embedding.
+    """Return a packed linear layer. The weights of its output i are row i of the embedding.
 
     The result is the output layer, if it shares its weight with the embedding. Otherwise, the
     result is a new layer with rounded weights. Return None if the embedding must stay unchanged.

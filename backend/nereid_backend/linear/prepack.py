@@ -41,7 +41,7 @@ class PackedLinear(nn.Linear):
     packed: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the layer. An input [..., in_features] gives an output [..., out_features]."""
+        """Compute the output [..., out_features] of the layer for an input [..., in_features]."""
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
             input, self.packed, self.bias, "none", [], ""
         )

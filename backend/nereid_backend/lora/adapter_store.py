@@ -112,7 +112,7 @@ class AdapterStore:
         return adapter
 
     def _read_again(self, adapter: Adapter) -> AdapterWeights:
-        """Return the weights of an adapter that was removed from memory.
+        """Read the weights of an adapter again after the adapter was removed from memory.
 
         Raises:
             RequestError: if the files of the adapter have changed or cannot be read.

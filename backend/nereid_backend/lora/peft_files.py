@@ -204,7 +204,7 @@ def _convert_weights(
     layers: Mapping[str, LayerSizes],
     like: Tensor,
 ) -> AdapterWeights:
-    """Return the two matrices of each linear layer that an adapter changes, by layer name.
+    """Return two matrices for each linear layer that an adapter changes. The keys are layer names.
 
     The matrix lora_A (down) reduces the inputs of a layer to `rank` numbers, and the matrix lora_B
     (up) converts these numbers into a change of the outputs. The scale of the adapter is

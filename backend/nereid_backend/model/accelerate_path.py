@@ -222,7 +222,7 @@ def _check_device(device: torch.device, error: Exception, setting: str, problem:
 def use_fastest_attention(
     path: ForwardPath, checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress
 ) -> None:
-    """Use an external attention library for each layer that it computes faster than Nereid.
+    """For each layer, use an external attention library if it is faster than Nereid's attention.
 
     Do nothing if no GPU kernel is used. First, a new path chooses the libraries and computes the
     test sequences. The path of the engine chooses the libraries only if these logits are correct.
@@ -255,7 +255,7 @@ def _check_piecewise_graphs(
     sizes: Sizes,
     capture: GraphCapture,
 ) -> None:
-    """Check that replayed steps with prefills give the same logits as the unmodified model.
+    """Check that prefill steps in CUDA graphs give the same logits as the unmodified model.
 
     A step with prefills computes prompts. The step is replayed from several graphs (pieces). The
     arguments are those of `_check_graphs`.
@@ -284,7 +284,7 @@ def _check_graphs(
     sizes: Sizes,
     capture: Capture | None,
 ) -> None:
-    """Check that replayed decode steps give the same logits as the unmodified model.
+    """Check that decode steps in CUDA graphs give the same logits as the unmodified model.
 
     The check captures and replays the steps of a new path with the test sequences.
 

@@ -62,12 +62,12 @@ class _RecordedLayer(NamedTuple):
 
     @property
     def can_be_adapted(self) -> bool:
-        """Whether the model has called the layer, and each call computed all tokens."""
+        """True if the model has called the layer and each of these calls computed all tokens."""
         return bool(self.computed_all) and all(self.computed_all)
 
 
 def _run_test_step(checkpoint: Checkpoint) -> None:
-    """Run the model once on `_NUM_TOKENS` tokens, with its own attention."""
+    """Run the model once on `_NUM_TOKENS` tokens. The model uses its own attention code."""
     set_attention(checkpoint, None)
     ids = torch.tensor([plain_token_ids(checkpoint)[:_NUM_TOKENS]], device=checkpoint.device)
     positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]

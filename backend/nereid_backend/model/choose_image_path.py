@@ -150,8 +150,8 @@ def choose_image_path(
         features=features,
         refused=refused,
     )
-    # transformers' generate and encoder-decoder models prepare the images in another way than a
-    # decoder. This other way is not checked.
+    # The check covers only the way in which a decoder prepares images. Encoder-decoder models and
+    # the function `generate` of transformers prepare images in another way.
     can_check_prompts = chosen.name != "generated" and not config.is_encoder_decoder
     if can_check_prompts:
         support = replace(support, check=PromptCheck(checkpoint.model, features, attention))
@@ -159,7 +159,7 @@ def choose_image_path(
 
 
 def _reason_against_images(config: PretrainedConfig, folder: Path) -> str | None:
-    """Return the reason why a checkpoint cannot have images, as a sentence; None if there is none.
+    """Return a sentence that says why a checkpoint does not support images, or None.
 
     `folder` is the folder of the checkpoint.
     """
@@ -193,7 +193,7 @@ def _choose(
     refused: dict[str, str],
     measure: Callable[[_Add, Trial], float],
 ) -> _Choice | None:
-    """Return the first candidate with correct logits for one kind of media, such as "images".
+    """Return the first of `candidates` that computes correct logits for a kind of media.
 
     The kinds are tried in the order of `trials`. The candidate that is found for one kind is also
     used for the later kinds. The result is None if no candidate has correct logits for any kind.
@@ -221,7 +221,7 @@ def _choose(
 def _first_correct(
     candidates: list[_Candidate], trial: Trial, measure: Callable[[_Add, Trial], float]
 ) -> tuple[_Choice | None, list[str]]:
-    """Return the first candidate with correct logits for one trial, and the problems of the others.
+    """Return the first of `candidates` with correct logits, and the list of problems.
 
     The list has one text for each candidate that was tried without success: its name and its
     problem. The candidate is None if no candidate has correct logits.
@@ -243,7 +243,7 @@ def _check_other_kinds(
     refused: dict[str, str],
     measure: Callable[[_Add, Trial], float],
 ) -> _Choice:
-    """Check the chosen candidate with other kinds of media than the kind it was chosen for.
+    """Check whether the chosen candidate also computes correct logits for other kinds of media.
 
     Return `choice` with the largest difference of all accepted kinds.
 
@@ -269,7 +269,7 @@ def _report(choice: _Choice | None, refused: Mapping[str, str], progress: Progre
 
 
 def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
-    """Return the ImageSupport of a model that refuses images.
+    """Return an ImageSupport object for a model that refuses images.
 
     The forward path for texts is not changed.
 

@@ -113,8 +113,8 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # Maps each value of `is_generated` (see `get`) to the test sequences, or to the error that
-        # `get` raises each time.
+        # The key is a value of `is_generated` (see `get`). The value is the trial that `get`
+        # returns for this key, or the error that `get` raises in each call.
         self._results: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
@@ -164,7 +164,7 @@ class Trials:
 def try_variants(
     checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
 ) -> tuple[PathSpec, float]:
-    """Return the first variant of a path with correct logits, and the difference of its logits.
+    """Return the first variant that computes correct logits, and the difference of its logits.
 
     Example: the difference 0.02 means that the logits differ from the logits of the unmodified
     model by 2 % of the standard deviation of the logits.

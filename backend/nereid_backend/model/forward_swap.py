@@ -53,7 +53,7 @@ _MIN_FREE_BYTES = 3 * 2**30
 
 
 class ForwardSwap:
-    """Compiles a forward pass in another process, and then makes a forward path use the library.
+    """Compiles a forward pass in another process. A forward path then uses the compiled version.
 
     The engine calls `advance` between two steps.
 
@@ -102,7 +102,7 @@ class ForwardSwap:
         return not self.is_done and self._compilation.outcome is not None
 
     def advance(self) -> None:
-        """Load the compiled library, or compute the next step of the library's check.
+        """Do the next task: load the compiled forward pass, or run one step of the check.
 
         Do nothing while the compilation runs. The last call makes the path use the library. A
         failure is logged once and never affects the requests.
@@ -126,7 +126,7 @@ class ForwardSwap:
         self._compilation.close()
 
     def _check(self) -> Generator[None, None, None]:
-        """Load the library, check its logits, and make the path use the library.
+        """Load the compiled forward pass, check its logits, and make the path use it.
 
         Yield after the library is loaded, and after each step of the check.
 
@@ -157,7 +157,7 @@ def _is_worth_compiling(config: EngineConfig, checkpoint: Checkpoint) -> bool:
 
 
 def _reason_against_compilation(folder: Path) -> str | None:
-    """Return the reason why no compilation for `folder` can start; None if one can start."""
+    """Return the reason why the compilation for `folder` cannot start; None if it can start."""
     if error := read_trace_error(folder):
         return f"an earlier attempt failed ({error}). To try again, delete {folder}"
     try:

@@ -39,7 +39,7 @@ class NoTextPath:
     """Replaces the forward path for texts if a model cannot compute a prompt without an image."""
 
     def __init__(self, sizes: Sizes) -> None:
-        """Create a path without state. `sizes` is ignored."""
+        """Create a forward path that stores nothing. The argument `sizes` is ignored."""
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Raise an EngineError in every call, because the model requires prompts with images."""

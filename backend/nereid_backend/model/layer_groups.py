@@ -128,7 +128,7 @@ def block_shape(
 
 
 def _layers_with_own_memory(layers: Sequence[LayerSpec], groups: LayerGroups) -> list[LayerSpec]:
-    """Return one layer for each place in a block.
+    """Return one layer for each memory area that the layers of different groups share.
 
     The first layers of all groups use the same memory, the second layers of all groups use the same
     memory, and so on.
@@ -170,7 +170,7 @@ def _obstacle(config: EngineConfig, spec: PathSpec, device: torch.device) -> str
 def divide_layers(
     layers: Sequence[LayerSpec], max_model_len: int, max_step_tokens: int, block_size: int
 ) -> LayerGroups:
-    """Divide the layers into groups, such that the longest request needs little memory.
+    """Divide the layers into groups in such a way that the longest request needs little memory.
 
     A group has a block table for each sequence. A block has one place for each layer of its group,
     and all groups have the same number of places. Few groups are preferred, because each block
@@ -188,11 +188,12 @@ def divide_layers(
     """
 
     def cost(groups: LayerGroups) -> int:
-        """Return the memory of the longest request, measured in blocks of one layer."""
+        """Return the memory of the longest request. The unit is one block of a single layer."""
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 
-    # With fewer places, there are more groups, so the candidates with few groups come first.
+    # A smaller number of places gives more groups. The loop begins with the largest number, so the
+    # candidates with few groups come first.
     candidates = [single_group(layers)]
     for num_places in range(len(layers), 0, -1):
         groups = _group_by_window(layers, num_places)
@@ -203,7 +204,9 @@ def divide_layers(
 
 
 def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
-    """Divide layers into groups. A group has at most `num_places` layers with the same window.
+    """Divide layers into groups. All layers of a group have the same window.
+
+    A group has at most `num_places` layers.
 
     All layers with the same window are divided into groups of nearly equal size. The groups with
     full attention come first. Example: num_places is 2. There are 2 layers with full attention and

@@ -44,7 +44,7 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
 def _attention_scaling_limits(
     config: PretrainedConfig, own_limit: LengthLimit
 ) -> list[LengthLimit]:
-    """Return the length limits of models that scale the attention of tokens at high positions.
+    """Return the length limits of models that scale the attention at high positions.
 
     The code of these models counts the positions in the batch instead of the sequence. The scale
     depends on the position only above a threshold. This threshold is therefore a limit. The

@@ -274,7 +274,7 @@ def describe_memory(
     num_tokens: int,
     windows: str,
 ) -> str:
-    """Return a log line with the memory of the weights, of a step and of the KV cache.
+    """Return a log line that says how much memory the weights, a step and the KV cache need.
 
     The line also contains the largest length of a request and the largest number of sequences.
 

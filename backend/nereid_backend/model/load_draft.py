@@ -64,7 +64,7 @@ class OpenedDraft:
 def draft_sizes(
     config: EngineConfig, memory: MemoryPlan, num_tokens: int, limit: LengthLimit
 ) -> DraftSizes:
-    """Return the sizes of a draft model whose cache has as many blocks as the large model's cache.
+    """Return the size of a draft model's KV cache, and the limits of its forward passes.
 
     Args:
         config: the settings of the engine.
@@ -84,7 +84,7 @@ def draft_sizes(
 
 
 def path_sizes(sizes: DraftSizes) -> Sizes:
-    """Return the sizes of the forward path of a draft model."""
+    """Convert the sizes of a draft model to the sizes that its forward path needs."""
     return Sizes(
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,

@@ -96,7 +96,8 @@ def _load_prepacked(
         # The packed weights do not work for this model. Packing has replaced the original
         # weights, so the original weights are read from the checkpoint again.
         checkpoint = _load(config, device, hook, progress)
-    # An output layer in another layout may have its own copy of the weight of the embedding.
+    # The size of the model is computed again. If the layout of the output layer was changed, the
+    # output layer and the embedding may no longer share one weight.
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
 
 

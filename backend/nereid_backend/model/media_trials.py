@@ -48,7 +48,7 @@ class _Answer(NamedTuple):
 def make_trials(
     checkpoint: Checkpoint, processor: ChatProcessor, block_size: int, refused: dict[str, str]
 ) -> dict[str, Trial]:
-    """Return a trial for each kind of media that transformers can compute.
+    """For each kind of media that transformers can process, return test prompts with logits.
 
     Mutates: `refused`. The reason is added for each kind that transformers cannot compute.
     """
@@ -96,7 +96,7 @@ def _generate_answers(
 
 
 def _trial_of(answers: list[_Answer], block_size: int) -> Trial:
-    """Return a trial with the prompts, the tokens and the logits of some answers.
+    """Combine the prompts, the tokens and the logits of several answers in one Trial object.
 
     The first answer is repeated at the end of the trial. A forward path that stores the features of
     images then computes the last sequence from the stored features.
@@ -114,14 +114,16 @@ def _trial_of(answers: list[_Answer], block_size: int) -> Trial:
 
 
 def _image_contents() -> list[list[_MediaPart]]:
-    """Return the media of two test prompts: one image, and two images."""
+    """Return the images of two test prompts. The first prompt has one image, the second has two."""
     rng = random.Random(0)
     first, second = ({"type": "image", "image": _random_image(rng, size)} for size in _SIZES)
     return [[first], [first, second]]
 
 
 def _video_contents() -> list[list[_MediaPart]]:
-    """Return the media of two test prompts: one video, and two videos. A video is a list of images.
+    """Return the videos of two test prompts. The first prompt has one video, the second has two.
+
+    A video is a list of images.
 
     The videos have different sizes and different numbers of frames.
     """
@@ -134,7 +136,7 @@ def _video_contents() -> list[list[_MediaPart]]:
 
 
 def _audio_contents() -> list[list[_MediaPart]]:
-    """Return the media of three test prompts: one audio, two audios, and one different audio.
+    """Return the audio of three test prompts: one audio, two audios, and one different audio.
 
     The audio of the last prompt has the duration of the audio of the first prompt.
     `_check_dependence` compares the answers to these two prompts.

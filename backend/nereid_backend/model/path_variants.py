@@ -285,8 +285,8 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
-    # The first variant requires that the model's cache can be stored in blocks. If the cache cannot
-    # be stored in blocks, one of these errors is raised, and only the other variants are yielded.
+    # If this is not possible, one of the suppressed errors is raised, and only the other variants
+    # are yielded.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)

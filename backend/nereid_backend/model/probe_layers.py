@@ -125,7 +125,7 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
 def record_layers(
     config: PretrainedConfig, hook: AttentionHook, run: Callable[[], object]
 ) -> list[LayerSpec]:
-    """Call `run`, and return the attention layers that run in this call, in order.
+    """Call `run`, and return the attention layers that it computes, in the order of computation.
 
     Args:
         config: the config of the layers.

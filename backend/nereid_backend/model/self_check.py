@@ -121,7 +121,7 @@ def check_path(
 def check_in_steps(
     path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> Generator[None, None, float]:
-    """Do the same check as `check_path`, but yield after each step of the forward path.
+    """Check a forward path as `check_path` does, but yield after each step that the path computes.
 
     Between two steps of the check, the engine can compute a step with requests. The generator
     returns the same result and raises the same errors as `check_path`.
@@ -145,7 +145,7 @@ def check_in_steps(
 
 
 def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool) -> float:
-    """Return the largest difference of a row of logits, relative to the standard deviation.
+    """Compare `logits` with the expected logits, and return the largest difference of a row.
 
     If `ignores_outliers` is True, return the largest median of a sequence instead. Because of
     rounding, a mixture-of-experts model can choose other experts for a few tokens. The logits of

@@ -14,12 +14,12 @@ from nereid_backend.paths.recurrent import RowsPath
 
 # The log contains this text if the snapshots of a model are not exact.
 NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives other logits"
-# The id of the only snapshot of the check. Each plan below contains one pair: the index of the only
-# chunk of a step, and this id.
+# `_SNAPSHOT` is the id of the only snapshot that the check uses. A step of the check has only one
+# chunk. Each plan below contains one pair: the index 0 of this chunk, and the id of the snapshot.
 _SNAPSHOT = 0
 _SAVE = SnapshotPlan(loads=[], saves=[(0, _SNAPSHOT)], deleted=[])
 _RESTORE = SnapshotPlan(loads=[(0, _SNAPSHOT)], saves=[], deleted=[])
-# The shortest half of a test sequence with which the check is possible.
+# The smallest number of tokens in one half of a test sequence. Shorter halves cannot be checked.
 _MIN_HALF_LEN = 2
 # The largest accepted difference in float32. In the tests, rounding caused differences of at most
 # 8e-6. Some models compute a different state if several tokens are computed in one pass instead of
@@ -59,7 +59,7 @@ def has_exact_snapshots(
 
 
 def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
-    """Return whether a sequence that continues from a snapshot gives the same bits as the original.
+    """Return whether a sequence has bit-identical logits if it continues from a snapshot.
 
     The snapshot is the state of the original sequence after `half_len` tokens. It is restored in
     another row first, and then in the row that it was saved from. `has_exact_snapshots` describes

@@ -114,7 +114,7 @@ def check_checkpoint(config: EngineConfig) -> None:
 
 
 def _plan_problem(plan: dict[str, str]) -> str | None:
-    """Return the reason why a plan cannot be used; None if it can be used.
+    """Return the reason why a tensor parallel plan cannot be used; None if it can be used.
 
     The reason completes the sentence "transformers has ... for dividing this architecture".
     """
@@ -187,7 +187,7 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
 
 
 def _layers_with_divided_outputs(plan: dict[str, str]) -> set[str]:
-    """Return the names of the layers in a plan of which each rank computes a part of the outputs.
+    """Return the names of the layers whose outputs the plan divides among the ranks.
 
     Example: {"layers.*.self_attn.q_proj": "colwise"} gives {"q_proj"}.
     """

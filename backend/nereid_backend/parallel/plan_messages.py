@@ -52,7 +52,8 @@ class PlanEncoder:
 
     def __init__(self) -> None:
         """Create an encoder that has not encoded a plan yet."""
-        # Maps the row of a sequence to the number of its blocks that earlier messages contained.
+        # The key is the row of a sequence. The value is the number of blocks of this sequence that
+        # earlier messages contained.
         self._num_sent: dict[int, int] = {}
 
     def encode(self, plan: StepPlan) -> StepMessage:

@@ -236,8 +236,8 @@ class Ranks:
             # and report only the death.
             time.sleep(_FOLLOWING_ERRORS_S)
             self._failure = self._describe_failures()
-            # Remove the folder of the store before the event is set, because this process may end
-            # at any time after that.
+            # Remove the folder of the store before `_has_failed` is set, because this process may
+            # end at any time after `_has_failed` is set.
             self.rank.remove_store()
             self._has_failed.set()
             if self.rank.device_type == "cuda":

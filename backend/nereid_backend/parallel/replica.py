@@ -53,7 +53,7 @@ def _default_num_threads(config: EngineConfig) -> int:
     if config.tensor_parallel_size > 1:
         num_processes = num_engines * config.tensor_parallel_size
         return max(1, usable_cpus() // num_processes)
-    # As with one engine process, one CPU is left for the server.
+    # One CPU is left for the server. A single engine process leaves one CPU for the server, too.
     return max(1, (usable_cpus() - 1) // num_engines)
 
 

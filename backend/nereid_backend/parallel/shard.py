@@ -74,7 +74,7 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
 
 
 def _replication_rules(config: EngineConfig, size: int) -> dict[str, str]:
-    """Return the rules with which each rank loads all KV heads.
+    """Return the rules that make each rank load all KV heads of the model.
 
     The rules are empty if there are enough KV heads for all ranks (see
     `kv_heads.replication_rules`).

@@ -96,8 +96,8 @@ class Detokenizer:
         num_held = len(self._window) - self._num_returned
         can_wait = num_held <= _MAX_HELD_TOKENS
         ends_within_character = text.endswith(_REPLACEMENT)
-        # Some tokens have no text, such as special tokens. Such tokens also wait, because they are
-        # no useful context for decoding the next tokens.
+        # A token without text, such as a special token, also waits for the next tokens, because it
+        # is no useful context for decoding them.
         has_new_text = len(text) != len(returned_text)
         if can_wait and (ends_within_character or not has_new_text):
             return ""
@@ -116,7 +116,7 @@ class Detokenizer:
         return text[len(returned_text) :]
 
     def _returned_text(self) -> str:
-        """Return the text of the tokens in the window whose text was returned earlier."""
+        """Decode the first `_num_returned` tokens of the window. Their text has been returned."""
         if self._num_returned == 0:
             return ""
         return self._decode(self._window[: self._num_returned])

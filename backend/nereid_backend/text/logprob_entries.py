@@ -42,7 +42,8 @@ def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]
         texts: the texts of single tokens.
     """
     token_ids, logprobs, chosen_rank = TokenLogprobs(*row)
-    # The first token is the token of the text. The other tokens have the ranks 1, 2, 3, ...
+    # The first token is the one that the text contains. The other tokens are the most likely
+    # tokens, with the ranks 1, 2, 3, ...
     ranks = [chosen_rank, *range(1, len(token_ids))]
     entry: dict[str, dict[str, Any]] = {}
     for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):

@@ -136,7 +136,8 @@ def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:
         return {".weight": values, ".weight_scale": scales.half()}
-    # The format packs the zero points of 8 consecutive outputs, and `_pack` packs along a row.
+    # In the file, a word contains the zero points of 8 consecutive outputs. `_pack` packs numbers
+    # of the same row, so the matrix is transposed before and after packing.
     zeros_by_group = zeros.to(torch.uint8).T
     return {
         ".weight_packed": _pack(values),

@@ -101,7 +101,7 @@ def _describe_weights(folder: Path) -> str:
 
 
 def _memory(folder: Path) -> list[Finding]:
-    """Return the size of the weights in memory, one finding for each setting of the data type.
+    """For each setting of the data type, return a finding with the memory size of the weights.
 
     The weights must be readable (see `count_weights`).
     """

@@ -89,7 +89,7 @@ def _unpack_1_bit(packed: Tensor) -> Tensor:
 def _weight_with_middle(
     values: Tensor, scales: Tensor, num_rows: int, *, middle: int, bits: int
 ) -> IntegerWeight:
-    """Create the IntegerWeight for weight = scale * (value - middle)."""
+    """Create the IntegerWeight of weights that equal `scale * (value - middle)`."""
     centred = values.view(num_rows, -1).to(torch.int8) - middle
     scales = scales.view(num_rows, -1)
     return IntegerWeight(centred, scales, None, centred.shape[1] // scales.shape[1], bits)
@@ -98,7 +98,7 @@ def _weight_with_middle(
 def _weight_with_minimums(
     values: Tensor, scales: Tensor, minimums: Tensor, num_rows: int, *, bits: int
 ) -> IntegerWeight:
-    """Create the IntegerWeight for weight = scale * value - minimum.
+    """Create the IntegerWeight of weights that equal `scale * value - minimum`.
 
     Each group of consecutive weights has one scale and one minimum. In an IntegerWeight, weight =
     (value - zero) * scale. The weights are equal if zero = minimum / scale. Example: the scale 0.5
@@ -109,8 +109,8 @@ def _weight_with_minimums(
     group_size = values.shape[1] // scales.shape[1]
     is_scale_zero = scales == 0
     if is_scale_zero.any():
-        # All weights of such a group are -minimum. An IntegerWeight represents these weights
-        # exactly with integers of 0 and the scale 1.
+        # If the scale of a group is 0, all weights of the group equal `-minimum`. An IntegerWeight
+        # represents these weights exactly if the integers are 0 and the scale is 1.
         values_of_groups = is_scale_zero.repeat_interleave(group_size, dim=1)
         values = values.masked_fill(values_of_groups, 0)
         scales = scales.masked_fill(is_scale_zero, 1.0)
@@ -242,7 +242,7 @@ def _read_6_bit_pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of blocks whose integers the CPU kernels can use.
+    """A block type of GGUF files. The CPU kernels can use the integers in blocks of this type.
 
     Attributes:
         decode: a function that unpacks the blocks of a weight. The arguments are the blocks, uint8

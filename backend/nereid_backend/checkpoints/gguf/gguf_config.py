@@ -324,7 +324,7 @@ def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict
         UnsupportedModelError: if the factors were computed from other parameters.
     """
     # The parameters of the Llama 3 models. Only `factor` differs between these models. It is the
-    # factor of the lowest frequency, which is the largest factor.
+    # largest number in `factors`, which belongs to the lowest frequency.
     common_parameters = {
         "rope_theta": theta,
         "rope_type": "llama3",
@@ -348,7 +348,7 @@ def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict
 
 
 def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
-    """Return the number by which Llama 3 divides each of the `count` rotary frequencies.
+    """For each of the `count` rotary frequencies, return the number by which Llama 3 divides it.
 
     Dividing the low frequencies extends the context of the model. The divisor of a frequency
     depends on its number of rotations in the original context. If the number is at most

@@ -136,7 +136,8 @@ class GgufWeight:
         """
         result = torch.empty(num_rows, num_columns, dtype=self.dtype)
         blocks_per_row = len(blocks) // num_rows
-        # Some rows are converted at a time, so that their float32 numbers need little memory.
+        # The rows are converted in parts, so that only the float32 numbers of one part are in
+        # memory.
         rows_per_part = max(1, PART_NUMBERS // num_columns)
         result_parts = torch.split(result, rows_per_part)
         block_parts = torch.split(blocks, rows_per_part * blocks_per_row)
@@ -248,7 +249,7 @@ def _model_name(name: str, file: GgufFile) -> str:
 
 
 def _layer_part_name(part: str, file: GgufFile) -> str | None:
-    """Convert the name of a part of a layer to the name in transformers. None if it is unknown.
+    """Convert the GGUF name of a layer's part to transformers' name; None if it is unknown.
 
     Examples: "attn_q" gives "self_attn.q_proj", and "ffn_up_exps" gives "mlp.experts.*.up_proj".
     """

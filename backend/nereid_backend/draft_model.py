@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 # then cost more time than they save.
 _MAX_REMAINING = 16
 # The time for the draft tokens is measured only if the draft model still has to compute at most
-# `_MAX_TIMED_TOKENS` known tokens of each sequence. The computation of more known tokens would take
-# most of the measured time.
+# `_MAX_TIMED_TOKENS` known tokens (tokens of the prompt or the answer) of each sequence. The
+# computation of more known tokens would take most of the measured time.
 _MAX_TIMED_TOKENS = 4
 
 
@@ -114,8 +114,8 @@ class DraftModel:
         self._tables = BlockTables(pool, sizes.block_size, cache)
         # The rows of the draft model's batch that no sequence uses.
         self._free_rows = list(range(sizes.max_num_seqs))
-        # Maps sequences of the large model to their drafts. It contains only the sequences that
-        # have a row in the draft model.
+        # Maps a sequence of the large model to its draft. Sequences without a row in the draft
+        # model are not included.
         self._drafts: dict[Sequence, SequenceDraft] = {}
         # The draft tokens of each sequence for the next step.
         self._proposals: dict[Sequence, list[int]] = {}
@@ -283,7 +283,7 @@ class DraftModel:
             self.lengths.costs.add_drafting(num_sequences, num_tokens, seconds)
 
     def _run_pass(self, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
-        """Run one forward pass of the draft model, and sample the next draft token of each draft.
+        """Run one pass of the draft model, and sample the next draft token of each sequence.
 
         If a draft has more uncomputed tokens than one pass may compute, several steps compute these
         tokens. The draft gets no draft token before the last of these steps.
@@ -305,7 +305,7 @@ class DraftModel:
         return self._sample(logits, sampling) if sampling else []
 
     def _plan_pass(self, drafts: list[SequenceDraft]) -> list[tuple[SequenceDraft, Chunk]]:
-        """Divide the token budget of a pass among the drafts.
+        """Choose how many tokens of each draft the next forward pass of the draft model computes.
 
         Drafts with few uncomputed tokens come first, so that many drafts get their next token.
 
@@ -330,8 +330,8 @@ class DraftModel:
                 num_logits=int(has_last_token),
             )
             planned.append((draft, chunk))
-        # The attention code expects chunks of one token before longer chunks. The budget can
-        # shorten the last chunk, so the chunks are sorted again.
+        # The attention code expects that chunks of one token come before longer chunks. The token
+        # budget of the pass can shorten the last chunk, so the chunks are sorted again.
         planned.sort(key=lambda pair: pair[1].num_tokens)
         return planned
 

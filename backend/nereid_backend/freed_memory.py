@@ -85,7 +85,7 @@ class MappedFiles:
         self._ranges = _unchanged_file_ranges()
 
     def discard(self, tensor: Tensor) -> None:
-        """If a tensor is in a mapped file, return its pages to the operating system."""
+        """If a tensor is in a mapped file, return the tensor's pages to the operating system."""
         address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
         if any(start <= address < end for start, end in self._ranges):
             discard_pages(address, tensor.nbytes)

@@ -132,7 +132,7 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
 
 def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the group size that all schemes with groups have.
+    """Return the group size if all schemes with groups have the same size; otherwise, return None.
 
     `weights` contains the settings of each scheme. Return None if no scheme has groups, or if two
     schemes have different group sizes.

@@ -51,7 +51,7 @@ def fp8_format(settings: Settings) -> Format:
 
 
 def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
-    """Return the layouts of float8 weights, one for each name that the tensor of scales can have.
+    """Return the layouts of float8 weights. Each layout has another name for the tensor of scales.
 
     A layout lists the tensors of one weight, and contains the function that decodes them. Example:
     the layer "mlp.up_proj" has the tensors "mlp.up_proj.weight" and "mlp.up_proj.weight_scale", and

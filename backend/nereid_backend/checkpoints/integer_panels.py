@@ -142,7 +142,7 @@ class RoundedWeight:
 def round_weights(
     weights: Mapping[str, LazyWeight], model: nn.Module, bits: int
 ) -> dict[str, LazyWeight]:
-    """Return `weights`, in which the weights of linear layers are rounded when they are read.
+    """Return a copy of `weights` in which each weight of a linear layer is rounded when it is read.
 
     A rounded weight consists of integers with scales, so it needs less memory. The weight of the
     output layer is not rounded, because it may need more bits; see `quantise_linears`.
@@ -173,7 +173,7 @@ def linear_names(model: nn.Module) -> set[str]:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Return `weights`, in which placeholders replace the integer weights of linear layers.
+    """Return a copy of `weights` in which placeholders replace integer weights of linear layers.
 
     transformers loads a placeholder, which takes no memory, in place of the weight. Afterwards,
     `fill_placeholders` stores the integers in the layers.
@@ -261,14 +261,15 @@ def _names_of_shared(model: nn.Module) -> set[str]:
     has_tied_weights = getattr(config, "tie_word_embeddings", False)
     if not has_tied_weights:
         return set()
-    # Depending on the model, the attribute is a list of names, or maps a name to its source.
+    # Depending on the model, `_tied_weights_keys` is a list of names, or a dictionary that maps the
+    # name of each tied weight to the name of its source.
     tied_names = getattr(model, "_tied_weights_keys", None) or {}
     source_names = tied_names.values() if isinstance(tied_names, dict) else ()
     return {*tied_names, *source_names}
 
 
 def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
-    """Read a weight, and store it in a layer. Return whether the weight is now stored in panels.
+    """Read a weight, and store it in a layer. Return whether the layer stores it as integers.
 
     Mutates: `layer`.
     """
@@ -284,7 +285,7 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
 
 
 def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
-    """Store integers with scales in a layer. Return whether the integers are now stored in panels.
+    """Store a weight of integers in a layer. Return whether the layer keeps the integers.
 
     A panel is a block of a weight matrix that is contiguous in memory. If panels cannot store the
     weight exactly, the layer gets the dequantised weight.

@@ -227,7 +227,7 @@ def _choose_format(settings: Settings) -> Format:
 
 
 def _method(settings: Settings) -> str:
-    """Return the name of the method whose layout the quantised weights have.
+    """Return the name of the quantisation method that defines the layout of the weights.
 
     `settings` is the field quantization_config of config.json. It contains the name of the method
     in quant_method. Some programs store weights in the layout of another method. The field

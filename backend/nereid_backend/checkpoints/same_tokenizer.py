@@ -33,7 +33,7 @@ _REMEDY = "Restart the server with the new checkpoint."
 
 
 def read_tokenizer_files(folder: str) -> TokenizerFiles:
-    """Read the tokenizer files in a folder, and return the hash of each file by its name.
+    """Read the tokenizer files in a folder. Return a dictionary that maps file names to hashes.
 
     The hashes show whether two checkpoints have the same tokenizer. Example:
     {"tokenizer.json": "5f0c...", "chat_template.jinja": "91d2..."}. The result is {} if the folder

@@ -55,7 +55,7 @@ class Matcher(Protocol):
         """Return whether the text so far matches the grammar completely."""
 
     def forced(self) -> bytes:
-        """Return the bytes with which the text must continue according to the grammar.
+        """Return the bytes that must follow the text so far, according to the grammar.
 
         Return b"" if several continuations are possible, or if the answer may end here. Example:
         for the regular expression `ab(c|d)`, a matcher at the start returns b"ab".

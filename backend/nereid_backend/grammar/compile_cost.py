@@ -52,7 +52,7 @@ class _Bound(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The compile time of this bound, in seconds for each token of the vocabulary."""
+        """The compile time that this bound causes, in seconds for each token of the vocabulary."""
         return self.repetitions * self.unit_s
 
 

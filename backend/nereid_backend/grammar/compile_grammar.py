@@ -88,8 +88,8 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     simple = _simple_grammar(parse_json("structural_tag", source))
     if simple is not None:
         simple_kind, simple_source = simple
-        # If llguidance rejects the grammar, xgrammar gets the tag below. xgrammar can accept the
-        # tag, because it ignores some keywords that llguidance rejects.
+        # If llguidance rejects the simple grammar, xgrammar compiles the structural tag instead.
+        # xgrammar can accept the tag, because it ignores some keywords that llguidance rejects.
         with contextlib.suppress(RequestError):
             return libraries.llguidance.compile(simple_kind, simple_source)
     check_cost("structural_tag", source, libraries.vocabulary.size, limit_s)

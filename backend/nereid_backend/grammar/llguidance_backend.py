@@ -237,7 +237,7 @@ class LLGuidanceMatcher:
         return bool(self._matcher.is_accepting())
 
     def forced(self) -> bytes:
-        """Return the bytes with which the text must continue; see Matcher.forced."""
+        """Return the bytes that must follow the text so far; see Matcher.forced."""
         if self._matcher.is_stopped() or self._matcher.is_accepting():
             return b""
         return bytes(self._matcher.compute_ff_bytes())

@@ -58,7 +58,7 @@ class Thinking:
         self._tail = b""
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
-        # A budget of 0 can be used up before the first token.
+        # If the reasoning is already open, a budget of 0 is used up before the first token.
         self._force_end_if_budget_used_up()
 
     def _first_state(self) -> _State:

@@ -32,8 +32,8 @@ from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, mask_of
 
 log = logging.getLogger(__name__)
 
-# After a marker, further white space is forbidden once this number of white space bytes is reached.
-# Without a limit, a model might generate only white space until max_tokens.
+# After a marker, no further white space is allowed once there are `_MAX_WHITE_SPACE` bytes of white
+# space. Without a limit, a model might generate only white space until max_tokens.
 _MAX_WHITE_SPACE = 4
 # If the grammar forces a text, this text is tokenised together with the `_NUM_RECENT` tokens before
 # it, because the tokens of a text depend on the preceding text.
@@ -316,7 +316,7 @@ class TokenGuide:
                     _clear_bit(row, token.token_id)
 
     def _finish_row(self, matcher: Matcher, row: TokenMask) -> None:
-        """Complete the mask in `row`, which the grammar library has written.
+        """Complete the mask that the grammar library has written into `row`.
 
         Forbid all tokens outside `grammar_mask`. Then allow the stop tokens if the answer may end,
         and white space if it may still follow the marker.

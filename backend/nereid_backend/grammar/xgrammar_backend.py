@@ -111,7 +111,7 @@ class XGrammarMatcher:
         return bool(self._matcher.is_completed())
 
     def forced(self) -> bytes:
-        """Return the bytes with which the text must continue; see Matcher.forced."""
+        """Return the bytes that must follow the text so far; see Matcher.forced."""
         if self._matcher.is_completed():
             return b""
         try:

@@ -199,13 +199,13 @@ class GroupedLinear(nn.Linear):
         arguments = (self.values, self.scales, self.zeros, bias)
         sizes = (self.bits, self.group_size, self.out_features)
         if torch.compiler.is_compiling():
-            # torch.export cannot trace the call of the C function in `linear`.
+            # torch.export cannot trace `linear`, because `linear` calls a C function.
             output: Tensor = torch.ops.nereid.grouped_linear(input, *arguments, *sizes)
             return output
         return linear(input, *arguments, *sizes)
 
     def _by_input(self, of_groups: Tensor) -> Tensor:
-        """Convert one scale or zero for each group to one scale or zero for each weight.
+        """Repeat the scale or zero of each group once for each weight of the group.
 
         The result is [panels * 16, groups * group_size].
         """

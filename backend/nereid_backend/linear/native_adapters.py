@@ -75,7 +75,7 @@ class NativeAdapters:
         """
         groups = _groups(model)
         layers = {name: layer for group in groups for name, layer in group.items()}
-        # The number of each layer, by name. Merged layers have consecutive numbers.
+        # Maps the name of each layer to its number. Merged layers have consecutive numbers.
         self._layer_numbers = {name: number for number, name in enumerate(layers)}
         # The number of outputs of each layer, in the order of the layer numbers.
         sizes = [_num_outputs(layer) for layer in layers.values()]

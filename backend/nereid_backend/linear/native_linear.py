@@ -49,7 +49,7 @@ class NativeLinear(nn.Linear):
             [..., out_features], with the weight's dtype.
         """
         if torch.compiler.is_compiling():
-            # torch.export cannot trace the call of the C function in `linear`.
+            # torch.export cannot trace `linear`, because `linear` calls a C function.
             output: Tensor = torch.ops.nereid.packed_linear(
                 input, self.packed, self.bias, self.out_features
             )

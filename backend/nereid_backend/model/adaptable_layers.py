@@ -15,7 +15,7 @@ from nereid_backend.paths.model_call import ModelCall
 
 # The number of tokens in the test step. A layer whose input has this many rows computes all tokens
 # of the step. The number must not be 1, because the output layer computes a single row. The number
-# must not be a usual number of experts either.
+# must also differ from the number of experts in usual models.
 _NUM_TOKENS = 7
 
 

@@ -221,7 +221,7 @@ def _choose(
 def _first_correct(
     candidates: list[_Candidate], trial: Trial, measure: Callable[[_Add, Trial], float]
 ) -> tuple[_Choice | None, list[str]]:
-    """Return the first of `candidates` with correct logits, and the list of problems.
+    """Return the first of `candidates` with correct logits, and the problems of the ones before it.
 
     The list has one text for each candidate that was tried without success: its name and its
     problem. The candidate is None if no candidate has correct logits.

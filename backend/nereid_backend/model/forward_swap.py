@@ -92,7 +92,7 @@ class ForwardSwap:
         skeleton = Skeleton(checkpoint.model, hook.name, path.is_native, torch.get_num_threads())
         self._start_s = time.monotonic()
         self._compilation = BackgroundCompilation(pack_skeleton(skeleton), folder)
-        # Each `next` loads the library, or computes one step of the check.
+        # Each call of `next` loads the compiled forward pass, or runs one step of the check.
         self._check_steps = self._check()
         self.is_done = False
 

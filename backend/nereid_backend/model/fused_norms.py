@@ -74,7 +74,8 @@ def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
     if not type(module).__name__.endswith("RMSNorm"):
         return None
     weight = getattr(module, "weight", None)
-    # The attribute is `variance_epsilon` in some model types, and `eps` in other model types.
+    # The epsilon of the norm is in the attribute `variance_epsilon` in some model types, and in the
+    # attribute `eps` in other model types.
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
         return None

@@ -42,7 +42,7 @@ def choose_layer_groups(
     max_model_len: int,
     max_step_tokens: int,
 ) -> tuple[LayerGroups, str]:
-    """Return the groups of a model's layers, and a reason if there is only one group.
+    """Return the groups of a model's layers. If there is only one group, also return the reason.
 
     A block of the KV cache belongs to one group of layers. If all layers of a group have a sliding
     window, blocks before the window can be freed. The reason is a clause without a final period; it
@@ -192,8 +192,8 @@ def divide_layers(
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 
-    # A smaller number of places gives more groups. The loop begins with the largest number, so the
-    # candidates with few groups come first.
+    # If a block has fewer places, there are more groups. The loop begins with the largest number of
+    # places, so the candidates with few groups come first.
     candidates = [single_group(layers)]
     for num_places in range(len(layers), 0, -1):
         groups = _group_by_window(layers, num_places)

@@ -31,7 +31,7 @@ from nereid_backend.paths.model_call import ModelCall
 _LAYOUT_TOLERANCE = 0.3
 # The number of tokens for which the logits are compared.
 _NUM_TEST_TOKENS = 4
-# The device type that a value of the setting weight_dtype requires.
+# Maps a value of the setting weight_dtype to the type of device that this value requires.
 _REQUIRED_DEVICES = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}
 
 

@@ -48,7 +48,7 @@ class _Answer(NamedTuple):
 def make_trials(
     checkpoint: Checkpoint, processor: ChatProcessor, block_size: int, refused: dict[str, str]
 ) -> dict[str, Trial]:
-    """For each kind of media that transformers can process, return test prompts with logits.
+    """For each kind of media that transformers can process, return test prompts and their logits.
 
     Mutates: `refused`. The reason is added for each kind that transformers cannot compute.
     """
@@ -136,7 +136,7 @@ def _video_contents() -> list[list[_MediaPart]]:
 
 
 def _audio_contents() -> list[list[_MediaPart]]:
-    """Return the audio of three test prompts: one audio, two audios, and one different audio.
+    """Return the audio of three test prompts: one recording, two recordings, one other recording.
 
     The audio of the last prompt has the duration of the audio of the first prompt.
     `_check_dependence` compares the answers to these two prompts.

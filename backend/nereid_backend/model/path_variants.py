@@ -83,7 +83,7 @@ class PathSpec:
 def path_variants(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> list[tuple[str, Iterator[PathSpec]]]:
-    """Return the name and variants of each forward path. The engine tries the paths in this order.
+    """Return the name and the variants of each forward path, in the order in which they are tried.
 
     Args:
         checkpoint: a loaded model.
@@ -285,8 +285,9 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
-    # If this is not possible, one of the suppressed errors is raised, and only the other variants
-    # are yielded.
+    # The first variant requires that the model's cache can be stored in blocks. If this is not
+    # possible, `_padded_spec` raises one of the errors below, and only the other variants are
+    # yielded.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)

@@ -59,7 +59,7 @@ def has_exact_snapshots(
 
 
 def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
-    """Return whether a sequence has bit-identical logits if it continues from a snapshot.
+    """Return whether a sequence that continues from a snapshot has exactly the original logits.
 
     The snapshot is the state of the original sequence after `half_len` tokens. It is restored in
     another row first, and then in the row that it was saved from. `has_exact_snapshots` describes

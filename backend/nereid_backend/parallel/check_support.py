@@ -18,7 +18,7 @@ from nereid_backend.parallel.kv_heads import numbers_of_kv_heads
 
 # The names of linear layers that compute queries, keys and values together.
 _FUSED_LAYERS = frozenset(("qkv_proj", "query_key_value"))
-# If one of these layers is divided, each rank computes only some of the query heads.
+# If a layer with one of these names is divided, each rank computes only some of the query heads.
 _LAYERS_OF_HEADS = _FUSED_LAYERS | {"k_proj", "q_proj", "q_b_proj"}
 
 
@@ -37,7 +37,7 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
             few GPUs.
     """
     size = config.tensor_parallel_size
-    # Maps the name of each unsupported setting to True if the setting is used.
+    # The keys are the names of unsupported settings. A value is True if the setting is used.
     unsupported_settings = {
         "weight_dtype": config.weight_dtype != "auto",
         "compile_forward": config.compile_forward is True,
@@ -187,7 +187,7 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
 
 
 def _layers_with_divided_outputs(plan: dict[str, str]) -> set[str]:
-    """Return the names of the layers whose outputs the plan divides among the ranks.
+    """Return the names of the layers whose outputs a tensor parallel plan divides among the ranks.
 
     Example: {"layers.*.self_attn.q_proj": "colwise"} gives {"q_proj"}.
     """

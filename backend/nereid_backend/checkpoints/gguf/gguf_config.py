@@ -188,7 +188,7 @@ def _fields_of_architecture(
 
 
 def _attention_scalar(architecture: Architecture, config: Mapping[str, Any]) -> int:
-    """Return the number s with which the attention is scaled by 1 / sqrt(s).
+    """Return the number s for which the attention scale is 1 / sqrt(s).
 
     The file does not contain s. In models with `num_layers_with_hidden_scale` layers, s is
     hidden_size / heads. In the other models of the architecture, s is head_dim.

@@ -218,7 +218,7 @@ class _Reader:
         return text
 
     def value(self, kind: int) -> Any:  # noqa: ANN401 - a number, a string or a list
-        """Return the next metadata value, which has the type with the number `kind`.
+        """Return the next metadata value. `kind` is the number of the value's type.
 
         Raises:
             ValueError, struct.error: if the value is damaged.

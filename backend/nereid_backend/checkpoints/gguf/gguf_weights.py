@@ -212,7 +212,7 @@ def gguf_weights(
 def _expert_weights(
     name: str, path: Path, tensor: GgufTensor, dtype: torch.dtype
 ) -> dict[str, GgufWeight]:
-    """Return the weights of all experts in a tensor, by their names in transformers.
+    """Return the weights of the experts that a tensor contains. The keys are transformers' names.
 
     `name` contains "*" in place of the expert's index. Example: if the tensor contains two experts,
     the name "mlp.experts.*.up_proj.weight" gives the names "mlp.experts.0.up_proj.weight" and

@@ -100,7 +100,7 @@ def _movable_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
 
 
 def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> None:
-    """Copy the memory of some tensors to the beginning of `target`.
+    """Copy the bytes of a storage to the beginning of `target`.
 
     If no other tensors use the storage, each page of the storage is returned to the operating
     system after it was copied. The memory then never contains a large weight twice.
@@ -122,7 +122,7 @@ def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> No
 
 
 def _num_references(storage: torch.UntypedStorage) -> int:
-    """Return the number of references to a storage. `storage` itself is not counted."""
+    """Return the number of references to a storage, without the reference `storage` itself."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
@@ -159,7 +159,7 @@ def _aligned(size: int) -> int:
 
 
 def _rounded_up(size: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `size`. Example: 5, 4 give 8."""
+    """Round `size` up to a multiple of `multiple`. Example: 5 with the multiple 4 gives 8."""
     return (size + multiple - 1) // multiple * multiple
 
 

@@ -55,7 +55,7 @@ class _StoredStates:
         return self.start + len(self.states)
 
     def copy_into(self, rows: Tensor, rows_start: int) -> None:
-        """Copy the hidden states at the positions of `rows` into `rows`, which is mutated.
+        """Write the hidden states at the positions of `rows` into `rows`. Mutates: `rows`.
 
         `rows_start` is the position of the first row. Example: the object has the hidden states at
         the positions 4 to 9, and `rows` has 5 rows for the positions 2 to 6. The last 3 rows become

@@ -278,7 +278,7 @@ def _find_layout(
 def _tensors_of_weight(
     stem: str, layout: Layout, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of one weight by suffix. The main tensor comes first.
+    """Return the tensors of one weight. The keys are suffixes, and the main tensor comes first.
 
     The names of these tensors begin with `stem`. Example: "model.layers.0.mlp.up_proj".
     """

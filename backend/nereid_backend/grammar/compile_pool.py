@@ -113,7 +113,7 @@ class CompilePool(Generic[T]):
 
 
 def _fail_if_cancelled(result: "Future[T]", job: "Future[None]") -> None:
-    """Store an error in `result` if the pool was closed before its job started.
+    """Store an error in `result` if `job` was cancelled because the pool was closed.
 
     A job is cancelled in two cases. If `result` was cancelled, `_fail` does nothing. If the pool
     was closed, `_fail` stores an error in `result`.

@@ -124,7 +124,7 @@ class TokenGuide:
         self._recent.append(token_id)
 
     def _check(self, token_id: int, is_allowed: bool) -> None:
-        """Raise an EngineError if the grammar did not allow a token."""
+        """Raise an EngineError if `is_allowed` is False, because the grammar forbids the token."""
         if not is_allowed:
             text = self._rules.vocabulary.tokens[token_id]
             raise EngineError(

@@ -21,7 +21,7 @@ _NUM_TOKENS = 7
 
 @torch.inference_mode()
 def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
-    """Return the sizes of the linear layers that an adapter can change, by layer name.
+    """Return the sizes of the linear layers that an adapter can change. The keys are layer names.
 
     These layers compute every token of a step.
 

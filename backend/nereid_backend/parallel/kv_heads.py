@@ -35,7 +35,7 @@ def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list
 
 
 def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> dict[str, str]:
-    """Return the rules that are needed if there are fewer KV heads than ranks (processes).
+    """Return the rules for a model that has fewer KV heads than ranks (processes).
 
     The rules replace rules of `plan`. With the new rules, each rank loads the whole layers k_proj
     and v_proj. `keep_own_heads` then deletes the heads of other ranks.

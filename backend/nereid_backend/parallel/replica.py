@@ -48,7 +48,7 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
 
 
 def _default_num_threads(config: EngineConfig) -> int:
-    """Return the number of CPU threads of each process, if the settings contain no number."""
+    """Return the default number of CPU threads for each process."""
     num_engines = config.data_parallel_size
     if config.tensor_parallel_size > 1:
         num_processes = num_engines * config.tensor_parallel_size

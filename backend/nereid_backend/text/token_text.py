@@ -36,7 +36,7 @@ class TokenText:
         }
         # Converts an entry of the vocabulary to bytes; None if the representation is unknown.
         self._bytes_of_piece = _piece_reader(tokenizer)
-        # The cached results of `data` and `text`, by token id.
+        # Two caches. The keys are token ids, and the values are the results of `data` and `text`.
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 

@@ -232,7 +232,7 @@ class _Reader:
         raise ValueError(f"a metadata value has the unknown type {kind}")
 
     def _array(self) -> list[Any]:
-        """Return the next array: the type of the elements, their number, and the elements."""
+        """Return the next array. The file stores its element type, its length, and its elements."""
         element_kind = self.number(_UINT32)
         num_elements = self.number(_UINT64)
         if element_kind in _FORMATS:

@@ -69,11 +69,12 @@ def _take(folder: Path, kinds: tuple[str, ...]) -> tuple[str, int] | None:
 def _patch_embedding(module: Any, folder: Path) -> None:  # noqa: ANN401 - torch's
     import torch
 
-    original = module.Embedding.forward
+    # The engine overrides `forward` of some embeddings, so all calls of embeddings are patched.
+    original = module.Embedding.__call__
 
     is_lost = False
 
-    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's
+    def call(self: Any, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's
         nonlocal is_lost
         fault = _take(folder, ("oom", "cuda", "hang", "nan"))
         if fault is not None and fault[0] == "oom":
@@ -88,7 +89,7 @@ def _patch_embedding(module: Any, folder: Path) -> None:  # noqa: ANN401 - torch
             found = found.masked_fill((ids == fault[1]).unsqueeze(-1), float("nan"))
         return found
 
-    module.Embedding.forward = forward
+    module.Embedding.__call__ = call
 
 
 def _patch_matcher(module: Any, folder: Path) -> None:  # noqa: ANN401 - xgrammar's

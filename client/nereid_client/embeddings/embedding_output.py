@@ -90,20 +90,20 @@ def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     """Return a function that rounds an array to 8-bit integers and converts them to JSON text.
 
     Each vector is scaled so that the largest absolute value of its numbers becomes 127. The scale
-    does not change cosine similarities, but it changes dot products. Example: the array
-    [0.5, -0.25] is encoded as "[127,-64]" if the integers are signed, and as "[255,64]" if the
-    integers are unsigned.
+    does not change cosine similarities, but it changes dot products. A vector of zeros is not
+    scaled. Example: the array [0.5, -0.25] is encoded as "[127,-64]" if the integers are signed,
+    and as "[255,64]" if the integers are unsigned.
 
     Args:
         is_signed: whether the integers are from -127 to 127 (`int8`) or from 1 to 255 (`uint8`).
     """
     offset = 0 if is_signed else 128
-    smallest_float = np.finfo(np.float32).tiny  # prevents a division by zero
 
     def write(row: Floats) -> str:
         largest = np.abs(row).max(axis=-1, keepdims=True)
-        scale = 127 / np.maximum(largest, smallest_float)
-        integers = np.rint(row * scale).astype(np.int16)
+        divisor = np.where(largest > 0, largest, 1)  # a vector of zeros is divided by 1
+        # The division comes first, because 127 / divisor can overflow to infinity.
+        integers = np.rint(row / divisor * 127).astype(np.int16)
         return _encode((integers + offset).tolist())
 
     return write

@@ -8,7 +8,7 @@ import numpy as np
 import openai
 import pytest
 from fakes.fake_pooling import vector
-from nereid_client.embeddings.embedding_output import encode_list
+from nereid_client.embeddings.embedding_output import WRITERS, encode_list
 
 pytestmark = pytest.mark.anyio
 
@@ -403,6 +403,27 @@ async def test_vectors_are_returned_in_fewer_bytes(ask, name):
         assert unsigned == [number + 128 for number in signed]
     assert await of_type("ubinary") == [[0b11110000], [0b01110000]]
     assert await of_type("binary") == [[0b11110000 - 128], [0b01110000 - 128]]
+
+
+@pytest.mark.parametrize("vector_type", sorted(WRITERS))
+@pytest.mark.parametrize("number", [0.0, 1e-45, 1e-40], ids=["zero", "smallest", "subnormal"])
+async def test_vectors_of_tiny_numbers_are_encoded(vector_type, number):
+    row = np.array([number, -number, 0.0], dtype=np.float32)
+    sign = int(number > 0)
+    expected = {
+        "float": row.tolist(),
+        "base64": base64.b64encode(row.tobytes()).decode(),
+        "int8": [127 * sign, -127 * sign, 0],
+        "uint8": [128 + 127 * sign, 128 - 127 * sign, 128],
+        "binary": [128 * sign - 128],
+        "ubinary": [128 * sign],
+    }
+    assert json.loads(WRITERS[vector_type](row)) == expected[vector_type]
+
+
+async def test_one_row_of_zeros_does_not_change_the_other_rows():
+    rows = np.array([[0.0, 0.0], [0.5, -0.25]], dtype=np.float32)
+    assert WRITERS["int8"](rows) == "[[0,0],[127,-64]]"
 
 
 async def test_a_small_type_of_vectors_cannot_be_base64(ask):

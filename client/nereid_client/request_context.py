@@ -104,7 +104,7 @@ def name_of_model(request: Request) -> str:
 def context_of(request: Request) -> Context:
     """Return the context of the language model that the request selects.
 
-    If the request selects no model, return the context of the default model.
+    Until a function has set `request.state.context`, return the context of the default model.
     """
     context: Context = getattr(request.state, "context", None) or contexts_of(request).default
     return context
@@ -116,23 +116,17 @@ def contexts_of(request: Request) -> Contexts:
     return contexts
 
 
-def select_context(request: Request, name: object) -> bool:
-    """Select the language model `name` for a request. Return False if there is no such model.
+def find_context(request: Request, name: object) -> Context | None:
+    """Return the context of the language model `name`, or None if there is no such model.
 
     Args:
         request: the HTTP request.
-        name: the name of the model. None selects the default model.
+        name: the name of the model in the request. None means the default model.
     """
     contexts = contexts_of(request)
-    context = None
     if name is None:
-        context = contexts.default
-    elif isinstance(name, str):
-        context = contexts.by_name.get(name)
-    if context is None:
-        return False
-    request.state.context = context
-    return True
+        return contexts.default
+    return contexts.by_name.get(name) if isinstance(name, str) else None
 
 
 def request_id_of(request: Request) -> str:
@@ -213,12 +207,22 @@ def _content_length(request: Request) -> int:
 async def _read_body_for_a_model(request: Request, max_prompts: int) -> dict[str, Any]:
     """Read a body, and select the language model that the body names.
 
-    The limits of the model can be checked only after the body is parsed. See `read_prompt_body` for
-    the arguments and the errors.
+    The limits of the model can be checked only after the body is parsed. If no language model has
+    the name in the body, the limits of the default model are checked.
+
+    Mutates: `request.state.context`, which becomes the context of the language model.
+
+    Args:
+        request: the HTTP request.
+        max_prompts: the largest number of prompts that the body may contain.
+
+    Raises: ApiError, Disconnected, as described by `read_prompt_body`.
     """
     raw = await _read_bytes(request)
     body = await _parse_object(request, raw)
-    select_context(request, body.get("model"))
+    context = find_context(request, body.get("model"))
+    if context is not None:
+        request.state.context = context
     limits = await context_of(request).limits.get()
     if limits is not None:
         limits.check_size(len(raw), _most_prompts(raw, max_prompts))

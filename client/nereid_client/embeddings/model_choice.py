@@ -20,15 +20,16 @@ from nereid_client.embeddings.pooling_backend import (
     TritonPooling,
 )
 from nereid_client.errors import ApiError, BackendError
+from nereid_client.language_model.adapters import current_adapter
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.embedding_requests import ModelInputs
 from nereid_client.request_context import (
+    Context,
     Contexts,
     check_unicode,
-    context_of,
     contexts_of,
+    find_context,
     read_body,
-    select_context,
     unique_request_id,
     validate,
 )
@@ -141,39 +142,41 @@ def _has_other_name(target: PoolingTarget, name: str | None) -> bool:
     return bool(target.names) and name is not None and name not in target.names
 
 
-async def check_language_model(request: Request, name: str | None) -> None:
-    """Select the language model `name` for a request.
+async def select_language_model(request: Request, name: str | None) -> None:
+    """Store the language model and the LoRA adapter that a request selects with a name.
 
-    If a LoRA adapter has this name, select the adapter and the language model of the adapter.
+    The name belongs to a language model, or to an adapter of a language model.
+
+    Mutates: `request.state.context`, which becomes the context of the language model, and the
+        context variable `current_adapter`, which becomes the name of the adapter, or "" if the
+        request selects no adapter.
 
     Raises: ApiError 404 that names the language model. If the request names an embedding model or
         a reranker, the message also gives the route of that model.
     """
-    if select_context(request, name):
-        context = context_of(request)
-        await context.adapters.select(None, context.settings.model_name)
-        return
+    adapter = ""
+    context = find_context(request, name)
+    if context is None and name is not None:
+        adapter = name
+        context = await _find_context_with_adapter(request, adapter)
+    if context is None:
+        language_models = [context.settings.model_name for context in contexts_of(request).all]
+        suitable = " or ".join(map(repr, language_models))
+        message = _wrong_model_message(name or "", suitable, await _served_models(request))
+        raise ApiError(404, message, param="model", code="model_not_found")
+    request.state.context = context
+    current_adapter.set(adapter)
+
+
+async def _find_context_with_adapter(request: Request, adapter: str) -> Context | None:
+    """Return the context of the language model that has a LoRA adapter with this name, or None."""
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
-    # If a pooling model has the requested name, no adapter has the same name. The server is
-    # therefore not queried.
-    if name not in pooling_names and await _select_adapter(request, name):
-        return
-    language_models = [context.settings.model_name for context in contexts_of(request).all]
-    suitable = " or ".join(map(repr, language_models))
-    message = _wrong_model_message(name or "", suitable, await _served_models(request))
-    raise ApiError(404, message, param="model", code="model_not_found")
-
-
-async def _select_adapter(request: Request, name: str | None) -> bool:
-    """Select the LoRA adapter `name` and its language model for a request.
-
-    Return False if no language model has an adapter with this name.
-    """
+    if adapter in pooling_names:
+        return None  # no adapter has the name of a pooling model, so the server is not queried
     for context in contexts_of(request).all:
-        if await context.adapters.select(name, context.settings.model_name):
-            request.state.context = context
-            return True
-    return False
+        if await context.adapters.has(adapter):
+            return context
+    return None
 
 
 async def _wrong_model_error(

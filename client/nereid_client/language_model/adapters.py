@@ -17,7 +17,7 @@ ChangeAdapters = Callable[[Mapping[str, str]], Awaitable[list[str]]]
 
 
 class Adapters:
-    """Lists, loads and unloads the adapters on the server, and selects one for a request."""
+    """Lists, loads and unloads the adapters on the server."""
 
     def __init__(self, change: ChangeAdapters) -> None:
         """Store `change`, the function that lists, loads and unloads adapters on the server."""
@@ -62,27 +62,14 @@ class Adapters:
         """
         await self._update({"reload_weights": path, "running_requests": running_requests})
 
-    async def select(self, name: str | None, language_model: str) -> bool:
-        """Select the adapter `name` for the current request, if the server has this adapter.
-
-        Return True if the adapter was selected. Otherwise, return False, and the request uses no
-        adapter. The selected adapter is the value of the context variable `current_adapter`.
-
-        Args:
-            name: the name of an adapter or of another model. None means the language model.
-            language_model: the name of the language model without an adapter.
+    async def has(self, name: str) -> bool:
+        """Return whether the server has the adapter `name`.
 
         Raises: BackendError.
         """
-        current_adapter.set("")  # the request uses no adapter
-        if name is None or name == language_model:
-            return False
         # If the name is unknown, query the server, because the adapter may have been loaded since
         # the last query.
-        is_adapter = name in self._names or name in await self.names()
-        if is_adapter:
-            current_adapter.set(name)
-        return is_adapter
+        return name in self._names or name in await self.names()
 
     async def _update(self, parameters: Mapping[str, str]) -> list[str]:
         self._names = await self._change(parameters)

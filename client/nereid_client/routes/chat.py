@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client.embeddings.model_choice import check_language_model
+from nereid_client.embeddings.model_choice import select_language_model
 from nereid_client.language_model.triton_backend import Generation
 from nereid_client.protocol.generation_requests import ChatCompletionRequest
 from nereid_client.request_context import (
@@ -31,7 +31,7 @@ async def chat_completions(request: Request) -> Response:
     """
     body = await read_prompt_body(request)
     chat = validate(ChatCompletionRequest, body)
-    await check_language_model(request, chat.model)
+    await select_language_model(request, chat.model)
     generation = Generation(
         unique_request_id(request),
         chat_request=to_json(chat.passed_on(body)),

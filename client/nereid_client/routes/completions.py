@@ -7,7 +7,7 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client.embeddings.model_choice import check_language_model
+from nereid_client.embeddings.model_choice import select_language_model
 from nereid_client.errors import ApiError
 from nereid_client.language_model.triton_backend import Backend, Generation
 from nereid_client.protocol.completion_prompts import Prompt
@@ -41,7 +41,7 @@ async def completions(request: Request) -> Response:
     """
     max_prompts = context_of(request).settings.max_prompts
     body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
-    await check_language_model(request, body.model)
+    await select_language_model(request, body.model)
     _check_num_prompts(body.prompt, max_prompts)
     generations = await _generations(request, body)
     register_given_id(request, body)

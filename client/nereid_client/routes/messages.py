@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from nereid_client.anthropic.chat_translation import ANTHROPIC_NAMES, chat_request
 from nereid_client.anthropic.message_builder import MessageBuilder
 from nereid_client.anthropic.messages_request import CountTokensRequest, MessagesRequest
-from nereid_client.embeddings.model_choice import check_language_model
+from nereid_client.embeddings.model_choice import select_language_model
 from nereid_client.error_responses import error_event
 from nereid_client.errors import BackendError, FrontendError, to_api_error
 from nereid_client.language_model.triton_backend import Generation
@@ -35,7 +35,7 @@ async def create_message(request: Request) -> Response:
     """
     body = await read_prompt_body(request)
     messages_request = validate(MessagesRequest, body)
-    await check_language_model(request, messages_request.model)
+    await select_language_model(request, messages_request.model)
     chat = to_json(chat_request(messages_request, body))
     generation = Generation(unique_request_id(request), chat_request=chat)
     generated = ANTHROPIC_NAMES.rename_in(context_of(request).backend.generate(generation))
@@ -57,7 +57,7 @@ async def count_tokens(request: Request) -> dict[str, int]:
     """Count the tokens of the prompt, without generating a message."""
     body = await read_prompt_body(request)
     count_request = validate(CountTokensRequest, body)
-    await check_language_model(request, count_request.model)
+    await select_language_model(request, count_request.model)
     chat = to_json(chat_request(count_request, body))
     generation = Generation(unique_request_id(request), chat_request=chat)
     try:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from nereid_client.embeddings.model_choice import check_language_model
+from nereid_client.embeddings.model_choice import select_language_model
 from nereid_client.errors import ApiError, BackendError, FrontendError, shown, to_api_error
 from nereid_client.language_model.triton_backend import Generation
 from nereid_client.protocol.responses_request import ResponsesRequest
@@ -73,7 +73,7 @@ async def create_response(request: Request) -> Response:
     responses = _responses(request)
     body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
-    await check_language_model(request, responses_request.model)
+    await select_language_model(request, responses_request.model)
     to_json(body)  # raises an ApiError if the body cannot be stored and returned as JSON
     is_stored = _will_be_stored(responses_request, responses.store)
     items = _conversation(responses_request, responses.store)
@@ -82,7 +82,7 @@ async def create_response(request: Request) -> Response:
     if responses_request.background:
         run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
         responses.start(run, deltas)
-        return _follow(run, _ALL_EVENTS) if run.events is not None else _response_object(run)
+        return _follow(run, _ALL_EVENTS) if responses_request.stream else _response_object(run)
 
     def store() -> bool:
         """Store the response, unless the request forbids it. Return whether it was stored."""
@@ -99,7 +99,7 @@ async def count_input_tokens(request: Request) -> Json:
     """Count the tokens of the prompt, without generating a response."""
     body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
-    await check_language_model(request, responses_request.model)
+    await select_language_model(request, responses_request.model)
     items = _conversation(responses_request, _responses(request).store)
     chat = to_json(chat_request(responses_request, body, items))
     try:

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from nereid_client.embeddings.model_choice import check_language_model
+from nereid_client.embeddings.model_choice import select_language_model
 from nereid_client.errors import BackendError
 from nereid_client.language_model.triton_backend import Generation
 from nereid_client.protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
@@ -34,7 +34,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """
     body = await read_prompt_body(request)
     tokenize_request = validate(TokenizeRequest, body)
-    await check_language_model(request, tokenize_request.model)
+    await select_language_model(request, tokenize_request.model)
     if tokenize_request.prompt is not None:
         check_unicode(tokenize_request.prompt)
     chat = tokenize_request.chat_request(body)
@@ -55,7 +55,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
 async def detokenize(request: Request) -> dict[str, str]:
     """Convert token ids to a text. The response has this text in `prompt` and in `text`."""
     body = validate(DetokenizeRequest, await read_prompt_body(request))
-    await check_language_model(request, body.model)
+    await select_language_model(request, body.model)
     try:
         text = await context_of(request).backend.detokenize(
             unique_request_id(request),

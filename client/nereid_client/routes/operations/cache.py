@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.cache_requests import RETENTION_S, ExtendSessionRequest
-from nereid_client.request_context import context_of, read_body, select_context, validate
+from nereid_client.request_context import context_of, find_context, read_body, validate
 
 router = APIRouter(tags=["Operation"])
 
@@ -63,8 +63,12 @@ async def drop_sessions(
 
 
 def _select_model(request: Request, model: str | None) -> None:
-    """Select the language model of a request. Raise an ApiError 404 if there is no such model."""
-    if not select_context(request, model):
+    """Store the context of the language model `model` in `request.state.context`.
+
+    Raises: ApiError 404 if there is no such model.
+    """
+    context = find_context(request, model)
+    if context is None:
         raise ApiError(
             404,
             f"The language model {model!r} does not exist. Only language models have a prefix "
@@ -72,6 +76,7 @@ def _select_model(request: Request, model: str | None) -> None:
             param="model",
             code="model_not_found",
         )
+    request.state.context = context
 
 
 async def _call(request: Request, parameters: dict[str, str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.lora_requests import LoadLoraRequest, UnloadLoraRequest
 from nereid_client.protocol.reload_request import ReloadRequest
-from nereid_client.request_context import context_of, read_body, select_context, validate
+from nereid_client.request_context import context_of, find_context, read_body, validate
 
 router = APIRouter(tags=["Operation"])
 
@@ -53,7 +53,8 @@ async def reload_weights(request: Request) -> dict[str, Any]:
     _check_setting(request, "replace weights", code="weight_updates_disabled")
     _check_client()
     body = validate(ReloadRequest, await read_body(request))
-    if not select_context(request, body.model):
+    context = find_context(request, body.model)
+    if context is None:
         raise ApiError(
             404,
             f"The language model {body.model!r} does not exist. Only the weights of a language "
@@ -61,7 +62,6 @@ async def reload_weights(request: Request) -> dict[str, Any]:
             param="model",
             code="model_not_found",
         )
-    context = context_of(request)
     await context.adapters.reload_weights(body.path or "", body.running_requests)
     return {"id": context.settings.model_name, "object": "model", "reloaded": True}
 

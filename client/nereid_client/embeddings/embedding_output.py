@@ -156,8 +156,8 @@ def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Respon
     return Response(f'{{"{name}":{encoded},{other_members}', media_type="application/json")
 
 
-def encode_object(encoded_members: Mapping[str, str]) -> str:
-    """Return the JSON text of an object whose members are already encoded as JSON.
+def join_json_object(encoded_members: Mapping[str, str]) -> str:
+    """Join JSON texts into the JSON text of an object. The values are already encoded as JSON.
 
     Example: {"float": "[[0.5]]", "int8": "[[127]]"} returns '{"float":[[0.5]],"int8":[[127]]}'.
     """
@@ -165,7 +165,7 @@ def encode_object(encoded_members: Mapping[str, str]) -> str:
     return f"{{{','.join(members)}}}"
 
 
-async def encode_list(items: Iterable[str]) -> str:
+async def join_json_list(items: Iterable[str]) -> str:
     """Join JSON texts into the JSON text of a list.
 
     Between the items of a long list, the event loop runs the tasks of other requests.

@@ -73,16 +73,22 @@ async def late_interaction(
 ) -> PoolingOutputs:
     """Score documents with an embedding model that uses late interaction.
 
-    The outputs have the names of a reranker's outputs: `scores` and `num_tokens`.
+    The model returns one vector for each token of the queries and of the documents. `max_sim`
+    computes a score from the vectors of a query and a document.
 
     Args:
         request: the HTTP request.
         served: the embedding model.
-        inputs: the input tensors of a reranker: `query`, and `documents` or `parts`. There is one
-            query for all documents, or one query for each document.
+        inputs: the input tensors of a reranker: the tensor `query`, and the tensor `documents`, or
+            the tensor `parts` if a document is an image. There is one query for all documents, or
+            one query for each document.
         truncate: whether to truncate texts that are too long.
+
+    Returns: the outputs of a reranker: `scores` has one score for each document, and `num_tokens`
+        has the number of tokens of each query and each document.
     """
     queries = await _embed_tokens(request, served, inputs, "query", truncate=truncate)
+    # If the inputs have the tensor `parts`, this call embeds the documents in `parts`.
     documents = await _embed_tokens(request, served, inputs, "documents", truncate=truncate)
     query_vectors = rows_of(queries)
     document_vectors = rows_of(documents)
@@ -109,7 +115,8 @@ async def _embed_tokens(
         request: the HTTP request.
         served: the embedding model.
         inputs: the input tensors of a reranker.
-        tensor: "query" to embed the queries, or "documents" to embed the documents.
+        tensor: "query" to embed the queries, or "documents" to embed the documents, which are in
+            the tensor `parts` if one of them is an image.
         truncate: whether to truncate texts that are too long.
     """
     options = {

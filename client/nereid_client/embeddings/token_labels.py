@@ -63,7 +63,7 @@ def labelled_tokens(
 def labelled_groups(
     text: str, probabilities: Floats, offsets: Offsets, labels: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Join neighbouring tokens with the same label. The arguments are those of `labelled_tokens`.
+    """Join neighbouring tokens with the same label into labelled sections of the text.
 
     A label that begins with "B-" begins a new group, and a label that begins with "I-" continues
     the group. The score of a group is the mean of the scores of its tokens. Tokens with the label
@@ -71,6 +71,13 @@ def labelled_groups(
 
     Example: the tokens "New" (B-LOC, 0.9) and "York" (I-LOC, 0.7) return [{"entity_group": "LOC",
     "score": 0.8, "word": "New York", "start": 0, "end": 8}].
+
+    Args:
+        text: the text.
+        probabilities: the probability of each label for each token, [num_tokens, num_labels].
+        offsets: for each token, the index of its first character and the index after its last
+            character, [num_tokens, 2].
+        labels: the labels, in the order of the probabilities.
     """
     groups: list[_Group] = []
     for token in _best_labels(text, probabilities, offsets, labels):
@@ -88,7 +95,12 @@ def _best_labels(
 ) -> list[dict[str, Any]]:
     """Return the most probable label of each token. Skip special tokens, which have no characters.
 
-    The arguments are those of `labelled_tokens`.
+    Args:
+        text: the text.
+        probabilities: the probability of each label for each token, [num_tokens, num_labels].
+        offsets: for each token, the index of its first character and the index after its last
+            character, [num_tokens, 2].
+        labels: the labels, in the order of the probabilities.
     """
     best_labels = probabilities.argmax(axis=1)
     tokens = []

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from nereid_client.errors import ApiError
 from nereid_client.language_model.triton_backend import Backend, Generation
 
-_ONE_MARKER = json.dumps({"add_special_tokens": False})
+_NO_ADDED_TOKENS = json.dumps({"add_special_tokens": False})
+"""The sampling parameters with which the tokenizer adds no token, such as `<s>`, to a text."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +95,26 @@ class FillInMiddle:
         )
 
     async def _has_tokens(self, markers: tuple[str, ...], request_id: str) -> bool:
-        """Return True if the tokenizer has a separate token for every marker, and otherwise False.
-
-        Some tokenizers encode every unknown text as the same token, such as `<unk>`. The method
-        therefore decodes each token, and compares the decoded text with the marker.
-        """
-        for number, marker in enumerate(markers):
-            generation = Generation(
-                f"{request_id}-fim-{number}", text_input=marker, sampling_parameters=_ONE_MARKER
-            )
-            token_ids = await self._backend.tokenize(generation)
-            if len(token_ids) != 1:
-                return False
-            text = await self._backend.detokenize(
-                generation.request_id, token_ids, skip_special_tokens=False
-            )
-            if text.strip() != marker:
+        """Return whether the tokenizer has a separate token for every marker."""
+        for marker in markers:
+            if not await self._is_one_token(marker, request_id):
                 return False
         return True
+
+    async def _is_one_token(self, marker: str, request_id: str) -> bool:
+        """Return whether the tokenizer encodes the marker as one token of its own.
+
+        Some tokenizers encode every unknown text as the same token, such as `<unk>`. The method
+        therefore decodes the token, and compares the decoded text with the marker.
+        """
+        # `tokenize` accepts a text only in the object that describes a request for generation.
+        generation = Generation(
+            f"{request_id}-fim", text_input=marker, sampling_parameters=_NO_ADDED_TOKENS
+        )
+        token_ids = await self._backend.tokenize(generation)
+        if len(token_ids) != 1:
+            return False
+        text = await self._backend.detokenize(
+            generation.request_id, token_ids, skip_special_tokens=False
+        )
+        return text.strip() == marker

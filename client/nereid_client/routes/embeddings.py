@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse
 from nereid_client.embeddings.embedding_output import (
     WRITERS,
     Floats,
-    encode_list,
-    encode_object,
+    join_json_list,
+    join_json_object,
     json_response,
     rows_of,
     usage_of,
@@ -41,15 +41,16 @@ async def embeddings(request: Request) -> Response:
     served = await choose_model(request, body.model, (EMBEDDING,))
     options = body.options_for(served.info.get("prompts") or {})
     outputs = await call_model(request, served, body.input, options)
-    to_json_text = WRITERS[body.vector_type]
+    vector_to_json = WRITERS[body.vector_type]
+    # Each item of the list, and each value in an item, is JSON text.
     items = (
-        encode_object(
-            {"object": '"embedding"', "index": str(index), "embedding": to_json_text(row)}
+        join_json_object(
+            {"object": '"embedding"', "index": str(index), "embedding": vector_to_json(vector)}
         )
-        for index, row in enumerate(rows_of(outputs))
+        for index, vector in enumerate(rows_of(outputs))
     )
     members = {"object": "list", "model": served.name, "usage": usage_of(outputs)}
-    return json_response(members, "data", await encode_list(items))
+    return json_response(members, "data", await join_json_list(items))
 
 
 @router.post("/v2/embed", summary="Create embeddings (Cohere's API, version 2)")
@@ -96,7 +97,7 @@ async def _cohere_embed(request: Request, version: str) -> Response:
         members["response_type"] = "embeddings_floats"
         return json_response(members, "embeddings", encoded_lists["float"])
     members["response_type"] = "embeddings_by_type"
-    return json_response(members, "embeddings", encode_object(encoded_lists))
+    return json_response(members, "embeddings", join_json_object(encoded_lists))
 
 
 async def _encode_lists(rows: Sequence[Floats], vector_types: Sequence[str]) -> dict[str, str]:
@@ -106,7 +107,7 @@ async def _encode_lists(rows: Sequence[Floats], vector_types: Sequence[str]) -> 
     "[[127]]"}.
     """
     return {
-        vector_type: await encode_list(map(WRITERS[vector_type], rows))
+        vector_type: await join_json_list(map(WRITERS[vector_type], rows))
         for vector_type in vector_types
     }
 
@@ -148,7 +149,7 @@ async def _tei_outputs(request: Request, kind: str) -> PoolingOutputs:
 
 
 async def _list_of_vectors(outputs: PoolingOutputs) -> Response:
-    body = await encode_list(map(WRITERS["float"], rows_of(outputs)))
+    body = await join_json_list(map(WRITERS["float"], rows_of(outputs)))
     return Response(body, media_type="application/json")
 
 

@@ -7,9 +7,9 @@ from fastapi import APIRouter, Request, Response
 from nereid_client.embeddings.embedding_output import (
     WRITERS,
     Floats,
-    encode_list,
-    encode_object,
     envelope,
+    join_json_list,
+    join_json_object,
     json_response,
     rows_of,
     usage_of,
@@ -69,10 +69,10 @@ async def _encode_rows(rows: Sequence[Floats], vector_type: str) -> str:
     """
     to_json_text = WRITERS[vector_type]
     items = (
-        encode_object({"index": str(index), "object": '"pooling"', "data": to_json_text(row)})
+        join_json_object({"index": str(index), "object": '"pooling"', "data": to_json_text(row)})
         for index, row in enumerate(rows)
     )
-    return await encode_list(items)
+    return await join_json_list(items)
 
 
 def _kinds_of_model(task: str | None) -> Sequence[str]:

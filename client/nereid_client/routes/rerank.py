@@ -72,10 +72,8 @@ async def _rerank(request: Request, default_format: str) -> Response:
     query parameter `format` selects the format. The default is "tei" if the body has `texts`, and
     `default_format` otherwise.
     """
-    body = await _read_rerank_request(request)
-    if body.texts is not None:
-        default_format = "tei"
-    response_format = body.format or default_format
+    body = await _read_rerank_request(request)  # includes the query parameter `format`
+    response_format = body.format or (default_format if body.texts is None else "tei")
     served = await choose_scorer(request, body.model)
     outputs = await _score(request, served, body)
     ranked = embedding_output.ranking(

@@ -8,7 +8,7 @@ import numpy as np
 import openai
 import pytest
 from fakes.fake_pooling import vector
-from nereid_client.embeddings.embedding_output import WRITERS, encode_list
+from nereid_client.embeddings.embedding_output import WRITERS, join_json_list
 
 pytestmark = pytest.mark.anyio
 
@@ -265,7 +265,7 @@ async def test_a_long_answer_is_written_in_turns_with_others():
 
     task = asyncio.create_task(other())
     try:
-        encoded = await encode_list(f'"{"a" * 20_000}"' for _ in range(200))
+        encoded = await join_json_list(f'"{"a" * 20_000}"' for _ in range(200))
     finally:
         task.cancel()
     assert num_turns >= 9

@@ -24,17 +24,7 @@ class FrontendError(Exception):
 
 
 class ApiError(FrontendError):
-    """An HTTP error response in the format of the OpenAI API.
-
-    Args:
-        status: the HTTP status code.
-        message: the text that the user reads.
-        param: the name of the request field that caused the error.
-        code: the machine-readable reason, such as "model_not_found".
-        headers: additional response headers.
-        limit: the name of the setting whose limit the request exceeded, such as "max_body_bytes".
-            The name is the label of a metric and does not appear in the response.
-    """
+    """An HTTP error response in the format of the OpenAI API."""
 
     def __init__(
         self,
@@ -46,7 +36,18 @@ class ApiError(FrontendError):
         headers: Mapping[str, str] | None = None,
         limit: str | None = None,
     ) -> None:
-        """Create the error. The class docstring describes the arguments."""
+        """Create the error.
+
+        Args:
+            status: the HTTP status code.
+            message: the text that the user reads.
+            param: the name of the request field that caused the error.
+            code: the machine-readable reason, such as "model_not_found".
+            headers: additional response headers.
+            limit: the name of the setting whose limit the request exceeded, such as
+                "max_body_bytes". The name is the label of a metric and does not appear in the
+                response.
+        """
         super().__init__(message)
         self.status = status
         self.message = message

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from nereid_client.app import create_app
 from nereid_client.json_logs import uvicorn_log_config
@@ -60,10 +61,18 @@ def run_frontend(
     gc.collect()
     gc.freeze()
     _raise_descriptor_limit()
+    server = uvicorn.Server(_uvicorn_config(app, settings))
+    sockets = _sockets(settings, worker)
+    with suppress(KeyboardInterrupt):
+        server.run(sockets)
+
+
+def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """Return the configuration of uvicorn, which runs the application as an HTTP server."""
     log_config: dict[str, Any] = {}
     if settings.log_format == "json":
         log_config["log_config"] = uvicorn_log_config(settings.log_level)
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
         http=protocol_class(settings.receive_timeout_s),
         host=settings.host,
@@ -74,9 +83,6 @@ def run_frontend(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
     )
-    sockets = _sockets(settings, worker)
-    with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets)
 
 
 def _sockets(settings: Settings, worker: WorkerPlace | None) -> list[socket.socket]:

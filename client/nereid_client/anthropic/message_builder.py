@@ -87,7 +87,7 @@ class MessageBuilder:
         for piece in delta.get("tool_calls", ()):
             events += self._add_call(piece)
         if "finish_reason" in delta:
-            events += self._end(delta)
+            events += self._end_message(delta)
         return events
 
     async def add_all(self, deltas: AsyncGenerator[Delta]) -> None:
@@ -115,8 +115,8 @@ class MessageBuilder:
         """
         events = []
         if self._block is None or self._block.kind != kind:
-            events += self._start(_Block({"type": kind, **empty}))
-        return events + self._append(text)
+            events += self._start_block(_Block({"type": kind, **empty}))
+        return events + self._append_to_block(text)
 
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
         """Append a piece of a tool call. The first piece of a call starts a new block.
@@ -127,7 +127,7 @@ class MessageBuilder:
         """
         arguments = piece.get("arguments", "")
         if self._is_current_call(piece["index"]):
-            return self._append(arguments)
+            return self._append_to_block(arguments)
         is_new_call = piece["index"] >= self._num_calls
         if not is_new_call:
             raise BackendError(
@@ -137,22 +137,22 @@ class MessageBuilder:
             )
         self._num_calls = piece["index"] + 1
         call = {"id": piece.get("id", ""), "name": piece.get("name", ""), "input": {}}
-        start_events = self._start(_Block({"type": "tool_use", **call}))
-        return start_events + self._append(arguments)
+        start_events = self._start_block(_Block({"type": "tool_use", **call}))
+        return start_events + self._append_to_block(arguments)
 
     def _is_current_call(self, number: int) -> bool:
         """Return whether the current block is tool call number `number`."""
         is_call = self._block is not None and self._block.kind == "tool_use"
         return is_call and number == self._num_calls - 1
 
-    def _start(self, block: "_Block") -> list[Json]:
+    def _start_block(self, block: "_Block") -> list[Json]:
         """Finish the current block and start a new block. Return the events for both steps."""
-        events = self._finish()
+        events = self._finish_block()
         self._block = block
         start = {"type": "content_block_start", "index": len(self._finished)}
         return [*events, start | {"content_block": block.opening}]
 
-    def _append(self, text: str) -> list[Json]:
+    def _append_to_block(self, text: str) -> list[Json]:
         """Append a text to the current block, and return the event with this text.
 
         Return no event if the text is empty, or if the text is reasoning that the client did not
@@ -164,7 +164,7 @@ class MessageBuilder:
         is_shown = self._block.kind != "thinking" or self._shows_thinking
         return [self._delta_event(delta)] if is_shown else []
 
-    def _finish(self) -> list[Json]:
+    def _finish_block(self) -> list[Json]:
         """Move the current block to the complete blocks, and return the last events of the block.
 
         If there is no current block, return no events.
@@ -189,12 +189,14 @@ class MessageBuilder:
     def _delta_event(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": len(self._finished), "delta": delta}
 
-    def _end(self, delta: Delta) -> list[Json]:
+    def _end_message(self, delta: Delta) -> list[Json]:
         """End the message with the stop reason from the last delta, and return the last events.
+
+        Mutates: `_stop`, the fields of the message that contain the reason.
 
         Raises: ApiError if Anthropic's API has no stop reason for the delta's finish reason.
         """
-        events = self._finish()
+        events = self._finish_block()
         self._stop = self._stop_fields(delta["finish_reason"], delta.get("stop_reason"))
         message_delta = {
             "type": "message_delta",

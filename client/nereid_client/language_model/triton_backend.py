@@ -29,6 +29,7 @@ _ENVELOPE = "envelope"
 # executor model contains JSON text.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
+# With this input, a model sends the answer in parts. Without it, the answer is one response.
 _STREAM = InputTensor("stream", "BOOL", [True])
 # The executor model requires these tensors, but a request without a prompt does not use them.
 _NO_PROMPT = (
@@ -157,11 +158,6 @@ class TritonBackend:
     Each request has its own gRPC stream. All running streams of a client share one connection.
 
     The object must be created in a running event loop. The first call opens the connection.
-
-    Args:
-        url: host:port of the server's gRPC endpoint.
-        ensemble: the name of the ensemble in the model repository.
-        tokenizer, executor: the names of the first two models that the ensemble calls.
     """
 
     def __init__(
@@ -171,7 +167,14 @@ class TritonBackend:
         tokenizer: str = TOKENIZER_MODEL,
         executor: str = EXECUTOR_MODEL,
     ) -> None:
-        """Connect to the Triton server. The class docstring describes the arguments."""
+        """Connect to the Triton server.
+
+        Args:
+            url: host:port of the server's gRPC endpoint.
+            ensemble: the name of the ensemble in the model repository.
+            tokenizer: the name of the first model that the ensemble calls.
+            executor: the name of the second model that the ensemble calls.
+        """
         self._url = url
         self._ensemble = ensemble
         self._tokenizer = tokenizer

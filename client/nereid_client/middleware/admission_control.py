@@ -165,7 +165,11 @@ class Throttle:
             self._paused_until = now + min(duration_s, _LONGEST_PAUSE_S)
 
     def rejection(self, now: float) -> ApiError | None:
-        """Return an error if the throttle rejects a new request, or None if the request may run."""
+        """Return an error if the throttle rejects a new request, or None if the request may run.
+
+        A request is rejected during a pause, or if the server rejected too many of the requests of
+        the last `_WINDOW_S` seconds. Older requests are forgotten.
+        """
         self._forget_old(now)
         num_rejected = len(self._rejection_times)
         num_admitted = len(self._admission_times)
@@ -235,7 +239,7 @@ class AdmissionControl:
             await error_response(rejection, scope)(scope, receive, send)
             return
         try:
-            await self._app(scope, receive, self._observed(key, send, now))
+            await self._app(scope, receive, self._observe_rejections(key, send, now))
         finally:
             self._gate.leave(client)
 
@@ -273,8 +277,11 @@ class AdmissionControl:
         finally:
             self._num_checks -= 1
 
-    def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
-        """Return a function that calls `send`, and records rejections by the server in a throttle.
+    def _observe_rejections(self, key: tuple[str, str], send: Send, started: float) -> Send:
+        """Return a function like `send` that also records a rejection by the server.
+
+        A throttle stores the rejections of one client and path. If there are many, it limits the
+        further requests.
 
         A rejection is a response with the status 503 and the header Retry-After. Only routes that
         call a model send such a response. In Anthropic's API, the status is 529.
@@ -304,7 +311,11 @@ class AdmissionControl:
     ) -> None:
         """Record a rejected request in its throttle. Ignore a body that is not an error object.
 
-        The arguments `key` and `started` are those of `_observed`.
+        Args:
+            key: the key of the throttle, which limits the requests to an overloaded server.
+            body: the body of the response that rejected the request.
+            retry_after: the value of the response's header Retry-After.
+            started: the time at which the request was admitted.
         """
         try:
             text = json.loads(body)["error"]["message"]

@@ -25,13 +25,6 @@ class BodyLimit:
     large is rejected before it is read. Any other body is rejected as soon as the received bytes
     exceed a limit. The bytes of a body count until its request has ended, because the body stays in
     memory until then.
-
-    Args:
-        app: the application that this middleware calls.
-        max_bytes: the setting max_body_bytes.
-        max_total_bytes: the setting max_total_body_bytes.
-        timeout_s: the setting receive_timeout_s, in seconds. 0 means no limit.
-        metrics: counts the rejected requests.
     """
 
     def __init__(
@@ -42,7 +35,15 @@ class BodyLimit:
         timeout_s: float,
         metrics: RequestMetrics,
     ) -> None:
-        """Create the middleware. The class docstring describes the arguments."""
+        """Create the middleware.
+
+        Args:
+            app: the application that this middleware calls.
+            max_bytes: the setting max_body_bytes.
+            max_total_bytes: the setting max_total_body_bytes.
+            timeout_s: the setting receive_timeout_s, in seconds. 0 means no limit.
+            metrics: counts the rejected requests.
+        """
         self._app = app
         self._max_bytes = max_bytes
         self._total = SharedBudget(max_total_bytes)
@@ -67,7 +68,7 @@ class BodyLimit:
             The application's exception handler then sends an error response.
             """
             message = await self._receive_in_time(receive, body)
-            self._count(message, body)
+            self._count_bytes(message, body)
             return message
 
         try:
@@ -98,10 +99,10 @@ class BodyLimit:
             raise self._too_slow(body.num_bytes) from None
         return message
 
-    def _count(self, message: Message, body: "_ReceivedBody") -> None:
+    def _count_bytes(self, message: Message, body: "_ReceivedBody") -> None:
         """Count the bytes of a message, and check that the body does not exceed the limits.
 
-        Mutates: body.
+        Mutates: body, to which the bytes are added, and the total of all bodies.
 
         Raises: ApiError 413 if the body is too large, 429 if all bodies together are too large.
         """

@@ -101,16 +101,13 @@ _NO_LIMITS = KeyEntry(key="unused")
 class Client:
     """A client of the API, with its limits and its counters of requests and tokens.
 
-    Args:
+    Attributes:
         name: the name of the client in the key file. "" if there is no key file, or if the client
             uses the key in the setting api_key.
-        entry: the client's table in the key file.
-        share: the name of the client in the fair scheduling of requests. The default is `name`.
         priority: the priority of the client's requests to the language model. None if each request
             can set its own priority.
-        usages: stores how many requests and tokens the client has used.
-
-    Attributes:
+        share: the name of the client in the fair scheduling of requests, which lets clients with
+            different shares start requests in turn.
         weight: the weight of the client in the fair scheduling of requests.
         max_concurrent: the largest number of the client's requests that run at the same time. 0
             means no limit.
@@ -124,7 +121,19 @@ class Client:
         priority: int | None = None,
         usages: Usages | None = None,
     ) -> None:
-        """Create a client. The default value of `entry` sets no limits."""
+        """Create a client.
+
+        Args:
+            name: the name of the client in the key file, or "" if the file has no such client.
+            entry: the client's table in the key file. The default sets no limits.
+            share: the name of the client in the fair scheduling of requests, which lets clients
+                with different shares start requests in turn. "" uses the value of `name`. A share
+                can come from a request header, so at most 64 characters of it are used.
+            priority: the priority of all requests of the client to the language model. None lets
+                each request set its own priority.
+            usages: stores how many requests and tokens each client has used in the last minute.
+                None creates a new store for each limit.
+        """
         self.name = name
         self.priority = priority
         self.share = (share or name)[:_MAX_SHARE_LENGTH]
@@ -190,13 +199,6 @@ class KeyFile:
     The object checks once a second whether the file has changed, and reads a changed file again. If
     the changed file is damaged, the clients of the previous version stay valid, and the log
     contains the reason.
-
-    Args:
-        path: the file.
-        clock: returns a time in seconds that never goes back.
-        usages: stores how many requests and tokens each client has used.
-
-    Raises: SettingsError if the file cannot be read.
     """
 
     def __init__(
@@ -205,7 +207,15 @@ class KeyFile:
         clock: Callable[[], float] = time.monotonic,
         usages: Usages | None = None,
     ) -> None:
-        """Read the key file. The class docstring describes the arguments."""
+        """Read the key file.
+
+        Args:
+            path: the file.
+            clock: returns a time in seconds that never goes back.
+            usages: stores how many requests and tokens each client has used.
+
+        Raises: SettingsError if the file cannot be read.
+        """
         self._path = path
         self._clock = clock
         self._usages = usages

@@ -50,12 +50,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and close the connection if the headers are too large.
 
-        The first bytes of a request also start its timer.
+        The first bytes of a request start the timer that limits the time for its headers.
+
+        Mutates: `_num_header_bytes`, if the headers of the request are still incomplete.
         """
         if self._timer is None and not self._has_headers:
             self._start_timer()
         self._has_progress = False
-        # The parser calls the methods `on_...`, which change `_has_headers` and `_has_progress`.
+        # The parser calls `on_headers_complete` and `on_message_complete` when it has read all
+        # headers or the whole body of a request. These methods set `_has_progress`.
         super().data_received(data)
         contains_only_headers = not self._has_headers and not self._has_progress
         if not contains_only_headers:

@@ -41,15 +41,6 @@ class Timeouts:
     A client may set a shorter limit with the header `X-Request-Timeout: SECONDS`. If the response
     has not started, the client receives the status 504. If a stream has started, the error is the
     last event of the stream.
-
-    Args:
-        app: the application that this middleware calls.
-        limit_s: the setting request_timeout_s, in seconds from the arrival of the request to the
-            end of its response. 0 means no limit.
-        unread_s: the setting unread_timeout_s. If a client reads nothing of the response for this
-            many seconds, the connection is closed. 0 means no limit.
-        metrics: counts the requests that this middleware has ended.
-        running: the requests that run now. `running` aborts a request by changing its timeout.
     """
 
     def __init__(
@@ -60,7 +51,17 @@ class Timeouts:
         metrics: RequestMetrics,
         running: RunningRequests,
     ) -> None:
-        """Create the middleware. The class docstring describes the arguments."""
+        """Create the middleware.
+
+        Args:
+            app: the application that this middleware calls.
+            limit_s: the setting request_timeout_s, in seconds from the arrival of the request to
+                the end of its response. 0 means no limit.
+            unread_s: the setting unread_timeout_s. If a client reads nothing of the response for
+                this many seconds, the connection is closed. 0 means no limit.
+            metrics: counts the requests that this middleware has ended.
+            running: the requests that run now. `running` aborts a request by changing its timeout.
+        """
         self._app = app
         self._running = running
         self._limit_s = limit_s
@@ -92,6 +93,12 @@ class Timeouts:
 
         The timeout expires for one of three reasons: the time limit is reached, the client does not
         read the response, or another request aborts this request.
+
+        Args:
+            limit: the time limit of the request.
+            response: sends the response, and records how much of it the client has received.
+            scope: the scope of the request. `state.running_request` is added to it.
+            receive: receives the request.
         """
         state = scope.setdefault("state", {})
         request_id = state.get("request_id", "")
@@ -265,7 +272,11 @@ class _UnreadWatch:
             self._timer.cancel()
 
     def _check(self) -> None:
-        """End the request if the client reads too slowly. Otherwise, set the timer again."""
+        """End the request if a message has waited too long. Otherwise, set the timer again.
+
+        Mutates: `is_unread` and the timeout of the request if the request ends. Otherwise,
+            `_timer`.
+        """
         now = self._loop.time()
         unsent_since = self._response.unsent_since
         if unsent_since is None:  # no message is waiting

@@ -44,6 +44,8 @@ class ChunkBuilder(ABC, Generic[ItemT]):
     def record(self, prompt: int, delta: Delta) -> int:
         """Record the usage and the finish reason of a delta.
 
+        Mutates: `_usages` and `unfinished`, the numbers of the choices without a finish reason.
+
         Returns: the number of the choice to which the delta belongs. The choices are numbered
             across all prompts.
         """

@@ -96,7 +96,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
 
         Args:
             number: the number of the choice. Its builder receives the text of every delta, because
-                the log-probabilities of this text may arrive with another delta.
+                the log-probabilities of this text may arrive with a later delta.
             delta: the delta of the chunk.
         """
         entries = delta.get("logprobs", ())
@@ -188,10 +188,17 @@ def _whole_logprobs(
     prompt_total: Delta,
     total: Delta,
 ) -> Json:
-    """Return the field `logprobs` of a whole choice. The arguments are those of `_whole_choice`.
+    """Return the field `logprobs` of a whole choice.
 
     The field describes the tokens of the text: first the tokens of the prompt, if the text begins
     with the prompt, and then the generated tokens, unless only the prompt is requested.
+
+    Args:
+        frame: decides whether a token is named by its id.
+        options: decide whether only the prompt is requested.
+        echo: the text of the prompt if the choice begins with this text, and else "".
+        prompt_total: the delta that reports the tokens and log-probabilities of the prompt.
+        total: the sum of the deltas of this choice.
     """
     builder = CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echo=echo)
     parts = []

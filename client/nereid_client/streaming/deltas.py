@@ -259,7 +259,8 @@ async def interleaved(
 
     Closing this generator closes all sources.
 
-    A task for each source puts its deltas into a common queue. A single source needs no queue.
+    A task for each source puts its deltas into a common queue, followed by None or by the error of
+    the source. A single source needs no queue.
 
     Raises: the first BackendError that a source raises.
     """

@@ -200,19 +200,24 @@ class CompletionLogprobs:
         return position
 
     def _find(self, piece: str, *, is_last: bool) -> int | None:
-        """Return the index in `_text` at which the next token starts, or None if it is not found.
+        """Return the index of a token's text in `_text`, or None if it is not found.
 
-        The arguments are those of `_locate`.
+        The text is first expected directly after the previous token, at `_next_position`. `_text`
+        contains only the text of the choice from the position `_text_start` on.
+
+        Args:
+            piece: the text of the token.
+            is_last: whether the text of the choice is complete. Otherwise, the piece is also found
+                if only its beginning has arrived.
         """
-        start = self._next_position - self._text_start
-        next_text = self._text[start : start + len(piece)]
-        # `next_text` is the text at the expected position. If more deltas follow, `next_text` can
-        # be shorter than the piece, because the rest of the text has not arrived yet. The piece
-        # then matches if it starts with `next_text`.
-        is_next = next_text == piece or (not is_last and piece.startswith(next_text))
-        if is_next:
-            return start
-        index = self._text.find(piece, start, start + _SEARCH_CHARS + len(piece))
+        expected_index = self._next_position - self._text_start
+        arrived = self._text[expected_index : expected_index + len(piece)]
+        has_arrived = arrived == piece
+        may_still_arrive = not is_last and piece.startswith(arrived)
+        if has_arrived or may_still_arrive:
+            return expected_index
+        search_end = expected_index + _SEARCH_CHARS + len(piece)
+        index = self._text.find(piece, expected_index, search_end)
         return None if index < 0 else index
 
 

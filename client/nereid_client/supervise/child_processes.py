@@ -64,15 +64,6 @@ class ChildProcess:
 
     The program starts in a separate session, so that Ctrl-C in the terminal does not reach it.
 
-    Args:
-        name: the name of the program, for messages.
-        command: the command with its arguments.
-        environment: all environment variables of the program.
-        log: the log file.
-        on_line: a function that is called with each line of the output that starts with `nereid:`,
-            except errors.
-        files: the file descriptors that the program inherits.
-
     Attributes:
         errors: the last lines that a Triton server marked as errors.
         refusals: the reasons in the lines that start with `nereid: error:`. A model writes such a
@@ -95,8 +86,16 @@ class ChildProcess:
     ) -> None:
         """Start the program, and a thread that reads its output.
 
-        Raises:
-            OSError: if the program cannot be started.
+        Args:
+            name: the name of the program, for messages.
+            command: the command with its arguments.
+            environment: all environment variables of the program.
+            log: the log file.
+            on_line: a function that is called with each line of the output that starts with
+                `nereid:`, except errors.
+            files: the file descriptors that the program inherits.
+
+        Raises: OSError if the program cannot be started.
         """
         self.name = name
         # `_record` changes these attributes. The class docstring describes them.

@@ -60,15 +60,6 @@ PROBES = {
 class HangWatch(threading.Thread):
     """A thread that observes one model until `stop` is called.
 
-    Args:
-        frontend: the frontend, which counts its running requests.
-        metrics_url: the URL of the server's metrics, which count the language model's requests.
-        http_url: the base URL of the Triton server's HTTP endpoint.
-        probe: the test request. Any response proves that the model works, even an error.
-        limit_s: the setting hang_timeout, in seconds. The thread sends a test request after each
-            quarter of this time, but at least every 30 s. A test request may take three quarters
-            of this time.
-
     Attributes:
         finding: a description of the hang, or None if the model does not hang.
     """
@@ -81,7 +72,17 @@ class HangWatch(threading.Thread):
         probe: Probe,
         limit_s: float,
     ) -> None:
-        """Create the thread. The method `start` starts it."""
+        """Create the thread. The method `start` starts it.
+
+        Args:
+            frontend: the frontend, which counts its running requests.
+            metrics_url: the URL of the server's metrics, which count the language model's requests.
+            http_url: the base URL of the Triton server's HTTP endpoint.
+            probe: the test request. Any response proves that the model works, even an error.
+            limit_s: the setting hang_timeout, in seconds. The thread sends a test request after
+                each quarter of this time, but at least every 30 s. A test request may take three
+                quarters of this time.
+        """
         super().__init__(daemon=True)
         self.finding: str | None = None
         self._frontend = frontend

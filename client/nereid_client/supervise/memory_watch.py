@@ -61,16 +61,7 @@ class Memory:
 
 
 class MemoryWatch:
-    """Checks the memory of all descendants of this process once a second.
-
-    Args:
-        budget: the largest number of bytes of one process. 0 means 80 % of the memory.
-        complain: a function that prints a message for the user.
-        processes: a function that returns the memory of each process.
-        memory: a function that returns the memory of the machine.
-        kill: a function that kills a process.
-        clock: a function that returns a time in seconds. The time never decreases.
-    """
+    """Checks the memory of all descendants of this process once a second."""
 
     def __init__(
         self,
@@ -82,7 +73,16 @@ class MemoryWatch:
         kill: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Compute the limits from the total memory. Only tests replace the default functions."""
+        """Compute the limits from the total memory. Only tests replace the default functions.
+
+        Args:
+            budget: the largest number of bytes of one process. 0 means 80 % of the memory.
+            complain: a function that prints a message for the user.
+            processes: a function that returns the memory of each process.
+            memory: a function that returns the memory of the machine.
+            kill: a function that kills a process.
+            clock: a function that returns a time in seconds. The time never decreases.
+        """
         self._processes = processes or read_processes
         self._memory = memory or read_memory
         self._kill = kill or _kill
@@ -106,6 +106,8 @@ class MemoryWatch:
 
         A process above the budget is killed only after `_TOLERATED_S` seconds. The first check that
         finds such a process prints a warning.
+
+        Mutates: `_over_since`, which contains the processes above the budget, and `_check_due`.
         """
         now = self._clock()
         if now < self._check_due:

@@ -188,6 +188,9 @@ class PoolingWarmUp(threading.Thread):
         """Send an example request to each model until the model answers.
 
         The models load at the same time, so this method can wait for one model after the other.
+
+        Mutates: `curls`, to which a shell command for each example request is added. If a model
+            cannot answer, `failure` becomes the reason, and the other models are not tested.
         """
         self._is_ready.wait()
         for model in self._models:

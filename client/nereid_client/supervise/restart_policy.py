@@ -34,10 +34,12 @@ class Restarts:
         self._last_failure = float("-inf")
         self.number = 0
 
-    def next_wait_s(self) -> float | None:
+    def record_failure(self) -> float | None:
         """Record a failure, and return the seconds to wait before the restart.
 
         Return None if the program must not be restarted again.
+
+        Mutates: `number`, the number of restarts in a row, and the time of the last failure.
         """
         now = self._clock()
         if now - self._last_failure >= _RESET_AFTER_S:

@@ -38,10 +38,13 @@ def choose_address(repository: Path, environment: Mapping[str, str]) -> str | No
         repository: the model repository.
         environment: the environment variables of the Triton server.
     """
-    if ADDRESS_VARIABLE in environment or environment.get(_OTHER_ENGINE):
+    has_server = ADDRESS_VARIABLE in environment  # another process has started a fork server
+    uses_test_engine = bool(environment.get(_OTHER_ENGINE))
+    has_language_model = (repository / _MODEL).is_dir()
+    if has_server or uses_test_engine or not has_language_model:
         return None
-    has_model = (repository / _MODEL).is_dir()
-    if not has_model or importlib.util.find_spec(_PACKAGE) is None:
+    is_backend_installed = importlib.util.find_spec(_PACKAGE) is not None
+    if not is_backend_installed:
         return None
     return f"nereid-{os.getpid()}-{secrets.token_hex(16)}"
 

@@ -36,16 +36,11 @@ _ZOMBIE_S = 0.4
 # its stubs disappear shortly before the server. These stubs must not be reported.
 _VANISHED_S = 2.0
 _CHECK_EVERY_S = 1.0
-_ABANDONED_AFTER_S = 5.0
+_HANGS_AFTER_S = 5.0
 
 
 class StubWatch:
     """Observes the stub processes that one Triton server starts.
-
-    Args:
-        server: the process id of the server, or of the script that becomes the server by exec.
-        clock: a function that returns a time in seconds. The time never decreases.
-        can_unload: whether the server can unload models, which ends their stubs.
 
     Attributes:
         are_models_loaded: whether all models have answered. Until then, a stub can end because its
@@ -60,34 +55,41 @@ class StubWatch:
         *,
         can_unload: bool = False,
     ) -> None:
-        """Create the object. The first call of `dead_model` finds the stub processes."""
+        """Create the object. The first call of `find_dead_model` finds the stub processes.
+
+        Args:
+            server: the process id of the server, or of the script that becomes the server by exec.
+            clock: a function that returns a time in seconds. The time never decreases.
+            can_unload: whether the server can unload models, which ends their stubs.
+        """
         self.are_models_loaded = False
         self.has_crashed = False
         self._server = server
         self._clock = clock
         self._can_unload = can_unload
 
-        # The state of `dead_model`.
+        # The state of `find_dead_model`.
         self._models: dict[int, str] = {}  # maps the process id of a stub to the name of its model
         # Maps the process id of each dead stub to the time at which the supervisor found that it is
         # dead.
         self._dead_since: dict[int, float] = {}
         self._rescan_due = 0.0  # the time of the next search for new stubs
 
-        # The state of `has_abandoned_stub`.
+        # The state of `detect_hang`.
         self._check_due = 0.0  # the time at which the state of the server is read again
         # The time at which the server started to wait for a stub process. If the server is not
         # waiting, the value is None.
         self._waiting_since: float | None = None
 
-    def dead_model(self) -> str | None:
-        """Return the name of a model whose stub process has died, or None if no stub has died.
+    def find_dead_model(self) -> str | None:
+        """Search for a stub process that has died, and return the name of its model, or None.
 
         A dead process is a zombie until its parent, the Triton server, reaps it. Afterwards, the
         process table does not contain the process, and `process_of` returns None. The model is
         returned only if one of these states lasts for some time.
 
-        Mutates: `has_crashed`, if a model is returned.
+        Mutates: `_models` and `_dead_since`, which contain the stubs and the dead stubs that were
+            found. If a model is returned, also `has_crashed`.
         """
         now = self._clock()
         if now >= self._rescan_due:
@@ -120,19 +122,21 @@ class StubWatch:
         del self._models[pid]
         self._dead_since.pop(pid, None)
 
-    def has_abandoned_stub(self) -> bool:
-        """Return whether the Triton server hangs during its start.
+    def detect_hang(self) -> bool:
+        """Observe the Triton server, and return whether it hangs during its start.
 
-        The server hangs if it waits for the end of a stub process that keeps running. The state of
-        the server is read at most once in `_CHECK_EVERY_S` seconds.
+        The server hangs if it waits at least `_HANGS_AFTER_S` seconds for the end of a stub process
+        that keeps running. Calls within `_CHECK_EVERY_S` seconds use the same observation.
+
+        Mutates: `_check_due` and `_waiting_since`, if the server is observed again.
         """
         now = self._clock()
         if now >= self._check_due:
             self._check_due = now + _CHECK_EVERY_S
             self._update_waiting_since(now)
-        if self._waiting_since is None:
+        if self._waiting_since is None:  # the server does not wait for a stub process
             return False
-        return now - self._waiting_since >= _ABANDONED_AFTER_S
+        return now - self._waiting_since >= _HANGS_AFTER_S
 
     def _update_waiting_since(self, now: float) -> None:
         """Set `_waiting_since` when the server starts to wait. Reset it after the wait."""

@@ -48,7 +48,7 @@ class SupervisedProgram:
             return self.child.describe_end()
         if self.child.crash is not None:
             return f"{self.name} crashed ({self.child.crash})"
-        model = self.stubs.dead_model()
+        model = self.stubs.find_dead_model()
         return f"{self.name}: the process of the model {model} died" if model else None
 
     @property
@@ -61,4 +61,4 @@ class SupervisedProgram:
         processes: the server aborts, a stub process dies, or the server abandons a stub process.
         """
         stubs = self.stubs
-        return self.child.has_crashed or stubs.has_crashed or stubs.has_abandoned_stub()
+        return self.child.has_crashed or stubs.has_crashed or stubs.detect_hang()

@@ -147,7 +147,11 @@ class Supervisor:
     def _end_warm_up(self, curls: list[str], elapsed_s: float) -> None:
         """Print that all models answer. After the first start, also start the hang detection.
 
-        The arguments are those of `_announce`.
+        Mutates: `_warm_up`, which becomes None, and `_is_announced`, which becomes True.
+
+        Args:
+            curls: for each model, a shell command that sends a request to the model.
+            elapsed_s: the seconds since the start or the restart.
         """
         self._warm_up = None
         self._server.stubs.are_models_loaded = True
@@ -189,7 +193,7 @@ class Supervisor:
         # A program that exits during the first start has a wrong setting or a wrong checkpoint, so
         # a restart would not help. A program that crashes is always restarted.
         is_restartable = self._is_announced or program.has_crashed
-        wait_s = program.restarts.next_wait_s() if is_restartable else None
+        wait_s = program.restarts.record_failure() if is_restartable else None
         if wait_s is None:
             return self._report_failure(failure, program)
         when = "now" if wait_s == 0 else f"in {wait_s:g} s"
@@ -207,7 +211,7 @@ class Supervisor:
             # A model has stopped, and it rejects all further requests.
             return f"{server.name}: {server.child.refusals[0]}"
         is_warming_up = self._warm_up is not None
-        if is_warming_up and server.stubs.has_abandoned_stub():
+        if is_warming_up and server.stubs.detect_hang():
             return f"{server.name} waits for the end of a stub process that is still running"
         if is_warming_up and self._warm_up_failure is not None:
             return self._warm_up_failure
@@ -237,7 +241,8 @@ class Supervisor:
     def _restart_due_programs(self) -> None:
         """Start each failed program again at the time in its attribute `restart_at`.
 
-        Then start a new warm-up, unless the current warm-up still waits for the models.
+        Then start a new warm-up, which waits until all models answer, unless the current warm-up
+        is still waiting.
         """
         for program in self._programs:
             if program.restart_at is None or time.monotonic() < program.restart_at:
@@ -329,14 +334,17 @@ class Supervisor:
 
     def _end_all(self) -> None:
         """End all processes, and remove the shared memory of the server."""
-        # The frontend ends before the Triton server, because it must close its streams to the
-        # server.
+        # Each process receives SIGTERM, and SIGKILL if it still runs after its grace time. After a
+        # second signal, `wait` returns True at once, and the processes receive SIGKILL immediately.
+        wait = self._hurry.wait
+        # The list contains the Triton server and then the frontend. The frontend ends first,
+        # because it must close its streams to the server.
         for program in reversed(self._programs):
             grace_s = _SERVER_GRACE_S if program is self._server else _FRONTEND_GRACE_S
-            program.child.stop(grace_s, self._hurry.wait)
+            program.child.stop(grace_s, wait)
         if self._fork_server is not None:
-            self._fork_server.stop(_LEFTOVER_GRACE_S, self._hurry.wait)
-        leftovers = end_descendants(_LEFTOVER_GRACE_S, self._hurry.wait)
+            self._fork_server.stop(_LEFTOVER_GRACE_S, wait)
+        leftovers = end_descendants(_LEFTOVER_GRACE_S, wait)
         if leftovers:
             say(f"nereid: ended processes that were still running: {', '.join(leftovers)}")
         self._remove_shared_memory()

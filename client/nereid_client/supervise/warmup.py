@@ -29,7 +29,12 @@ class WarmUp(threading.Thread):
         self._frontend = frontend
 
     def run(self) -> None:
-        """Wait until the model is ready, then send a request for one token."""
+        """Wait until the model is ready, and then send a request for one token.
+
+        Mutates: `stage`, which names the step that has been reached. After a successful request,
+            `curl` becomes a shell command for this request. Otherwise, `failure` becomes the
+            reason.
+        """
         while self._frontend.get_status("/health/ready") != 200:
             time.sleep(_POLL_EVERY_S)
         self.is_ready.set()

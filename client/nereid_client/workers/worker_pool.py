@@ -174,7 +174,7 @@ class WorkerPool:
         has_started = socket_path.exists()
         socket_path.unlink(missing_ok=True)
         _delete_state(worker.place)
-        wait_s = worker.restarts.next_wait_s() if has_started else None
+        wait_s = worker.restarts.record_failure() if has_started else None
         ended = _describe_end(code)
         if wait_s is None:
             complain(f"nereid: the {worker.name} {ended} and is not started again")

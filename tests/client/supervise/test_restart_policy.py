@@ -22,26 +22,26 @@ class Clock:
 
 def test_the_first_restart_is_at_once_and_each_further_one_waits_twice_as_long():
     restarts = Restarts(RestartPolicy(5, 1.5), Clock())
-    assert [restarts.next_wait_s() for _ in range(6)] == [0.0, 1.5, 3.0, 6.0, 12.0, None]
+    assert [restarts.record_failure() for _ in range(6)] == [0.0, 1.5, 3.0, 6.0, 12.0, None]
 
 
 def test_a_wait_has_a_limit():
     restarts = Restarts(RestartPolicy(20, 1.0), Clock())
-    assert max(restarts.next_wait_s() for _ in range(20)) == 60.0
+    assert max(restarts.record_failure() for _ in range(20)) == 60.0
 
 
 def test_no_restarts_means_none():
-    assert Restarts(RestartPolicy(0, 1.0), Clock()).next_wait_s() is None
+    assert Restarts(RestartPolicy(0, 1.0), Clock()).record_failure() is None
 
 
 def test_ten_good_minutes_wipe_the_slate_clean():
     clock = Clock()
     restarts = Restarts(RestartPolicy(1, 1.0), clock)
-    assert restarts.next_wait_s() == 0.0
+    assert restarts.record_failure() == 0.0
     clock.now += 599
-    assert restarts.next_wait_s() is None
+    assert restarts.record_failure() is None
     clock.now += 600
-    assert restarts.next_wait_s() == 0.0
+    assert restarts.record_failure() == 0.0
     assert restarts.describe() == "restart 1 of 1"
 
 
@@ -56,7 +56,7 @@ def stub(tmp_path, seconds):
 def look_for(watch, seconds):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if model := watch.dead_model():
+        if model := watch.find_dead_model():
             return model
         time.sleep(0.05)
     return None
@@ -65,7 +65,7 @@ def look_for(watch, seconds):
 def test_a_stub_that_died_and_was_not_waited_for_is_found(tmp_path):
     process = stub(tmp_path, 60)
     watch = StubWatch(os.getpid())
-    assert watch.dead_model() is None
+    assert watch.find_dead_model() is None
     process.kill()
     try:
         assert look_for(watch, 60) == "a model"
@@ -79,7 +79,7 @@ def test_a_stub_that_died_and_was_not_waited_for_is_found(tmp_path):
 def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, number, has_crashed):
     process = stub(tmp_path, 60)
     watch = StubWatch(os.getpid())
-    watch.dead_model()
+    watch.find_dead_model()
     process.send_signal(number)
     try:
         assert look_for(watch, 60)
@@ -105,10 +105,10 @@ def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
         for process, is_given_up in ((waiting, True), (working, False)):
             clock = Clock()
             watch = StubWatch(process.pid, clock)
-            watch.dead_model()
-            assert not watch.has_abandoned_stub()
+            watch.find_dead_model()
+            assert not watch.detect_hang()
             clock.now += 6
-            assert watch.has_abandoned_stub() == is_given_up
+            assert watch.detect_hang() == is_given_up
     finally:
         for process in (waiting, working):
             for child in children_of(process.pid):
@@ -120,7 +120,7 @@ def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
 def test_a_stub_that_was_waited_for_was_meant_to_end(tmp_path):
     process = stub(tmp_path, 60)
     watch = StubWatch(os.getpid())
-    watch.dead_model()
+    watch.find_dead_model()
     process.kill()
     process.wait()
     assert look_for(watch, 1) is None
@@ -138,14 +138,14 @@ def test_a_stub_of_a_loaded_model_that_disappears_has_died(
     clock = Clock()
     watch = StubWatch(os.getpid(), clock, can_unload=can_unload)
     watch.are_models_loaded = are_models_loaded
-    wait_for(lambda: watch.dead_model() is None and process.pid in pids_of_stubs())
+    wait_for(lambda: watch.find_dead_model() is None and process.pid in pids_of_stubs())
     clock.now += 6
-    watch.dead_model()
+    watch.find_dead_model()
     process.kill()
     process.wait()
-    assert watch.dead_model() is None
+    assert watch.find_dead_model() is None
     clock.now += 3
-    assert watch.dead_model() == model
+    assert watch.find_dead_model() == model
 
 
 def pids_of_stubs():

@@ -94,15 +94,22 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
     def _best_server(
         self, hashes: Sequence[bytes], servers: Sequence[RunningReplica]
     ) -> RunningReplica:
-        """Return the server that has received the longest prefix, or the least busy server.
+        """Return the server that has received the longest prefix of a prompt, unless it is busy.
 
-        The class docstring describes the choice.
+        The server is busy if it runs more than `_max_extra_requests` requests more than the server
+        with the fewest requests. If the server is busy, or if no server has received a prefix,
+        return a random one of the servers with the fewest requests.
+
+        Args:
+            hashes: the hashes of the prompt's prefixes, as `prefix_hashes` returns them.
+            servers: the servers that can be chosen.
         """
         fewest = min(self._num_requests[server.replica_id] for server in servers)
         with_prefix = self._server_with_prefix(hashes, servers)
         if with_prefix is not None:
             num_extra = self._num_requests[with_prefix.replica_id] - fewest
-            if num_extra <= self._max_extra_requests:
+            is_busy = num_extra > self._max_extra_requests
+            if not is_busy:
                 return with_prefix
         least_used = [
             server for server in servers if self._num_requests[server.replica_id] == fewest

@@ -65,19 +65,18 @@ class ResponseStart:
 
 
 class Server:
-    """Starts `nereid serve` on free ports of its node, and forwards requests to this server.
-
-    Args:
-        model: the path of the checkpoint.
-        settings: environment variables of the server.
-        arguments: further flags of `nereid serve`.
-
-    Raises:
-        RuntimeError: the server ended before it was ready.
-    """
+    """Starts `nereid serve` on free ports of its node, and forwards requests to this server."""
 
     def __init__(self, model: str, settings: Mapping[str, str], arguments: Sequence[str]) -> None:
-        """Start the server, and wait until it is ready. The class docstring names the arguments."""
+        """Start the server, and wait until it is ready.
+
+        Args:
+            model: the path of the checkpoint.
+            settings: environment variables of the server.
+            arguments: further flags of `nereid serve`.
+
+        Raises: RuntimeError if the server ended before it was ready.
+        """
         ports = dict(zip(_PORT_FLAGS, _free_ports(len(_PORT_FLAGS)), strict=True))
         self._url = f"http://127.0.0.1:{ports['--openai-port']}"
         self._metrics_url = f"http://127.0.0.1:{ports['--metrics-port']}/metrics"

@@ -38,16 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class BatchRun:
-    """Runs one batch.
-
-    Args:
-        batch: the batch, which must not have ended.
-        store: the store that contains the batch.
-        sender: sends the requests of lines.
-        slots: limits the number of lines that run at the same time.
-        client: the client that created the batch, as returned by `batch_client`.
-        max_line_bytes: the largest size of a line.
-    """
+    """Runs one batch."""
 
     def __init__(
         self,
@@ -59,7 +50,16 @@ class BatchRun:
         client: Client,
         max_line_bytes: int,
     ) -> None:
-        """Prepare to run a batch. The class docstring describes the arguments."""
+        """Prepare to run a batch.
+
+        Args:
+            batch: the batch, which must not have ended.
+            store: the store that contains the batch.
+            sender: sends the requests of lines.
+            slots: limits the number of lines that run at the same time.
+            client: the client that created the batch, as returned by `batch_client`.
+            max_line_bytes: the largest size of a line.
+        """
         self._batch = batch
         self._store = store
         self._sender = sender

@@ -30,17 +30,7 @@ class _RunningBatch(NamedTuple):
 
 
 class BatchRunner:
-    """Finds the batches that have not ended, and runs them.
-
-    Args:
-        store: the batches.
-        sender: sends the requests of lines.
-        slots: limits the number of lines that run at the same time.
-        gate: the gate that admits requests to the application. All batches stop when the gate
-            admits no new requests, because the application is then about to stop.
-        key_file: the clients in the key file. None if there is no key file.
-        max_line_bytes: the largest size of a line.
-    """
+    """Finds the batches that have not ended, and runs them."""
 
     def __init__(
         self,
@@ -52,7 +42,17 @@ class BatchRunner:
         key_file: KeyFile | None,
         max_line_bytes: int,
     ) -> None:
-        """Start the task that runs the batches. The class docstring describes the arguments."""
+        """Start the task that runs the batches.
+
+        Args:
+            store: the batches.
+            sender: sends the requests of lines.
+            slots: limits the number of lines that run at the same time.
+            gate: the gate that admits requests to the application. All batches stop when the gate
+                admits no new requests, because the application is then about to stop.
+            key_file: the clients in the key file. None if there is no key file.
+            max_line_bytes: the largest size of a line.
+        """
         self._store = store
         self._sender = sender
         self._slots = slots
@@ -92,7 +92,7 @@ class BatchRunner:
             try:
                 if self._gate.is_draining:
                     await self._stop_all()
-                elif self._has_lock():
+                elif self._try_to_lock():
                     await self._start_and_cancel()
                     await self._clean()
             except OSError as error:
@@ -100,10 +100,14 @@ class BatchRunner:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake_up.wait(), _CHECK_EVERY_S)
 
-    def _has_lock(self) -> bool:
-        """Try to lock the folder of the batches. Return True if this process has the lock.
+    def _try_to_lock(self) -> bool:
+        """Lock the folder of the batches, unless another process has locked the folder.
 
         Only the process that has the lock runs the batches of the folder.
+
+        Mutates: `_lock`, which becomes the locked file.
+
+        Returns: whether this process has the lock.
         """
         folder = self._store.files.folder
         if self._lock is None and folder.exists():

@@ -20,19 +20,20 @@ class FormReader:
 
     The form part that contains the file must have the name `file`.
 
-    Args:
-        content_type: the header Content-Type of the request.
-        write: a function that receives the bytes of the file.
-
     Attributes:
         fields: the text fields.
         filename: the file name of the part `file`. None until this part arrives.
-
-    Raises: ApiError 400 if the content type is not a form.
     """
 
     def __init__(self, content_type: str, write: Callable[[bytes], None]) -> None:
-        """Create the parser. The class docstring describes the arguments."""
+        """Create the parser.
+
+        Args:
+            content_type: the header Content-Type of the request.
+            write: a function that receives the bytes of the file.
+
+        Raises: ApiError 400 if the content type is not a form.
+        """
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self._write = write

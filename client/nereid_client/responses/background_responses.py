@@ -63,6 +63,8 @@ class BackgroundResponse:
 
         The response contains the text of each delta. If the client has requested a stream, the
         encoded events are stored, too. The generators that `follow` has returned then yield them.
+
+        Mutates: `events`, and `_changed`, an asyncio.Event that wakes the generators.
         """
         num_text_bytes = sum(len(event.get("delta", "").encode()) for event in events)
         num_event_bytes = 0
@@ -100,14 +102,6 @@ class BackgroundResponse:
 class Responses:
     """All responses that an application stores or generates in the background.
 
-    Args:
-        limits: the limits of the store.
-        gate: counts the running responses, so that a stopping server waits until they have ended.
-        limit_s: the largest duration of a background response, in seconds. 0 means no limit.
-        metrics: counts the responses that were ended by a limit.
-        worker: the number of this process among several frontend processes, and the path of their
-            database. None if there is only one process.
-
     Attributes:
         store: the stored responses.
     """
@@ -120,7 +114,17 @@ class Responses:
         metrics: RequestMetrics,
         worker: WorkerPlace | None = None,
     ) -> None:
-        """Open the store of the responses. The class docstring describes the arguments."""
+        """Open the store of the responses.
+
+        Args:
+            limits: the limits of the store.
+            gate: counts the running responses, so that a stopping server waits until they have
+                ended.
+            limit_s: the largest duration of a background response, in seconds. 0 means no limit.
+            metrics: counts the responses that were ended by a limit.
+            worker: the number of this process among several frontend processes, and the path of
+                their database. None if there is only one process.
+        """
         if worker is None:
             self.store = Store(limits)
         else:

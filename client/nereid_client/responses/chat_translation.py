@@ -81,15 +81,15 @@ class _ChatBuilder:
         """Append a message."""
         self.messages.append({"role": role, "content": content, **more})
 
-    def assistant_message(self, later_fields: Iterable[str] = ()) -> Json:
+    def find_or_add_assistant_message(self, later_fields: Iterable[str] = ()) -> Json:
         """Return the assistant message to which the next item is added.
 
         Return the last message. If this message has another role, or contains a field of
         `later_fields`, append an empty assistant message and return the new message.
 
         Args:
-            later_fields: the fields of a message that come after the item. For example, reasoning
-                cannot be added to a message that already has content.
+            later_fields: the fields that come after the item in a message. For example, reasoning
+                comes before content, so it cannot be added to a message that has content.
 
         Mutates: messages.
         """
@@ -133,7 +133,7 @@ def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
     """
     last = chat.messages[-1] if chat.messages else {}
     later_fields = () if last.get("tool_calls") else ("content",)
-    message = chat.assistant_message(later_fields)
+    message = chat.find_or_add_assistant_message(later_fields)
     message["content"] = (message["content"] or "") + text
 
 
@@ -152,7 +152,7 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
     text = "".join(part["text"] for part in item["content"])
     text = text or "\n".join(part["text"] for part in item["summary"])
     if text:
-        message = chat.assistant_message(("content", "tool_calls"))
+        message = chat.find_or_add_assistant_message(("content", "tool_calls"))
         message["reasoning"] = message.get("reasoning", "") + text
         message["reasoning_content"] = message["reasoning"]
 
@@ -166,7 +166,7 @@ def _add_call(chat: _ChatBuilder, item: Json) -> None:
     name = chat_name(item.get("namespace"), item["name"])
     function = {"name": name, "arguments": item["arguments"]}
     call = {"id": item["call_id"], "type": "function", "function": function}
-    chat.assistant_message().setdefault("tool_calls", []).append(call)
+    chat.find_or_add_assistant_message().setdefault("tool_calls", []).append(call)
 
 
 def _add_call_output(chat: _ChatBuilder, item: Json) -> None:

@@ -87,12 +87,6 @@ class Store:
     never deleted. If running responses fill the store, a new background response is rejected.
 
     The responses are in an SQLite database, which several frontend processes can share.
-
-    Args:
-        limits: the limits of the store.
-        now: returns a time in seconds that never goes back. All processes must use the same clock.
-        path: the file of the database. By default, the database is in memory.
-        worker: the number of this frontend process.
     """
 
     def __init__(
@@ -102,7 +96,15 @@ class Store:
         path: str = ":memory:",
         worker: int = 0,
     ) -> None:
-        """Open the database. The class docstring describes the arguments."""
+        """Open the database.
+
+        Args:
+            limits: the limits of the store.
+            now: returns a time in seconds that never goes back. All processes must use the same
+                clock.
+            path: the file of the database. By default, the database is in memory.
+            worker: the number of this frontend process.
+        """
         self._limits = limits
         self._now = now
         self._worker = worker

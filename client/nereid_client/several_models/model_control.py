@@ -217,11 +217,13 @@ class ModelControl:
     async def _load(self, state: ModelState) -> None:
         """Load a model. If the memory budget requires it, unload idle models first.
 
+        Mutates: `state`. If the call is cancelled, `is_loaded` becomes None, which means unknown.
+
         Raises: BackendError if the model cannot be loaded.
         """
         started = time.monotonic()
         if self._memory_budget is not None and state.is_loaded is not True:
-            await self._make_room(state, self._memory_budget)
+            await self._reserve_memory(state, self._memory_budget)
         try:
             await self._repository.load_model(state.spec.triton_name)
         except asyncio.CancelledError:
@@ -238,11 +240,17 @@ class ModelControl:
         await self._repository.unload_model(state.spec.triton_name)
         _log.info("Unloaded the model %s", state.spec.name)
 
-    async def _make_room(self, state: ModelState, budget: int) -> None:
-        """Unload idle models until another model fits into the memory budget.
+    async def _reserve_memory(self, state: ModelState, budget: int) -> None:
+        """Reserve memory for a model that will be loaded. If necessary, unload idle models first.
 
-        Then reserve the memory of this other model. The idle models are unloaded in the order in
-        which their last requests ended.
+        The idle models are unloaded in the order in which their last requests ended.
+
+        Mutates: `is_loading` of `state`, which becomes True. The memory of a model counts while
+            the model is loading or loaded.
+
+        Args:
+            state: the model that will be loaded.
+            budget: the largest memory of all models together, in bytes.
 
         Raises: BackendError if the models with running requests leave too little memory.
         """

@@ -149,23 +149,25 @@ def _tensor_bytes(tensor: Mapping[str, Any], settings: Mapping[str, str]) -> flo
         tensor: the tensor's header in the safetensors file.
         settings: the settings of the model.
     """
-    number_bytes = _number_bytes(tensor["dtype"], len(tensor["shape"]), settings)
-    if number_bytes is None:  # the tensor has the same size in memory as in the file
+    bytes_per_number = _bytes_per_number(tensor["dtype"], len(tensor["shape"]), settings)
+    if bytes_per_number is None:  # the tensor has the same size in memory as in the file
         start, end = tensor["data_offsets"]
         return float(end - start)
     num_numbers: int = prod(tensor["shape"])
-    return num_numbers * number_bytes
+    return num_numbers * bytes_per_number
 
 
-def _number_bytes(stored: str, num_dimensions: int, settings: Mapping[str, str]) -> float | None:
-    """Return how many bytes each element of a tensor occupies in memory.
+def _bytes_per_number(
+    stored: str, num_dimensions: int, settings: Mapping[str, str]
+) -> float | None:
+    """Return how many bytes each number of a tensor occupies in memory.
 
-    Return None if an element has the same size in memory as in the file.
+    Return None if a number has the same size in memory as in the file.
 
     Args:
         stored: the data type of the tensor in the file, such as "BF16".
         num_dimensions: the number of dimensions of the tensor. Only matrices are quantized.
-        settings: the settings of the model.
+        settings: the settings of the model, of which weight_dtype, dtype and device are used.
     """
     if stored not in _FLOATS:
         return None
@@ -175,5 +177,5 @@ def _number_bytes(stored: str, num_dimensions: int, settings: Mapping[str, str])
     dtype = settings.get("dtype", "auto")
     is_on_cpu = not settings.get("device", "").startswith("cuda")
     if dtype == "auto" and is_on_cpu and stored == "F16":
-        return _FLOAT16_BYTES
+        return _FLOAT16_BYTES  # the weights are converted to float32
     return _DTYPE_BYTES.get(dtype)

@@ -48,7 +48,8 @@ class _ChatChunks(ChunkBuilder[Delta]):
         If the text of a token may be a part of a marker, this text arrives with a later delta. The
         chunk for the token then contains the log-probability of the token and an empty delta.
         """
-        index = self.record(0, item)
+        self.record(0, item)
+        index = self.number_of(0, item)
         delta = self._view.apply(item)
         message_delta = _message_delta(delta)
         chunks = []

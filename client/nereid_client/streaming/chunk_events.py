@@ -41,21 +41,23 @@ class ChunkBuilder(ABC, Generic[ItemT]):
     def add(self, item: ItemT) -> list[Json]:
         """Return the chunks for the next delta of the stream."""
 
-    def record(self, prompt: int, delta: Delta) -> int:
-        """Record the usage and the finish reason of a delta.
+    def number_of(self, prompt: int, delta: Delta) -> int:
+        """Return the number of the choice to which a delta belongs.
+
+        The choices are numbered across all prompts. Example: with two choices for each prompt, the
+        first choice of the prompt with the index 1 has the number 2.
+        """
+        return prompt * self.frame.num_choices + delta.get("index", 0)
+
+    def record(self, prompt: int, delta: Delta) -> None:
+        """Record the usage and the finish reason of a delta for the prompt with this index.
 
         Mutates: `_usages` and `unfinished`, the numbers of the choices without a finish reason.
-
-        Returns: the number of the choice to which the delta belongs. The choices are numbered
-            across all prompts.
         """
-        choice = delta.get("index", 0)
-        number = prompt * self.frame.num_choices + choice
         if "usage" in delta:
-            self._usages[prompt][choice] = delta["usage"]
+            self._usages[prompt][delta.get("index", 0)] = delta["usage"]
         if "finish_reason" in delta:
-            self.unfinished.discard(number)
-        return number
+            self.unfinished.discard(self.number_of(prompt, delta))
 
     def chunk(self, choice: Json) -> Json:
         """Return a chunk with one choice. If requested, add the token counts so far."""

@@ -82,7 +82,8 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
     def add(self, item: PromptDelta) -> list[Json]:
         """Return the chunk for a delta. If the chunk would be empty, return no chunk."""
         prompt, delta = item
-        number = self.record(prompt, delta)
+        self.record(prompt, delta)
+        number = self.number_of(prompt, delta)
         if not any(delta.get(name) for name in _CHUNK_FIELDS):
             return []
         choice = {"index": number, **_choice(delta.get("text", ""), delta)}
@@ -96,7 +97,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
 
         Args:
             number: the number of the choice. Its builder receives the text of every delta, because
-                the log-probabilities of this text may arrive with a later delta.
+                the log-probabilities of this text may arrive with another delta.
             delta: the delta of the chunk.
         """
         entries = delta.get("logprobs", ())

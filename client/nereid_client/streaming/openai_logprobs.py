@@ -77,6 +77,8 @@ class CompletionLogprobs:
     def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
         """Return the part of `logprobs` for the prompt. The parts for the deltas come after it.
 
+        Mutates: `_next_position`, which becomes the end of the prompt.
+
         Args:
             token_ids: the token ids of the prompt.
             logprobs: for each token, its log-probability and those of the most likely tokens. The
@@ -111,6 +113,9 @@ class CompletionLogprobs:
 
     def add(self, text: str, entries: Iterable[TokenLogprob], *, is_last: bool) -> Json:
         """Return the part of the field `logprobs` that describes one delta.
+
+        Mutates: `_text`, to which `text` is appended, and `_next_position`, from which the tokens
+            of the next delta are searched.
 
         Args:
             text: the text of the delta. The text of the delta's last tokens may be missing, and

@@ -79,6 +79,11 @@ class Connections:
     def start_call(self, client: str) -> Connection:
         """Return the connection for a new call of a client.
 
+        All running calls of a client share one connection. For the first of these calls, the
+        connection with the fewest calls is selected.
+
+        Mutates: the connection of the client, and the numbers of calls.
+
         The caller must call `end_call` when the call has ended.
         """
         connection = self._of_client.get(client)

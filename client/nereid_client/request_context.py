@@ -193,7 +193,7 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
     raw = await _read_with_limit(request, limits)
     # A body without a Content-Length is checked after it is read.
     limits.check_size(len(raw), _most_prompts(raw, max_prompts))
-    body = await _parse_object(request, raw)
+    body = await _wait_and_parse(request, raw)
     limits.check_members(body)
     return body
 
@@ -219,7 +219,7 @@ async def _read_body_for_a_model(request: Request, max_prompts: int) -> dict[str
     Raises: ApiError, Disconnected, as described by `read_prompt_body`.
     """
     raw = await _read_bytes(request)
-    body = await _parse_object(request, raw)
+    body = await _wait_and_parse(request, raw)
     context = find_context(request, body.get("model"))
     if context is not None:
         request.state.context = context
@@ -249,7 +249,7 @@ async def read_body(request: Request) -> dict[str, Any]:
         ApiError: 400 if the body is not a JSON object, 413 if the body is too large.
         Disconnected: the client closed the connection.
     """
-    return await _parse_object(request, await _read_bytes(request))
+    return await _wait_and_parse(request, await _read_bytes(request))
 
 
 async def _read_bytes(request: Request) -> bytes:
@@ -291,7 +291,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
     return b"".join(chunks)
 
 
-async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
+async def _wait_and_parse(request: Request, raw: bytes) -> dict[str, Any]:
     """Wait until this client may start a request. Then parse the body and return its object.
 
     The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each

@@ -71,7 +71,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Chat in the terminal until the user quits. Return the exit code.
 
-    If stdin is not a terminal, send its text as one message and print the response.
+    If stdin is not a terminal, send its text as one message and print the response. With --json,
+    print the whole response as JSON.
     """
     url = base_url(args.url)
     model = args.model or first_model(url)

@@ -52,6 +52,8 @@ class RunningRequests:
         Args:
             caller: the request that aborts other requests. This request itself is not aborted.
             ids: the ids of the requests. None aborts all requests.
+
+        Mutates: the attributes `is_aborted` and `timeout` of the aborted requests.
         """
         now = asyncio.get_running_loop().time()
         num_aborted = 0

@@ -33,17 +33,18 @@ class ResponseBuilder:
     added", "part added", the deltas of the part, "part done" and "item done". Then the events of
     the next item follow. The joined deltas of a part are the final text of the part.
 
-    Args:
-        request_fields: the fields of the response object that repeat the fields of the request.
-        is_queued: whether the response starts with the status "queued".
-
     Attributes:
         status: "queued" or "in_progress" while the response is generated, and "completed",
             "incomplete", "failed" or "cancelled" when it has ended.
     """
 
     def __init__(self, request_fields: Json, *, is_queued: bool = False) -> None:
-        """Create a response without output. The class docstring describes the arguments."""
+        """Create a response without output.
+
+        Args:
+            request_fields: the fields of the response object that repeat the fields of the request.
+            is_queued: whether the response starts with the status "queued".
+        """
         self._request_fields = request_fields
         self._namespace_functions = functions_in_namespaces(request_fields.get("tools") or ())
         # If the request asks for a summary of the reasoning, the complete reasoning is the summary.
@@ -97,7 +98,7 @@ class ResponseBuilder:
         return [self._response_event("created"), self._response_event(self.status)]
 
     def add(self, delta: Delta) -> list[Json]:
-        """Append a delta to the response.
+        """Append a delta to the response, and return the events that describe the change.
 
         Raises: BackendError if the delta continues a function call that has ended.
         """
@@ -167,6 +168,11 @@ class ResponseBuilder:
     def _new_call(self, piece: ToolCallPiece) -> CallItem:
         """Create the output item for a tool call. `piece` is the first piece of this call.
 
+        If the function belongs to a namespace, the item contains the namespace and the function's
+        own name instead of their joined name.
+
+        Mutates: `_num_calls`, the number of calls that have started.
+
         Raises: BackendError if the tool call with this index has ended.
         """
         if piece["index"] < self._num_calls:
@@ -211,7 +217,13 @@ class ResponseBuilder:
         return self._end("completed", "completed")
 
     def _end(self, status: str, event: str) -> list[Json]:
-        """End the response. The last of the returned events has the type `response.{event}`."""
+        """End the current output item and the response, and return the events for both.
+
+        Args:
+            status: the status of the response, such as "completed".
+            event: the last part of the last event's type, such as "completed" for the event
+                `response.completed`.
+        """
         events = self._finish_item("completed" if status == "completed" else "incomplete")
         self.status = status
         return [*events, self._response_event(event)]

@@ -43,8 +43,8 @@ def _copy(
         source: the folder of the original.
         settings: the settings of the copy. They replace all settings of the original. If the
             mapping is empty, the settings of the original are copied.
-        steps: maps the old name of each model that an ensemble calls to the new name. Empty if the
-            copied model is no ensemble.
+        steps: maps the old name of each model that the copied model calls to the new name. Only an
+            ensemble calls other models.
     """
     folder.mkdir(parents=True)
     (folder / "1").symlink_to((source / "1").resolve())
@@ -60,8 +60,9 @@ def _changed_config(
     Args:
         path: the path of the original config.pbtxt.
         name: the new name of the model.
-        settings: the new settings, as for `_copy`.
-        steps: the new names of the models that an ensemble calls, as for `_copy`.
+        settings: the new settings. If the mapping is empty, the settings do not change.
+        steps: maps the old name of each model that the model calls to the new name. Only an
+            ensemble calls other models.
     """
     # These imports take a quarter of a second. A server of one language model needs none of them.
     from google.protobuf import text_format

@@ -27,15 +27,10 @@ _NEVER_DEFAULTS = ("NEREID_MODEL", "NEREID_SERVED_MODEL_NAME", "NEREID_LORA_ADAP
 class ServedModels:
     """The models that a file models.toml describes.
 
-    Args:
-        file: the path of the file.
-
     Attributes:
         specs: the models.
         path: the checkpoint of the default model, which is the first language model.
         name: the name of the default model.
-
-    Raises: CliError if the file or a checkpoint is wrong.
     """
 
     def __init__(self, file: Path) -> None:
@@ -43,6 +38,11 @@ class ServedModels:
 
         An error message names the flag --config instead of the setting models_file, and the table
         of the model instead of the flag --model.
+
+        Args:
+            file: the path of the file.
+
+        Raises: CliError if the file or a checkpoint is wrong.
         """
         try:
             models = read_models_file(file)
@@ -171,7 +171,8 @@ def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
 def _defaults(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Return the default settings for each kind of model, from environment variables.
 
-    Variables without a value and the settings in `_NEVER_DEFAULTS` are omitted.
+    Variables without a value are omitted. The settings in `_NEVER_DEFAULTS`, such as the
+    checkpoint, are omitted, too, because each model has its own value.
 
     Example: NEREID_DTYPE=bfloat16 and NEREID_EMBEDDING_DTYPE=float32 return
     {"llm": {"dtype": "bfloat16"}, "embedding": {"dtype": "float32"}, "rerank": {}}.

@@ -135,8 +135,7 @@ _RETRY_AFTER = re.compile(r"again in (\d+) s\b")
 _TOO_MANY_TOKENS = re.compile(
     r"\b(\d+) tokens\b.*?(?:(\d+) \(max_model_len\)|max_model_len\D{0,10}(\d+))"
 )
-# Matches the name of the input tensor that contains the prompt. An HTTP client does not know this
-# name, so error messages contain the name of the field, `prompt`, instead.
+# Matches the name of the input tensor that contains the prompt.
 _TENSOR_NAME = re.compile(r"^(text_input|input_ids)(?=:| )")
 _FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
 # Matches the beginning "temperature: " of the message "temperature: must be at least 0".
@@ -200,6 +199,7 @@ def to_api_error(error: FrontendError) -> ApiError:
     if not isinstance(error, BackendError):
         return ApiError(500, str(error), code="internal_error")
     status, code = _HTTP_STATUS_AND_CODE.get(error.code, (500, "internal_error"))
+    # HTTP clients do not know the names of input tensors, so the field `prompt` is named instead.
     message = _TENSOR_NAME.sub("prompt", error.message)
     if status == 400:
         return _invalid_argument_error(message)

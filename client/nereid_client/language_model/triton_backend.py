@@ -264,6 +264,9 @@ class TritonBackend:
     ) -> dict[str, Any]:
         """Send parameters to the executor model, and return the JSON object in the response.
 
+        The request generates no text. Its parameters select what the model does, and the output
+        tensor `state` contains the answer.
+
         Raises: BackendError.
         """
         request = infer_request(self._executor, request_id, _NO_PROMPT, [_STATE])

@@ -80,7 +80,11 @@ class Gate:
         self._running.remove(client.share, 1)
 
     def rejection(self, client: Client = ANONYMOUS) -> ApiError | None:
-        """Return an error if the limits forbid a new request, or None if the request may run."""
+        """Return an error if a new request is forbidden, or None if the request may run.
+
+        A request is forbidden if the server is about to stop, if too many requests of all clients
+        run, or if too many requests of this client run.
+        """
         if self.is_draining:
             return _draining_error()
         if not self._running.fits(client.share, 1):
@@ -223,12 +227,16 @@ class AdmissionControl:
         self._throttles: dict[tuple[str, str], Throttle] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, unless the request is rejected with the status 429 or 503."""
+        """Call the application, unless the request is rejected with the status 429 or 503.
+
+        The gate limits the number of running requests. A throttle limits the requests of one client
+        to one path after the server has rejected many of these requests.
+        """
         if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
             return
         if is_from_supervisor(scope) and self._num_checks < _MAX_CHECKS:
-            await self._check(scope, receive, send)
+            await self._answer_check(scope, receive, send)
             return
         now = time.monotonic()
         client = current_client.get()
@@ -265,7 +273,7 @@ class AdmissionControl:
             throttle.record_admission(now)
         return None
 
-    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer_check(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a health check from `nereid serve`. Health checks are not counted as requests.
 
         Only _MAX_CHECKS such requests run at a time without being counted, because any client can

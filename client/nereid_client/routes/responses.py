@@ -81,8 +81,7 @@ async def create_response(request: Request) -> Response:
     builder = _new_builder(request, responses_request, is_stored=is_stored)
     if responses_request.background:
         run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
-        responses.start(run, deltas)
-        return _follow(run, _ALL_EVENTS) if responses_request.stream else _response_object(run)
+        return _start_in_background(responses, run, deltas)
 
     def store() -> bool:
         """Store the response, unless the request forbids it. Return whether it was stored."""
@@ -212,6 +211,19 @@ def _not_found(response_id: str, param: str) -> ApiError:
         param=param,
         code="response_not_found",
     )
+
+
+def _start_in_background(
+    responses: Responses, run: BackgroundResponse, deltas: AsyncGenerator[Delta]
+) -> Response:
+    """Start a task that generates a response from deltas.
+
+    Returns: a stream of the response's events if the client has requested a stream, and otherwise
+        the unfinished response object.
+    """
+    responses.start(run, deltas)
+    has_events = run.events is not None  # the events are stored only for a stream
+    return _follow(run, _ALL_EVENTS) if has_events else _response_object(run)
 
 
 def _response_object(found: BackgroundResponse | StoredResponse) -> Response:

@@ -51,7 +51,9 @@ class ApiKey:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        client: Client | None = scope.get(CLIENT_OF_SCOPE) or self._client(Headers(scope=scope))
+        client: Client | None = scope.get(CLIENT_OF_SCOPE) or self._find_client(
+            Headers(scope=scope)
+        )
         if client is None and _requires_key(scope):
             await self._refuse(scope, receive, send)
             return
@@ -82,12 +84,13 @@ class ApiKey:
         response = playground.sign_in_page() if is_page else error_response(error, scope)
         await response(scope, receive, send)
 
-    def _client(self, headers: Headers) -> Client | None:
+    def _find_client(self, headers: Headers) -> Client | None:
         """Return the client that sent a request, or None if the API key is missing or wrong.
 
         A key in the key file belongs to a client with a name. The client has no name if it sent the
         main key, which is the setting api_key, or if the server requires no key. If the client has
-        no name, the header X-Client-Id can set the client's share.
+        no name, the header X-Client-Id can set the client's share, which is the client's name in
+        the fair scheduling of requests.
         """
         key = _key_in(headers)
         client = self._key_file.find(key) if self._key_file is not None else None

@@ -44,7 +44,7 @@ class Supervisor:
         """Create a supervisor for the programs in `plan`. The method `run` starts them."""
         self._plan = plan
         self._stop = threading.Event()  # set by the first signal
-        self._hurry = threading.Event()  # set by the second signal
+        self._second_signal = threading.Event()  # set by the second signal
         self._started = time.monotonic()
         self._next_progress_s = _PROGRESS_EVERY_S
         self._is_announced = False  # whether all programs have been ready once
@@ -234,7 +234,7 @@ class Supervisor:
             # The fork server continues to run. It kills the processes that it has created for the
             # failed server.
             others.append(self._fork_server.pid)
-        end_descendants(_ORPHAN_GRACE_S, self._hurry.wait, keep=others)
+        end_descendants(_ORPHAN_GRACE_S, self._second_signal.wait, keep=others)
         if program is self._server:
             self._remove_shared_memory()
 
@@ -317,7 +317,7 @@ class Supervisor:
         frontend.signal(signal.SIGUSR1)
         deadline = time.monotonic() + limit_s
         is_first_check = True
-        while not self._hurry.wait(_DRAIN_CHECK_EVERY_S):
+        while not self._second_signal.wait(_DRAIN_CHECK_EVERY_S):
             num_left = count_unfinished(self._plan.frontend, self._plan.metrics_url)
             if not num_left:
                 return
@@ -335,8 +335,8 @@ class Supervisor:
     def _end_all(self) -> None:
         """End all processes, and remove the shared memory of the server."""
         # Each process receives SIGTERM, and SIGKILL if it still runs after its grace time. After a
-        # second signal, `wait` returns True at once, and the processes receive SIGKILL immediately.
-        wait = self._hurry.wait
+        # second signal to the supervisor, `wait` returns True at once, and SIGKILL follows at once.
+        wait = self._second_signal.wait
         # The list contains the Triton server and then the frontend. The frontend ends first,
         # because it must close its streams to the server.
         for program in reversed(self._programs):
@@ -364,7 +364,7 @@ class Supervisor:
 
         def on_signal(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
             if self._stop.is_set():
-                self._hurry.set()
+                self._second_signal.set()
             self._stop.set()
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

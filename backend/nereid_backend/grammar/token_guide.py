@@ -59,7 +59,7 @@ class TokenGuide:
     def __init__(
         self, rules: GuideRules, matcher: Matcher | None, thinking: Thinking | None = None
     ) -> None:
-        """Create a guide for an answer that has no tokens yet.
+        """Create an object that restricts the next tokens of an answer. The answer is still empty.
 
         Args:
             rules: the token masks and other constant data of the request.

@@ -299,8 +299,9 @@ def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes
     kinds = set(_kinds(decoder))
     if "ByteLevel" in kinds:
         return byte_level
-    # Only the bytes from 128 are checked, because the bytes below 128 are ASCII characters. For
-    # example, a vocabulary may contain the token `A`, but not the token `<0x41>`.
+    # The bytes below 128 are not checked, because these bytes are ASCII characters. A vocabulary
+    # often contains an ASCII character as a token of its own. For example, the vocabulary contains
+    # the token `A` instead of the token `<0x41>`.
     has_byte_tokens = all(f"<0x{byte:02X}>" in ids for byte in range(128, 256))
     if "ByteFallback" in kinds or has_byte_tokens:
         return byte_fallback

@@ -44,9 +44,9 @@ def fixed_point(bits):
     A fixed-point number is an int64 that counts units of 2 ** -40. The result is rounded down.
     Example: the weight 0.5 gives 2 ** 39.
     """
-    # The bits of a float32 number contain the exponent plus 127, and 23 bits of the mantissa. The
-    # leading 1 of the mantissa is not stored, so it is added here. The mantissa is then shifted so
-    # that the weight 1 becomes 2 ** 40.
+    # A float32 number stores the exponent plus 127, and the last 23 bits of the mantissa. The first
+    # bit of the mantissa is always 1. This bit is not stored, so it is added here. The shifts turn
+    # the weight to an integer. Example: the weight 1.0 becomes the integer 2 ** 40.
     mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << (40 - 23)
     return mantissa >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
 

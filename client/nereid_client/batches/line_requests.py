@@ -23,8 +23,8 @@ from nereid_client.middleware.api_key import CLIENT_OF_SCOPE
 from nereid_client.middleware.client_keys import Client, KeyEntry
 
 _LOWEST_PRIORITY = 2**31 - 1
-# The scheduling weight of batch requests. By default, other requests have the weight 1. If memory
-# is scarce, the engine therefore preempts batch requests first.
+# The scheduling weight of batch requests. Other requests have the weight 1 by default. If memory is
+# scarce, the engine preempts the requests with the lowest weight first.
 _WEIGHT = 0.001
 # The limit for batch requests is divided by this number while other requests are running.
 _FRACTION_BESIDE_OTHERS = 4

@@ -205,9 +205,10 @@ class PoolingModels:
         return [model for model in models if model is not None]
 
     async def _find_without_loading(self, target: PoolingTarget) -> ServedModel | None:
-        """Return a model without loading it. If a loaded model does not answer, return None.
+        """Return the description of a model, or None if the model is loaded but does not answer.
 
-        A model that is not loaded is returned without properties.
+        If the model is not loaded, this method does not load the model, and the description
+        contains no properties of the model.
         """
         if self._residence is not None and not await self._residence.is_loaded(target.model):
             return ServedModel(target.kind, target.names[0], info={}, model=target.model)

@@ -206,7 +206,10 @@ def _check_memory_at_start(models: ModelsFile, budget: int, path: Path) -> None:
 
 
 def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
-    """Add the estimated memory to a model, and the default KV cache size to a language model.
+    """Return the settings of a model with an estimate of the memory that the model needs.
+
+    If the model is a language model and its settings contain no size of the KV cache, the default
+    size is added.
 
     Raises: SettingsError if the model alone needs more memory than the budget.
     """

@@ -56,10 +56,11 @@ def float8_bits(scaled):
 
 @triton.jit
 def rounded_heads(heads, IS_FLOAT8: tl.constexpr):
-    """Round heads [n, dim] to 8-bit numbers. Return the 8-bit numbers and the factors of the heads.
+    """Round the keys or values of attention heads to 8-bit numbers, with one factor for each head.
 
-    The numbers of each head are scaled so that the largest absolute number is 448 for e4m3 numbers,
-    or 127 for integers. The factor [n] of a head restores its numbers. If a number of a head is not
+    The input is [n, dim] for `n` heads. The result is the 8-bit numbers and the factors. The
+    numbers of each head are scaled so that the largest absolute number is 448 for e4m3 numbers, or
+    127 for integers. The factor [n] of a head restores its numbers. If a number of a head is not
     finite, the factor is NaN, so that the error is noticed in the answer.
     """
     LIMIT: tl.constexpr = 448.0 if IS_FLOAT8 else 127.0

@@ -104,7 +104,7 @@ def _add_parse_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_formats(options: argparse.Namespace) -> int:
-    """Print the names of all formats, and return the exit status."""
+    """Print the names of all chat formats, and return the exit status."""
     if options.table:
         _print("| name | for | source |\n|---|---|---|")
     for row in listing():
@@ -141,7 +141,7 @@ def _print_whole_text(paint: Paint, options: argparse.Namespace) -> None:
     coloured_pieces: list[str] = []
     parser = _create_stream_parser(
         options,
-        # The parser calls this function with each classified piece of the text.
+        # The parser calls this function with each part of the text and its kind, such as `content`.
         trace=lambda kind, piece: coloured_pieces.append(paint(kind, piece)),
     )
     text = _read(options.file)
@@ -152,7 +152,7 @@ def _print_whole_text(paint: Paint, options: argparse.Namespace) -> None:
 
 
 def _create_stream_parser(options: argparse.Namespace, trace: Trace | None = None) -> StreamParser:
-    """Return the parser that the options of the command `parse` select.
+    """Create a parser of model output from the options of the command `parse`.
 
     The parser numbers the generated ids of tool calls (`call_0`, `call_1`), so that the output is
     the same each time. The parser passes each piece of the text to `trace`.
@@ -176,7 +176,7 @@ def _print(line: str = "") -> None:
 
 
 def _format_by_name(name: str) -> Format:
-    """Return the format with the given name. A name such as `qwen3+hermes` combines two formats."""
+    """Return the chat format called `name`. A name such as `qwen3+hermes` combines two formats."""
     reasoning, plus, tools = name.partition("+")
     return get_format(reasoning=reasoning, tools=tools) if plus else get_format(name)
 
@@ -195,7 +195,7 @@ def _read_json(path: str) -> Any:  # noqa: ANN401  # JSON may contain any type
 
 
 def _print_stream(paint: Paint, parser: StreamParser, text: str, size: int) -> None:
-    """Parse `text` in pieces of `size` characters, and print the events of each piece."""
+    """Parse `text` in pieces of `size` characters. After each piece, print the parser's events."""
     for start in range(0, len(text), size):
         piece = text[start : start + size]
         _print(paint("markup", f"> {piece!r}"))

@@ -1,4 +1,4 @@
-"""Builds the structural tag with which xgrammar 0.2.8 constrains the decoding of one response.
+"""Builds the grammar (a structural tag) with which xgrammar 0.2.8 constrains one response.
 
 The structural tag has the form `{"type": "structural_tag", "format": ...}` and describes the whole
 output after the prompt. The reasoning is free text up to its closing marker. Content or tool calls
@@ -67,7 +67,7 @@ _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
 def structural_tag(
     fmt: FormatData, request: Request, reasoning: ReasoningState
 ) -> dict[str, Any] | None:
-    """Return the structural tag for a request, or None if the request allows any output.
+    """Return a JSON grammar for xgrammar, or None if the request allows any output.
 
     A structural tag is the JSON object from which xgrammar builds the grammar of the output. The
     grammar forces the model to write valid tool calls, or an answer of the requested form. If
@@ -97,7 +97,7 @@ def structural_tag(
 
 
 def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
-    """Return the reasoning's markers, and the state of the reasoning at the end of the prompt.
+    """Return the markers around the reasoning, and whether the prompt ends inside the reasoning.
 
     A server that limits the length of the reasoning needs the closing marker to find or to enforce
     the end of the reasoning. Return None if the format has no reasoning, or if no marker closes the
@@ -189,9 +189,10 @@ def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -
 
 
 def _opened_reasoning(declaration: Reasoning, text: Node) -> Node:
-    """Return the grammar node for reasoning whose opening marker belongs to the prompt.
+    """Return the grammar node for reasoning and its closing marker, as in `Hm.</think>`.
 
-    `text` is the node for the reasoning without markers. Example of matching text: `Hm.</think>`.
+    The prompt already contains the opening marker. `text` is the node for the reasoning without
+    markers. Example of matching text: `Hm.</think>`.
     """
     close = declaration.close.strip()
     return sequence({"type": "tag", "begin": "", "content": text, "end": close}, WHITESPACE)
@@ -245,7 +246,7 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
 
 
 def _declared_tools(fmt: FormatData, layout: Sections) -> ToolSection:
-    """Return the declaration of the tool calls. Raise ConstraintError if the layout has none."""
+    """Return `layout.tools`, which describes tool calls. Raise ConstraintError if it is None."""
     if layout.tools is None:
         raise ConstraintError(
             f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
@@ -265,7 +266,7 @@ def _only_calls(tools: ToolSection, wrapper: Wrapper | None, request: Request) -
 
 
 def _content_node(wrapper: Wrapper | None, answer: Node | None) -> Node:
-    """Return the grammar node for the content and the markers around the content.
+    """Return the grammar node for the content and its markers: `<response>Hello</response>`.
 
     Example of matching text: `<response>Hello</response>`.
 
@@ -280,7 +281,7 @@ def _content_node(wrapper: Wrapper | None, answer: Node | None) -> Node:
 
 
 def _empty_content(wrapper: Wrapper | None) -> Node:
-    """Return the grammar node that matches the markers around empty content, or the empty text.
+    """Return the grammar node for empty content, with or without markers: `<response></response>`.
 
     Some templates write the markers of the content before tool calls, even if there is no content.
     Examples of matching texts: `<response></response>`, and `</response>` alone, because the prompt
@@ -340,7 +341,7 @@ def _is_unmarked_list(tools: ToolSection) -> bool:
 
 
 def _tag_at_trigger(node: Node) -> Node:
-    r"""Convert a node for a tool call to a tag whose `begin` text starts with a visible character.
+    r"""Convert the grammar node of a tool call to a `tag` node without white space at its start.
 
     xgrammar requires that `begin` starts with a trigger, such as `<tool_call>`. Example: the tag of
     `const("\n<tool_call>")` has the `begin` text `<tool_call>`.
@@ -350,7 +351,7 @@ def _tag_at_trigger(node: Node) -> Node:
 
 
 def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
-    """Return the grammar nodes for tool calls that start with a marker.
+    """Return the grammar nodes for tool calls that start with a marker, such as `<tool_call>`.
 
     The result depends on the declaration `tools`. Each node matches a text such as:
 

@@ -13,9 +13,9 @@ from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The types of grammar nodes in xgrammar 0.2.8. A node of a type in `_LEAF_TYPES` contains no other
-# nodes. A node of a type in `_KEY_OF_SINGLE_NODE` contains one inner node, under the given key. A
-# node of a type in `_KEY_OF_NODE_LIST` contains a list of inner nodes, under the given key.
+# The types of grammar nodes in xgrammar 0.2.8. A node with a type in `_LEAF_TYPES` contains no
+# other nodes. `_KEY_OF_SINGLE_NODE` maps a type to the key that contains one inner node.
+# `_KEY_OF_NODE_LIST` maps a type to the key that contains a list of inner nodes.
 _LEAF_TYPES = frozenset({
     "const_string", "json_schema", "any_text", "token", "exclude_token", "any_tokens", "grammar",
     "regex", "qwen_xml_parameter", "dispatch", "token_dispatch",
@@ -255,7 +255,7 @@ def _required_list(value: object, path: str) -> list[Any]:
 
 
 def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
-    """Convert a structural tag in the older form into a grammar node in the current form.
+    """Convert a structural tag with the older keys `structures` and `triggers` to a grammar node.
 
     Example: `{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}`
     gives a node of type `triggered_tags` with one tag. This node matches free text. After a
@@ -275,7 +275,7 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _required_triggers(value: object) -> list[str]:
-    """Check the field `triggers` of a structural tag in the older form. Return the field unchanged.
+    """Return `value` unchanged, or raise ConstraintError if it is not a list of non-empty strings.
 
     Raises:
         ConstraintError: `value` is not a list of non-empty strings, or the list is empty.
@@ -289,7 +289,7 @@ def _required_triggers(value: object) -> list[str]:
 
 
 def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
-    """Convert a member of `structures`, which is a list in the older form, to a node of type `tag`.
+    """Convert a member of the request's list `structures` to a grammar node of type `tag`.
 
     Example: `{"begin": "<f>", "schema": {}, "end": "</f>"}` gives a tag that matches `<f>`, any
     JSON value and `</f>`.

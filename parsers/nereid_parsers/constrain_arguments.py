@@ -30,23 +30,23 @@ from nereid_parsers.tool_declarations import (
     TaggedArguments,
 )
 
-# xgrammar can constrain nested elements only if `NestedTags.tag_prefix` is `_NESTED_PREFIX`.
+# xgrammar supports arguments in nested XML elements only with this text before each tag.
 _NESTED_PREFIX = "]<]minimax[>["
 _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
-# If the schema of a string has one of these keywords, the string must be in double quotes, because
-# the regular expression for single-quoted strings cannot enforce the keyword.
+# The regular expression for single-quoted strings cannot enforce these keywords. If the schema of a
+# string has one of them, the model must write the string in double quotes.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# If all arguments of a tool are optional, the size of the node that enforces their order grows with
-# the square of the number of arguments. If there are more than `_MAX_ORDERED_MEMBERS` arguments,
-# the node does not enforce their order.
+# If all arguments of a tool are optional, the grammar enforces their order. The size of this
+# grammar grows with the square of the number of arguments. The grammar therefore does not enforce
+# the order of more than `_MAX_ORDERED_MEMBERS` arguments.
 _MAX_ORDERED_MEMBERS = 6
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
-    """Return the grammar node for a pattern, which is a text with fields in braces.
+    """Return the grammar node for a pattern, such as `<parameter={key}>`, with given field values.
 
     `values` maps the name of each field to the list of texts that may replace the field.
 
@@ -74,7 +74,7 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
 
 
 def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
-    """Return the grammar node for all arguments of a tool call. Two tags enclose each argument.
+    """Return the grammar node for all arguments of a tool call: `<parameter=a>1</parameter>`.
 
     The required arguments come first, in the order of the schema. The optional arguments follow in
     the order of the schema.
@@ -90,7 +90,7 @@ def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
 
 
 def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the node for one argument and its tags: `<parameter=city>Paris</parameter>`."""
+    """Return the grammar node for one tagged argument: `<parameter=city>Paris</parameter>`."""
     types = json_types_of(schema, schema)
     if types is None or "string" in types:
         return _tagged_text(declaration, key, schema)
@@ -98,7 +98,7 @@ def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, A
 
 
 def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the grammar node for the tags and the value of an argument that may be a string.
+    """Return the grammar node for an argument and its tags. The argument may be a string.
 
     If the schema lists the allowed strings, the node matches only these strings. Otherwise the
     value may be any text. Example of matching text: `<parameter=city>Paris</parameter>`.
@@ -108,7 +108,7 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
         key: The name of the argument.
         schema: The JSON schema of the argument.
     """
-    # Some opening tags declare the type, as in `<p name="a" string="true">` or `type="string"`.
+    # Some opening tags declare the type of the value, as in `<p name="a" string="true">`.
     field_values = {"key": [key], "string": ["true"], "type": ["string"]}
     choices = _string_choices(schema)
     if choices is not None:
@@ -133,7 +133,7 @@ def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
 
 
 def _text_until(opening: Node, close: str) -> Node:
-    r"""Return the node that matches the constant `opening`, free text and `close`, in this order.
+    r"""Return the grammar node that matches `opening`, then free text, and then `close`.
 
     White space at the start of `close` is not required, because the parser searches for `close`
     without this white space. Example: if `close` is `"\n</p>\n"`, the free text ends at `</p>`, and
@@ -159,7 +159,7 @@ def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bo
 def _tagged_json(
     declaration: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
 ) -> Node:
-    """Return the grammar node for the tags and the value of an argument that cannot be a string.
+    """Return the grammar node for an argument and its tags. The argument cannot be a string.
 
     Example of matching text: `<parameter=days>3</parameter>`.
 
@@ -170,7 +170,7 @@ def _tagged_json(
         schema: The JSON schema of the argument.
         types: The JSON types that the schema allows.
     """
-    # Some opening tags declare the type, as in `<p name="a" string="false">` or `type="integer"`.
+    # Some opening tags declare the type of the value, as in `<p name="a" string="false">`.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
     forms = (declaration, *declaration.also)
     if types <= _SCALARS:
@@ -184,7 +184,7 @@ def _tagged_json(
 
 
 def _declared_type_names(types: frozenset[str]) -> list[str]:
-    """Return the type names that an opening tag may declare for a value whose type is in `types`.
+    """Return the type names that an opening tag, such as `<p type="array">`, may contain.
 
     Some templates declare the type "number" for every value that is not a string. Example: the
     types {"array"} give ["array", "number"].
@@ -194,7 +194,7 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
 
 
 def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Select the members of `forms` that are used for a number, a boolean or null.
+    """Select those ways of writing an argument that models use for a number, a boolean or null.
 
     - A number, a boolean or null contains no special characters, so models never quote such a
       value. Example: of the forms that open with `<p>` and with `<p><![CDATA[`, only the form with
@@ -235,7 +235,7 @@ def _json_or_python_word(
 
 
 def nested_arguments(declaration: NestedTags, tool: ToolSchema) -> Node:
-    """Return the grammar node for arguments that are written as nested elements.
+    """Return the grammar node for arguments that are nested elements, such as `<city>Paris</city>`.
 
     A prefix precedes each tag of the elements. xgrammar supports only `_NESTED_PREFIX`. Example of
     matching text, if this prefix were `~`: `~<city>Paris~</city>`.
@@ -252,7 +252,7 @@ def nested_arguments(declaration: NestedTags, tool: ToolSchema) -> Node:
 
 
 def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
-    """Return the node for one tool call in Python syntax, for example `f(city="Paris", days=3)`."""
+    """Return the node for one tool call in Python syntax, such as `f(city="Paris", days=3)`."""
 
     def argument(key: str) -> Node:
         """Return the node for `key=value`."""
@@ -346,7 +346,7 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
 
 
 def _list_of_optional(members: list[Node], separator: str) -> Node:
-    """Return the grammar node for a list of members. The list may omit any of the members.
+    """Return the grammar node for a list that may omit any of `members`.
 
     Example: if the members match `a` and `b`, and the separator is `,`, the node matches the empty
     text, `a`, `b` and `a,b`. If there are more than `_MAX_ORDERED_MEMBERS` members, the node also
@@ -356,7 +356,8 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
         return NOTHING
     if len(members) > _MAX_ORDERED_MEMBERS:
         return optional(separated_tags(members, separator))
-    # Any member can be the first member of the list, so there is one option for each member.
+    # Any member can be the first member of the list. For each member, one alternative of the
+    # grammar therefore starts with this member.
     options: list[Node] = []
     for index, first in enumerate(members):
         later_members = members[index + 1 :]
@@ -365,5 +366,5 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """Return an optional node for each member. The node matches the separator and the member."""
+    """Return a grammar node for each member. It matches `separator` and the member, or nothing."""
     return [optional(sequence(const(separator), member)) for member in members]

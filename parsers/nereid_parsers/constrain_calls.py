@@ -1,4 +1,4 @@
-"""Converts the declarations of tool calls to grammar nodes."""
+"""Builds the grammar nodes that match a model's tool calls."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# A body of one of these types is a list of tool calls. A body of any other type is one tool call,
-# or contains the arguments of one tool call.
+# The types that describe a list of tool calls, such as `[f(), g()]`. All other types describe one
+# tool call, or the arguments of one tool call.
 ListBody = JsonArray | PythonCalls
 
-# The regular expressions for the fields of a tool call's header.
+# The keys are fields, such as `{id}`, in the text before the arguments of a tool call. The values
+# are regular expressions for the text of a field.
 _HEAD_FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
 _QUOTED_ID: Node = {"type": "regex", "pattern": '"[a-zA-Z0-9_.:-]{1,40}"'}
 # Matches the white space inside an array. Models write arrays on one line or on several lines.
@@ -56,7 +57,7 @@ _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 
 
 def section_node(section: ToolSection, request: Request) -> Node:
-    """Return the grammar node for a tool section, which contains all tool calls of a message.
+    """Return the grammar node for all tool calls of a message and the markers around them.
 
     The node also matches the markers around the section, here `<calls>` and `</calls>`. The tool
     calls in the section are separate texts, or the members of one list. Examples:
@@ -72,7 +73,8 @@ def section_node(section: ToolSection, request: Request) -> Node:
     call = section.calls[0]
     if isinstance(call.body, ListBody):
         items = [_list_or_object(section, call.body, request)]
-        # Some models write a separate list for each tool call. Each such list has its own markers.
+        # Some models write each tool call as a list of its own. Each of these lists has its own
+        # opening marker and closing marker.
         has_own_markers = bool(call.open.strip() and call.close.strip())
         has_one_item = request.is_single or not has_own_markers
     else:
@@ -105,7 +107,7 @@ def _list_or_object(section: ToolSection, body: ListBody, request: Request) -> N
 
 
 def trigger_of(section: ToolSection) -> str:
-    """Return the "trigger": the text at which the tool calls start, such as `<tool_call>`.
+    """Return the text that starts the tool calls, the "trigger". Example: `<tool_call>`.
 
     xgrammar lets the model write any text before the trigger. As soon as the model has written the
     trigger, xgrammar enforces a valid tool call.
@@ -145,7 +147,7 @@ def _start_of_object(keys: Keys) -> str:
 
 
 def call_node(call: Call, tool: ToolSchema) -> Node:
-    """Return the node for one call of `tool`, including the markers and the header of the call.
+    """Return the grammar node for one call of `tool`: `<tool_call>{"name": "f", ..}</tool_call>`.
 
     Example of matching text: `<tool_call>{"name": "f", "arguments": {}}</tool_call>`. `call`
     declares how the tool call is written. If `call` declares a list, use `list_node` instead.
@@ -166,7 +168,8 @@ def list_node(call: Call, body: ListBody, request: Request) -> Node:
         request: The tools that the model may call, and whether the list must have exactly one
             member.
     """
-    # The list contains the names of the functions, so the header before the list has no name.
+    # The list itself contains the names of the functions, so the text before the list contains no
+    # name.
     head = _head_node(call.head, name="")
     return sequence(const(call.open), head, _list_body_node(body, request), const(call.close))
 
@@ -187,7 +190,7 @@ def _list_body_node(body: ListBody, request: Request) -> Node:
 
 
 def _array_member(array: JsonArray, tool: ToolSchema) -> Node:
-    """Return the node for one tool call in a JSON array, such as `{"name": "f", ..}`."""
+    """Return the grammar node for one tool call in a JSON array, such as `{"name": "f", ..}`."""
     json_object = _object_node(array.keys, tool)
     if isinstance(array.keys, NameIsKey):
         return json_object
@@ -195,7 +198,7 @@ def _array_member(array: JsonArray, tool: ToolSchema) -> Node:
 
 
 def _body_node(body: Body, tool: ToolSchema) -> Node:
-    """Return the grammar node for the body of one tool call, which contains the arguments.
+    """Return the grammar node for the part of a tool call that contains the arguments.
 
     The body is the text after the header of the tool call and before its closing marker. Examples
     of matching texts: `{"a": 1}` and `{"name": "f", "arguments": {"a": 1}}`. For a body that is a
@@ -215,7 +218,7 @@ def _body_node(body: Body, tool: ToolSchema) -> Node:
 
 
 def _head_node(head: str, name: str) -> Node:
-    """Return the grammar node for a tool call's header, which is the text before the arguments.
+    """Return the grammar node for the text before the arguments of a tool call: `<function=f>`.
 
     Example: `_head_node("<function={name}>", "f")` gives `const("<function=f>")`. The model chooses
     the text of a field such as `{id}`, so this field becomes a node with a regular expression.
@@ -247,7 +250,7 @@ def _head_node(head: str, name: str) -> Node:
 
 
 def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
-    """Return the grammar node for a tool call that is a JSON object with name and arguments.
+    """Return the grammar node for a tool call in JSON: `{"name": .., "arguments": ..}`.
 
     Example of matching text: `{"name": "f", "arguments": {"a": 1}}`. If `keys` is `NameIsKey`, the
     text is `{"f": {"a": 1}}`.
@@ -274,7 +277,7 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
 
 
 def _is_id_optional(keys: Keys, id_path: str) -> bool:
-    """Return whether a tool call's id is optional and is a member of the outer JSON object."""
+    """Return whether the id of a tool call is optional and is directly in the outer JSON object."""
     is_required = "id" in keys.order
     is_in_inner_object = "." in id_path
     return not is_required and not is_in_inner_object
@@ -343,7 +346,7 @@ def _with_whitespace(node: Node, whitespace: Node) -> Node:
 
 
 def _json_text_with_whitespace(json_text: str, whitespace: Node) -> Node:
-    """Return the grammar node for JSON text, with white space inside braces and after `,` and `:`.
+    """Return the grammar node for `json_text`, with white space in braces and after `,` and `:`.
 
     The node `whitespace` matches the white space. White space between the tokens of `json_text` is
     ignored. Example: `{"a": ` gives the sequence `{`, `whitespace`, `"a":`, `whitespace`.

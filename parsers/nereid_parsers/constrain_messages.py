@@ -1,4 +1,4 @@
-"""Builds the grammar nodes for the layout `Messages`.
+"""Builds the grammar nodes for models that write their output as a sequence of messages.
 
 A message consists of a start marker, a header, a body and an end marker. Example:
 `<|start|>assistant`, `<|channel|>final<|message|>`, `Hello` and `<|end|>`. A `Route` declares a
@@ -28,7 +28,7 @@ from nereid_parsers.tool_declarations import TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the preferred route for messages of `stage`. A route declares the header of a message.
+    """Return the description of the header that a model writes before text of the kind `stage`.
 
     The header, such as `<|channel|>final`, shows the stage of a message: reasoning, content or tool
     calls. If several routes have the stage, the first route whose header has no fields (`{name}`)
@@ -45,7 +45,7 @@ def _has_fields(pattern: str) -> bool:
 
 
 def header_text(layout: Messages, route: Route, name: str = "") -> str:
-    """Return the text between the start marker and the body of a message.
+    """Return the text before the content of a message, such as `<|channel|>final<|message|>`.
 
     This text consists of the header and `layout.header_end`. Examples, if `header_end` is
     `<|message|>`: the header `<|channel|>final` gives `"<|channel|>final<|message|>"`. The header
@@ -75,7 +75,7 @@ def header_text(layout: Messages, route: Route, name: str = "") -> str:
 
 
 def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) -> Node:
-    """Return the grammar node for the reasoning message and the start marker of the next message.
+    """Return the grammar node for a reasoning message, and for the start of the message after it.
 
     The state of the reasoning at the start of the output determines which text the node matches:
 
@@ -138,7 +138,7 @@ def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 
 
 def _content_message(fmt: FormatData, layout: Messages, answer: Node | None) -> Node:
-    """Return the grammar node for the header and the body of a message with content.
+    """Return the grammar node for a message with content: `<|channel|>final<|message|>Hello`.
 
     Example of matching text: `<|channel|>final<|message|>Hello`. `answer` is the node that the
     content must match, or None for free text.
@@ -176,14 +176,14 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
         sequence(_call_header(layout, routes, tool.name), _call_body(layout, tool))
         for tool in request.tools
     ]
-    # Some formats have an end marker that occurs only after tool calls. Such a marker also ends the
-    # model's turn, so no second tool call can follow.
+    # Some models write a special end marker, such as `<|call|>`, only after a tool call. This
+    # marker also ends the model's answer, so no second tool call can follow.
     has_only_one_call = request.is_single or bool(layout.call_end)
     return one_of(*calls) if has_only_one_call else one_or_more(calls, _message_boundary(layout))
 
 
 def _message_boundary(layout: Messages) -> Node:
-    """Return the grammar node for the end marker of a message and the next message's start marker.
+    """Return the grammar node for the text between two messages: `<|end|><|start|>assistant`.
 
     Example of matching text: `<|end|><|start|>assistant`. The end marker is the first marker in
     `layout.ends`, because the other markers also end the model's turn.
@@ -211,7 +211,7 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
 
 
 def _call_body(layout: Messages, tool: ToolSchema) -> Node:
-    """Return the grammar node for the arguments in the body of a message that calls `tool`.
+    """Return the grammar node for the arguments of a message that calls the function `tool`.
 
     Example of matching text: `{"city": "Paris"}`.
     """

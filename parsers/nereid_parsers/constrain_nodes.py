@@ -1,4 +1,4 @@
-"""Builds the nodes of an xgrammar structural tag from smaller nodes.
+"""Builds xgrammar's grammar nodes, which describe the texts that a model may write.
 
 A structural tag is the JSON object from which xgrammar builds the grammar of a model's output.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-# A "grammar node": a part of a structural tag, which describes a set of texts. Example:
-# `{"type": "const_string", "value": "<a>"}` matches only the text `<a>`.
+# A grammar node is a dict that describes a set of texts for xgrammar. Example: `{"type":
+# "const_string", "value": "<a>"}` matches only the text `<a>`.
 Node = dict[str, Any]
 
-# Matches only the empty text. `sequence` removes this node.
+# A grammar node that matches only the empty text. The function `sequence` removes such nodes.
 NOTHING: Node = {"type": "const_string", "value": ""}
 # Matches at most two white-space characters. Without this limit, the model could generate white
 # space forever.
@@ -22,8 +22,8 @@ _DESCRIPTIONS = ("title", "description", "$comment")
 # The keywords of a JSON schema whose values are JSON data, not schemas.
 _DATA_KEYWORDS = ("enum", "const", "default", "examples")
 
-# The usual node for a list contains each possible item twice. If there are more than
-# `_MAX_DUPLICATED_ITEMS` possible items, `one_or_more` returns a smaller node.
+# The grammar `item (separator item)*` contains the alternatives for `item` twice. If there are more
+# than `_MAX_DUPLICATED_ITEMS` alternatives, `one_or_more` returns a smaller grammar.
 _MAX_DUPLICATED_ITEMS = 8
 
 
@@ -103,7 +103,7 @@ def sequence(*parts: Node) -> Node:
 
 
 def elements_of(node: Node) -> list[Node]:
-    """Return a new list of the elements if `node` is a sequence. Otherwise return `[node]`.
+    """Return the elements of a `sequence` node as a new list. For any other node, return `[node]`.
 
     Example: `const("a")` gives `[const("a")]`.
     """
@@ -138,8 +138,8 @@ def one_or_more(items: list[Node], separator: Node) -> Node:
     item = one_of(*items)
     has_many_items = len(items) > _MAX_DUPLICATED_ITEMS
     if has_many_items and separator == WHITESPACE:
-        # `(item separator)+` also allows white space after the last item, but does not require it,
-        # because `WHITESPACE` also matches the empty text.
+        # `(item separator)+` also matches a separator after the last item. The model need not write
+        # this separator, because `WHITESPACE` also matches the empty text.
         return {"type": "plus", "content": sequence(item, separator)}
     if has_many_items and _is_const(separator):
         return separated_tags(items, separator["value"])
@@ -148,10 +148,11 @@ def one_or_more(items: list[Node], separator: Node) -> Node:
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return a node of type `tags_with_separator`. The node contains each node in `items` once.
+    """Return a grammar node that matches one or more of `items`, separated by `separator`.
 
-    The node matches one or more items in any order, with the text `separator` between two items.
-    Example: if the items match `a` and `b`, and the separator is `,`, the node matches `b,a,a`.
+    The node has the type `tags_with_separator`, and contains each node in `items` once. The node
+    matches one or more items in any order, with the text `separator` between two items. Example: if
+    the items match `a` and `b`, and the separator is `,`, the node matches `b,a,a`.
     """
     return {
         "type": "tags_with_separator",
@@ -163,7 +164,7 @@ def separated_tags(items: list[Node], separator: str) -> Node:
 
 
 def tag(node: Node) -> Node:
-    """Convert a grammar node to a node of type `tag` that matches the same texts as `node`.
+    """Convert `node` to a grammar node of the type `tag` that matches the same texts.
 
     A constant at the start of `node` becomes the tag's `begin`, and a constant at the end becomes
     the tag's `end`. Example: `sequence(const("<a>"), any_text(), const("</a>"))` gives `{"type":

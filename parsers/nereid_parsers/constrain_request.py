@@ -1,4 +1,4 @@
-"""Reads and validates the fields of an OpenAI request that constrain the output."""
+"""Reads and validates those fields of an OpenAI request that constrain the output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ToolSchema:
         return cls(name, enforceable(parameters), is_strict)
 
     def argument(self, key: str) -> Mapping[str, Any]:
-        """Return the schema of the argument `key`. Include the definitions from the tool's schema.
+        """Return the schema of the argument `key`, with the definitions (`$defs`) of the tool.
 
         The schema of the argument may refer to these definitions (`$defs`). Example: if the
         parameters are `{"$defs": {"C": {..}}, "properties": {"city": {"$ref": "#/$defs/C"}}}`, the

@@ -1,4 +1,4 @@
-r"""The dataclasses that declare a chat format, which is the form of a model's output.
+r"""The dataclasses that describe how a model writes reasoning, content and tool calls.
 
 A `Format` consists of a layout and a policy. There are two layouts:
 
@@ -45,7 +45,7 @@ class Stage(Enum):
 
 
 class Opener(Enum):
-    """The rule that selects the stage in which the output starts.
+    """The rule that decides whether the output starts with reasoning or with content.
 
     The rule applies if the prompt does not end with a marker of the reasoning.
 
@@ -81,7 +81,7 @@ class Shown(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    r"""Reasoning between two markers, at the start of the output or directly after another marker.
+    r"""Describes the markers around the reasoning of a model, such as `<think>` and `</think>`.
 
     Attributes:
         open, close: The markers, as the model writes them: `"<think>\n"`, `"\n</think>\n\n"`.
@@ -147,7 +147,7 @@ class Wrapper:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """A layout in which markers separate the reasoning, the content and the tool calls."""
+    """Describes an output in which markers separate reasoning, content and tool calls."""
 
     reasoning: Reasoning | None = None
     content: Wrapper | None = None
@@ -156,7 +156,7 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Assigns a stage, such as reasoning, to all messages whose header matches a pattern.
+    """Declares whether messages with a certain header contain reasoning, content or a tool call.
 
     Attributes:
         stage: The stage of the message's body.
@@ -173,19 +173,19 @@ class Route:
     has_calls: bool = True
 
     def __post_init__(self) -> None:
-        """Check the header, which must contain `{name}` if the message is a tool call."""
+        """Check that `header` contains the field `{name}` if the message is a tool call."""
         required = ["name"] if self.stage is Stage.CALLS else []
         check_pattern("Route.header", self.header, *required)
 
     @property
     def written_header(self) -> str:
-        """The header that the model must write if the output is constrained."""
+        """The header, such as `<|channel|>final`, that constrained output must contain."""
         return self.written or self.header
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """A layout in which the output is a sequence of messages.
+    """Describes the output of a model that writes a sequence of messages, each with a header.
 
     Each message consists of `start`, a header, `header_end` and a body. One of the markers in
     `ends` may close the body. The generation prompt ends with `start` or inside a body. If the
@@ -229,7 +229,7 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The document from which a declaration was derived, and the date of that document."""
+    """The document that shows how a model writes its output, and the date of the document."""
 
     text: str
     date: str = ""
@@ -241,7 +241,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGate:
-    r"""The markers of the reasoning, and the state of the reasoning at the end of a prompt.
+    r"""The markers around the reasoning, and whether the prompt ends inside the reasoning.
 
     Attributes:
         start: The opening marker, as the model writes it: `"<think>\n"`.
@@ -261,7 +261,7 @@ class ReasoningGate:
 
 @dataclass(frozen=True, slots=True)
 class FormatData:
-    r"""The attributes of a `Format`, without its methods.
+    r"""Describes how a model writes its output. Only the subclass `Format` has methods.
 
     The modules that implement the methods of `Format` use this class, because they cannot import
     `Format` itself.

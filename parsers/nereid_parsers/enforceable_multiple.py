@@ -11,8 +11,8 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-# Keywords that do not restrict the values. If two schemas with the same annotation are merged, the
-# merged schema has the annotation of the first schema.
+# Keywords that do not restrict the values, such as `title`. If two merged schemas have different
+# titles, the result has the title of the first schema.
 ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -22,8 +22,8 @@ ANNOTATIONS = frozenset(
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # The largest value of `multipleOf` that xgrammar enforces.
 _LARGEST_MULTIPLE_OF = 1024
-# The largest number of multiples that a schema may list. A longer list would make the grammar too
-# large.
+# The maximum length of a schema's list of allowed multiples. A longer list would make the grammar
+# too large.
 _MAX_MULTIPLES = 256
 # Schemas with a bound of 2**53 or more are not rewritten. Python divides with floats, which cannot
 # represent all integers above 2**53.
@@ -94,10 +94,11 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
 
 
 def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
-    """Return an integer for each lower bound: the smallest `n` for which `n * multiple` is allowed.
+    """Return the smallest `n` with `n * multiple >= minimum`, and the same for `exclusiveMinimum`.
 
-    Examples for the multiple 5: the bound `{"minimum": 10}` gives [2], because 2 * 5 is allowed.
-    The bound `{"exclusiveMinimum": 10}` gives [3].
+    The list contains no integer for a keyword that the schema does not contain. Examples for the
+    multiple 5: the bound `{"minimum": 10}` gives [2], because 2 * 5 is allowed. The bound
+    `{"exclusiveMinimum": 10}` gives [3].
     """
     factors: list[int] = []
     if "minimum" in schema:
@@ -108,10 +109,11 @@ def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
 
 
 def _highest_factors(schema: Schema, multiple: int) -> list[int]:
-    """Return an integer for each upper bound: the largest `n` for which `n * multiple` is allowed.
+    """Return the largest `n` with `n * multiple <= maximum`, and the same for `exclusiveMaximum`.
 
-    Examples for the multiple 5: the bound `{"maximum": 10}` gives [2], because 2 * 5 is allowed.
-    The bound `{"exclusiveMaximum": 10}` gives [1].
+    The list contains no integer for a keyword that the schema does not contain. Examples for the
+    multiple 5: the bound `{"maximum": 10}` gives [2], because 2 * 5 is allowed. The bound
+    `{"exclusiveMaximum": 10}` gives [1].
     """
     factors: list[int] = []
     if "maximum" in schema:

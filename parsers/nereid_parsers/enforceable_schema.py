@@ -19,7 +19,7 @@ _MAX_DEPTH = 64
 
 
 class _Scope(NamedTuple):
-    """The place of a schema in its document.
+    """The outermost schema that contains a given schema, and the references replaced so far.
 
     Attributes:
         root: The outermost schema of the document. It contains the definitions to which the keyword
@@ -34,7 +34,7 @@ class _Scope(NamedTuple):
 
 
 class _Resolved(NamedTuple):
-    """The result of a function that replaces references in a schema by definitions."""
+    """A schema whose references (`$ref`) have been replaced by the referenced definitions."""
 
     schema: Schema
     scope: _Scope
@@ -178,7 +178,7 @@ def _inline_reference(schema: Schema, scope: _Scope) -> _Resolved:
 
 
 def _definition_of(reference: str, root: object) -> object:
-    """Return the definition to which a reference refers.
+    """Return the definition to which a reference such as `#/$defs/Address` refers.
 
     Example: "#/$defs/Address" gives `root["$defs"]["Address"]`. Escape sequences in names (`~0`,
     `~1`) are not decoded, so a definition whose name contains such a sequence is not found.

@@ -16,11 +16,11 @@ class NereidParsersError(Exception):
 
 
 class FormatError(NereidParsersError, ValueError):
-    """The declaration of a format is invalid. The message names the invalid part and its value."""
+    """The description of a chat format is invalid. The message names the invalid attribute."""
 
 
 class UnknownFormatError(FormatError, KeyError):
-    """No format has the given name. The message lists similar names."""
+    """No chat format has the given name. The error message lists similar names."""
 
     def __str__(self) -> str:
         """Return the message without the quotes that KeyError adds."""
@@ -28,7 +28,7 @@ class UnknownFormatError(FormatError, KeyError):
 
 
 class ConstraintError(NereidParsersError, ValueError):
-    """No structural tag can be built for this format and this request."""
+    """The output of a model cannot be constrained in the way that a request demands."""
 
 
 class TemplateError(NereidParsersError, ValueError):

@@ -43,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """The next piece of a tool call's arguments. All pieces of one call together are JSON text."""
+    """The next part of a tool call's arguments. The joined parts of one call are JSON text."""
 
     index: int
     text: str
@@ -90,8 +90,8 @@ def fold(events: Iterable[Event]) -> Message:
     """
     reasoning: list[str] = []
     content: list[str] = []
-    # The tool call with the index 0 starts with `starts[0]`, and `arguments[0]` contains the pieces
-    # of its arguments.
+    # `starts[0]` is the start of the first tool call. `arguments[0]` contains the parts of this
+    # call's arguments, in order.
     starts: list[ToolCallStart] = []
     arguments: list[list[str]] = []
     for event in events:

@@ -1,4 +1,4 @@
-r"""The class `Format`: the declaration of a chat format, and the methods that use the declaration.
+r"""The class `Format`, which describes how a model writes reasoning, content and tool calls.
 
 Example of a declaration:
 
@@ -99,13 +99,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Format(FormatData):
-    """The complete declaration of a model's output format. See `FormatData` for the attributes.
+    """Describes how a model writes its output. See `FormatData` for the attributes.
 
     Two formats with equal attributes are equal and have equal hashes.
     """
 
     def with_policy(self, policy: Policy) -> Format:
-        """Return a copy of this format with the given policy."""
+        """Return a copy of this chat format. The policy of the copy is `policy`."""
         return replace(self, policy=policy)
 
     def stage(self, prompt: str | None) -> Stage:
@@ -131,7 +131,7 @@ class Format(FormatData):
         prompt: str | None = None,
         skip_reasoning: bool = False,
     ) -> dict[str, Any] | None:
-        """Return the structural tag for a request, or None if the request allows any output.
+        """Return a JSON grammar for xgrammar, or None if the request allows any output.
 
         A structural tag is the JSON object from which xgrammar builds the grammar of the output.
         The grammar allows only valid tool calls, and answers of the requested form.
@@ -156,7 +156,7 @@ class Format(FormatData):
         return structural_tag(self, request, reasoning)
 
     def reasoning_gate(self, prompt: str | None = None) -> ReasoningGate | None:
-        """Return the reasoning's markers, and the state of the reasoning at the end of `prompt`.
+        """Return the markers around the reasoning, and whether `prompt` ends inside the reasoning.
 
         Return None if the format has no reasoning, or if no marker closes the reasoning.
         """

@@ -35,9 +35,10 @@ class PatternField:
 
 
 def split_pattern(text: str) -> tuple[str | PatternField, ...]:
-    """Split a pattern into literals and fields. In a literal, `{{` and `}}` become `{` and `}`.
+    """Split a pattern, such as `<f={name}>`, into fields (`{name}`) and the text around the fields.
 
-    Example: `split_pattern("<f={name}>{{}}")` returns `("<f=", PatternField("name"), ">{}")`.
+    In this text, `{{` and `}}` become `{` and `}`. Example: `split_pattern("<f={name}>{{}}")`
+    returns `("<f=", PatternField("name"), ">{}")`.
 
     Raises:
         FormatError: A field is unknown, a brace is not closed, or no literal separates two fields.
@@ -57,10 +58,11 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
 
 
 def first_literal(text: str) -> str:
-    """Return the text before the first field of a pattern. Omit the white space around the text.
+    """Return the text before the first field of a pattern, for example `<f=` for `<f={name}>`.
 
-    Return "" if the pattern is empty or starts with a field. If the pattern has no field, the text
-    is the whole pattern. Example: the pattern `"<function={name}>"` gives `"<function="`.
+    White space around the text is omitted. Return "" if the pattern is empty or starts with a
+    field. If the pattern has no field, the text is the whole pattern. Example: the pattern
+    `"<function={name}>"` gives `"<function="`.
     """
     first_part = next(iter(split_pattern(text)), "")
     return first_part.strip() if isinstance(first_part, str) else ""

@@ -1,4 +1,4 @@
-"""Policies: the rules for cases that the declaration of a format does not define."""
+"""The rules for unexpected output, such as arguments that are not valid JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class TextRule(Enum):
-    """The rule for content before, between and after tool calls.
+    """What the parser does with content before, between and after tool calls.
 
     FREE         Content may precede, separate and follow tool calls. The parser returns all
                  content.
@@ -21,7 +21,7 @@ class TextRule(Enum):
 
 
 class StrayClose(Enum):
-    """The treatment of the closing marker of the reasoning if the opening marker is missing.
+    """What the parser does if a closing marker of reasoning, `</think>`, has no opening marker.
 
     The rule applies only if the prompt is not known.
 
@@ -35,7 +35,7 @@ class StrayClose(Enum):
 
 
 class UnknownTool(Enum):
-    """The treatment of a tool call if its function is not among the `tools` of the request.
+    """What the parser does if a tool call names a function that is not in the request's `tools`.
 
     If the request has no tools, the parser returns every tool call.
 
@@ -50,7 +50,7 @@ class UnknownTool(Enum):
 
 
 class BrokenArguments(Enum):
-    """The treatment of arguments that are not valid JSON.
+    """What the parser does if the arguments of a tool call are not valid JSON.
 
     RAW             Return the arguments unchanged, piece by piece.
     REPAIR_OR_RAW   Repair the arguments with partial-json-parser. If the repair fails, return the
@@ -69,7 +69,7 @@ class BrokenArguments(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules for cases that the declaration of a format does not define."""
+    """The rules for unexpected output, such as a call of an unknown function."""
 
     text: TextRule = TextRule.FREE
     stray_close: StrayClose = StrayClose.TEXT

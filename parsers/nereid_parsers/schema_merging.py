@@ -166,7 +166,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
 
 
 def _schema_of(name: str, schema: Schema) -> object:
-    """Return the schema that an object's schema declares for the property `name`."""
+    """Return the schema of the property `name` from the schema of an object."""
     properties = schema.get("properties") or {}
     return properties.get(name, _schema_of_others(schema))
 

@@ -1,4 +1,4 @@
-"""Finds the stage in which the output starts. The end of the prompt determines this stage."""
+"""Decides from the end of the prompt whether the output starts with reasoning or with content."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
 
 
 def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
-    r"""Return the prompt's text after the last marker that starts a turn of the model.
+    r"""Return the text after the last marker in `prompt` that starts an assistant message.
 
     `fmt.turn` contains the markers that may open the turn. Return None if the prompt contains none
     of these markers. Example: if the marker is `"<|assistant|>"`, the prompt
@@ -52,7 +52,7 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 
 
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
-    """Return the initial state of a parser for a format with the layout `Sections`.
+    """Return the initial state of a parser for output that is one text, not a list of messages.
 
     If the prompt contains the beginning of the answer, such as `<think>` in `"..<think>"`, this
     beginning is the "prefill". The parser reads the prefill before the output, so the markers in
@@ -71,7 +71,9 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
 
 
 def _stage_without_prefill(layout: Sections, *, is_prompt_known: bool) -> Stage:
-    """Return the stage in which the output starts. The prompt contains no part of the answer.
+    """Return the part of the message that the model writes first: the reasoning or the content.
+
+    The prompt must contain no part of the model's message.
 
     The opener of the reasoning decides whether this stage is the reasoning or the content:
 
@@ -105,7 +107,7 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
     if layout.content is not None:
         markers.append(layout.content.open)
     if layout.tools is not None:
-        # A trigger is the text at which a tool call starts, such as `<tool_call>`.
+        # A trigger is the text that starts a tool call, such as `<tool_call>`.
         markers += [*layout.tools.opens, *(call.trigger for call in layout.tools.calls)]
     visible_markers = [marker.strip() for marker in markers]
     visible_prompt = prompt.rstrip()
@@ -115,7 +117,7 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
 
 
 def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
-    """Return the initial state of a parser for a format with the layout `Messages`.
+    """Return the initial state of a parser for output that is a sequence of messages.
 
     Examples for prompts:
 
@@ -151,7 +153,7 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
 
 
 def _open_message_without_ends(fmt: FormatData, message_start: str, prompt: str) -> str:
-    """Return the unfinished last message of a prompt. In this format, messages have no end markers.
+    """Return the unfinished last message of a prompt whose messages have no end markers.
 
     Without end markers, the prompt does not show whether the last message is complete. The model
     continues the last message in two cases:

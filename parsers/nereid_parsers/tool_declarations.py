@@ -106,7 +106,7 @@ class JsonArguments:
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    r"""Arguments that are written as tagged values: `<parameter=city>Paris</parameter>`.
+    r"""Arguments whose values are written between tags: `<parameter=city>Paris</parameter>`.
 
     The tool's schema determines the type of a value, because the text of a value does not show the
     type.
@@ -133,7 +133,7 @@ class TaggedArguments:
 
 @dataclass(frozen=True, slots=True)
 class BareKeyArguments:
-    """Arguments that are written as an object with unquoted keys.
+    """Arguments that are written as an object with unquoted keys, such as `{days:3}`.
 
     Example: `{city:<escape>Paris<escape>,days:3}`. The attribute `quote`, here `<escape>`, is the
     text before and after each string. A string contains no escape sequences.
@@ -148,7 +148,7 @@ class BareKeyArguments:
 
 @dataclass(frozen=True, slots=True)
 class NestedTags:
-    """Arguments that are written as nested elements. The text `tag_prefix` precedes each tag.
+    """Arguments that are written as nested XML elements, with `tag_prefix` before each tag.
 
     Example with the prefix `~`: `~<city>Paris~</city>~<days>~<item>1~</item>~</days>`. The tool's
     schema determines the types of the values. An element with inner elements is an array if the
@@ -159,7 +159,7 @@ class NestedTags:
     tag_prefix: str
 
     def __post_init__(self) -> None:
-        """Check that the tag prefix contains a visible character."""
+        """Check that `tag_prefix` contains a visible character."""
         check_markers("NestedTags", tag_prefix=self.tag_prefix)
 
 
@@ -188,13 +188,14 @@ Body = (
     | NestedTags
     | PythonCalls
 )
-# A body of one of these types contains only arguments. The function's name is in the header.
+# These types describe only the arguments of a tool call. The model writes the function's name in
+# the text before the arguments.
 NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One variant of a tool call: an opening marker, a header, a body and a closing marker.
+    """Describes one way in which a model writes a tool call: the markers, name and arguments.
 
     Example: in `<call><function=f>{"a": 1}</call>`, the opening marker is `<call>`, the header is
     `<function=f>`, the body is `{"a": 1}`, and the closing marker is `</call>`. A format declares
@@ -226,7 +227,7 @@ class Call:
     id: str = "{id}"
 
     def __post_init__(self) -> None:
-        """Check that the function's name is in the header or in the body, but not in both.
+        """Check that exactly one of `head` and `body` contains the function's name.
 
         Raises:
             FormatError: The name is in the header and in the body, or in neither. Or `id`, the
@@ -256,7 +257,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ToolSection:
-    r"""Declares how a model writes tool calls, and which markers surround all tool calls together.
+    r"""Describes how a model writes each tool call, and which markers enclose all tool calls.
 
     If no markers surround the tool calls, `open` and `close` are empty.
 
@@ -287,11 +288,11 @@ class ToolSection:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """The opening marker and its alternatives. Empty if no markers surround the tool calls."""
+        """The markers that may precede all tool calls, such as `<tool_calls>`. May be empty."""
         return (self.open, *self.also_open) if self.open.strip() else ()
 
     @property
     def closes(self) -> tuple[str, ...]:
-        """The closing marker and its alternatives, without white space."""
+        """The markers that may follow all tool calls, such as `</tool_calls>`. May be empty."""
         markers = (self.close, *self.also_close)
         return tuple(marker.strip() for marker in markers if marker.strip())

@@ -99,7 +99,7 @@ def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether the schemas in `options` are disjoint: each value matches at most one schema.
+    """Return whether each value matches at most one of the schemas in `options`.
 
     For disjoint schemas, `oneOf` and `anyOf` accept the same values. Only the declared types and
     constants are compared. Examples:
@@ -117,8 +117,8 @@ def _are_disjoint(options: list[Any]) -> bool:
         if json_type is None:
             return False
         options_by_type.setdefault(json_type, []).append(option)
-    # Schemas of different types are always disjoint. Schemas of the same type are compared only by
-    # their constants.
+    # No value matches two schemas of different types. Of schemas with the same type, only the
+    # constants are compared.
     return all(
         len(same_type) == 1 or _have_different_constants(same_type)
         for same_type in options_by_type.values()

@@ -1,4 +1,4 @@
-"""Formats in which a marker precedes a JSON array of tool calls, or a single JSON object.
+"""Describes models that write tool calls as a JSON array or a JSON object after a marker.
 
 The module also declares the reasoning of Apertus. No other model family has this form of reasoning.
 """
@@ -18,7 +18,7 @@ _APERTUS = Source("chat template of swiss-ai/Apertus-8B-Instruct-2509", "2025-09
 
 
 def _array(open: str, close: str) -> ToolSection:
-    """Return the declaration of an array of tool calls between the markers `open` and `close`."""
+    """Return a description of a JSON array of tool calls between the texts `open` and `close`."""
     return ToolSection((Call(JsonArray()),), open=open, close=close)
 
 

@@ -1,4 +1,4 @@
-"""Formats whose output consists of messages or blocks. The messages of gpt-oss are in gpt_oss.py.
+"""Describes the output of models that write messages or blocks. For gpt-oss, see gpt_oss.py.
 
 A marker at the start of each message or block defines whether the text is reasoning, content or a
 tool call.

@@ -1,4 +1,4 @@
-"""The formats of Cohere Command. Different markers enclose reasoning, response and tool calls."""
+"""Describes the output of Cohere Command: reasoning, response and tool calls between markers."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

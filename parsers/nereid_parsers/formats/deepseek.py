@@ -1,4 +1,7 @@
-"""The formats of DeepSeek. Tool calls are between special tokens or, since V3.2, in DSML tags."""
+"""Describes the output of DeepSeek models. Special tokens or tags enclose the tool calls.
+
+Since V3.2, the models write tags in DSML, DeepSeek's markup.
+"""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -27,7 +30,7 @@ REASONING = {
 
 
 def _between_tokens(head: str, close: str) -> ToolSection:
-    """Return the declaration of the tool calls of DeepSeek V3 and V3.1, between special tokens.
+    """Return a description of how DeepSeek V3 and V3.1 write tool calls between special tokens.
 
     Args:
         head: The pattern of the text between the opening token and the arguments of a tool call.
@@ -42,7 +45,7 @@ def _between_tokens(head: str, close: str) -> ToolSection:
 
 
 def _dsml(token: str, section: str, gap: str = "") -> ToolSection:
-    """Return the declaration of tool calls in DSML, DeepSeek's markup with a token in each tag.
+    """Return a description of how DeepSeek writes tool calls in its markup language DSML.
 
     The parser reads the tool calls according to this declaration. Example of a tool call with the
     token `T` and a space as `gap`, without its line breaks:

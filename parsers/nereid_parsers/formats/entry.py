@@ -1,4 +1,4 @@
-"""The entries of the registry. An entry describes the reasoning or the tool calls of a format."""
+"""The classes that describe how a model writes its reasoning or its tool calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nereid_parsers.tool_declarations import ToolSection
 
 @dataclass(frozen=True, slots=True)
 class ReasoningEntry:
-    """The part of a format that describes reasoning and content.
+    """Describes how a model marks its reasoning and its content.
 
     Attributes:
         part: The markers of the reasoning, or the layout of all messages.
@@ -27,7 +27,7 @@ class ReasoningEntry:
 
 @dataclass(frozen=True, slots=True)
 class ToolEntry:
-    """The part of a format that describes tool calls.
+    """Describes how a model writes tool calls.
 
     Attributes:
         part: The declaration of the tool calls, or the layout of all messages.

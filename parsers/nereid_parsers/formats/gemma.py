@@ -1,4 +1,4 @@
-"""The formats of Google Gemma, in which arguments are objects with unquoted keys."""
+"""Describes the output of Google Gemma models, which write arguments without quotes around keys."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

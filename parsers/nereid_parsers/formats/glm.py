@@ -1,4 +1,4 @@
-"""The formats of GLM and similar models. Tags enclose each key and each value of the arguments."""
+"""Describes the output of GLM and similar models. Tags enclose each argument's name and value."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -64,7 +64,7 @@ REASONING = {
 
 
 def _glm_section(gap: str, tag: str = "tool_call") -> ToolSection:
-    """Return the declaration of the tool calls of GLM models.
+    """Return a description of how GLM models write tool calls.
 
     The parser reads the tool calls according to this declaration. Each tool call is between its own
     tags, and there are no other tags around the list of all tool calls. Example of a tool call:
@@ -88,7 +88,7 @@ _SUFFIX = ":opensource"
 
 
 def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
-    """Return the declaration of one tool call of a Hunyuan model.
+    """Return a description of how a Hunyuan model writes one tool call.
 
     The parser reads the tool call according to this declaration. Example of a tool call with the
     tag `tool_sep` after the name f, without its line breaks:
@@ -112,7 +112,7 @@ def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
 
 
 def _hunyuan_section(tag_after_name: str) -> ToolSection:
-    """Return the declaration of all tool calls in a message of a Hunyuan model.
+    """Return a description of how a Hunyuan model writes all tool calls of a message.
 
     The tags `<tool_calls>` and `</tool_calls>` enclose the tool calls, which `_hunyuan_call`
     declares. A model may write the suffix `:opensource` after all tag names, as in

@@ -1,4 +1,4 @@
-"""The Harmony messages of OpenAI gpt-oss, and similar messages of other models."""
+"""Describes the Harmony messages that gpt-oss writes, and similar messages of other models."""
 
 from nereid_parsers.declarations import Messages, Route, Source, Stage
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -15,7 +15,8 @@ _MESSAGES = Messages(
     header_end="<|message|>",
     ends=("<|end|>", "<|call|>", "<|return|>"),
     call_end="<|call|>",
-    # The recipient (`to=..`) of a message is written before or after the channel.
+    # A model writes the recipient of a message (`to=..`) before or after the channel
+    # (`<|channel|>..`).
     routes=(
         Route(
             Stage.CALLS,
@@ -27,15 +28,15 @@ _MESSAGES = Messages(
             " to=functions.{name}{rest}",
             written=" to=functions.{name}<|channel|>commentary json",
         ),
-        # A model sometimes addresses a message to itself with `to=assistant`. The channel after
-        # `to=assistant` then determines the stage of the message.
+        # A model sometimes writes a message to itself, marked with `to=assistant`. The channel
+        # after `to=assistant` then shows whether the message is reasoning or content.
         Route(Stage.CONTENT, "<|channel|>{word} to=assistant<|channel|>final{rest}"),
         Route(Stage.REASONING, "<|channel|>{word} to=assistant<|channel|>analysis{rest}"),
         Route(Stage.CALLS, "<|channel|>{word} to={name}{rest}"),
         Route(Stage.CALLS, " to={name}{rest}"),
         Route(Stage.REASONING, "<|channel|>analysis{rest}", written="<|channel|>analysis"),
-        # If no earlier route matches the recipient, the message is not for the user. Its text is
-        # then reasoning.
+        # A message to a recipient that no pattern above matches is not for the user. The text of
+        # such a message is treated as reasoning.
         Route(Stage.REASONING, "<|channel|>{word} to={word}{rest}"),
         Route(Stage.REASONING, " to={word}{rest}"),
         Route(Stage.CONTENT, "<|channel|>final{rest}", written="<|channel|>final"),

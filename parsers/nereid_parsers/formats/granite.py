@@ -1,4 +1,4 @@
-"""The formats of IBM Granite. Phrases or tags enclose the reasoning. Tool calls are JSON."""
+"""Describes the output of IBM Granite: reasoning between phrases or tags, tool calls as JSON."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

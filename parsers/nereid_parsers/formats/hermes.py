@@ -1,4 +1,4 @@
-"""The format of Hermes, Qwen 2.5 and Qwen 3: tool calls are JSON in `<tool_call>` elements."""
+"""Describes how Hermes, Qwen 2.5 and Qwen 3 write tool calls: as JSON in `<tool_call>` tags."""
 
 from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry
@@ -6,7 +6,7 @@ from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
 
 
 def _tagged(tag: str) -> ToolSection:
-    """Return the declaration of tool calls that are JSON objects between `<tag>` and `</tag>`."""
+    """Return a description of how a model writes JSON tool calls between `<tag>` and `</tag>`."""
     return ToolSection(
         (Call(JsonObject(), open=f"<{tag}>\n", close=f"\n</{tag}>"),), separator="\n"
     )

@@ -1,4 +1,4 @@
-"""The formats of Moonshot Kimi. Tool calls are between special tokens. Kimi K3 uses tags."""
+"""Describes the output of Moonshot Kimi models. Special tokens or tags enclose tool calls."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -27,7 +27,7 @@ REASONING = {
 
 
 def _call_with_id(call_id: str) -> Call:
-    """Return the declaration of a tool call whose id contains the name of the function.
+    """Return a description of a tool call whose id contains the function's name: `functions.f:0`.
 
     The parser reads the tool call according to this declaration. Example of a tool call:
     `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>`.

@@ -1,4 +1,4 @@
-"""The formats of Meta Llama: JSON without a marker, or a tool call after `<|python_tag|>`."""
+"""Describes how Meta Llama writes tool calls: as JSON, or in Python syntax after a marker."""
 
 from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry

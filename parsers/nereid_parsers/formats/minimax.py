@@ -1,4 +1,4 @@
-"""The formats of MiniMax and dots. Both model families write tool calls in `<invoke>` tags."""
+"""Describes the output of MiniMax and dots models, which write tool calls in `<invoke>` tags."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Shown, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

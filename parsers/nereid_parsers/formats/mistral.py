@@ -1,4 +1,4 @@
-"""The formats of Mistral. `[TOOL_CALLS]` precedes each tool call, or an array of tool calls."""
+"""Describes the output of Mistral models. They write `[TOOL_CALLS]` before tool calls."""
 
 from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,4 +1,4 @@
-"""The formats of models that write tool calls in Python syntax."""
+"""Describes the output of models that write tool calls in Python syntax."""
 
 from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry

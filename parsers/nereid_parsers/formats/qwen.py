@@ -1,4 +1,4 @@
-"""The formats of Alibaba Qwen, and of models whose tool calls have the tags of Qwen3-Coder.
+"""Describes the output of Qwen models, and of other models that write tool calls like Qwen3-Coder.
 
 The tool calls of the other Qwen models are declared in hermes.py.
 """
@@ -31,7 +31,7 @@ REASONING = {
 
 
 def _coder(arguments: TaggedArguments) -> ToolSection:
-    """Return the declaration of tool calls in the form of Qwen3-Coder.
+    """Return a description of how Qwen3-Coder writes tool calls: `<function=f>..</function>`.
 
     Example of a tool call, without its line breaks:
     `<tool_call><function=f>..</function></tool_call>`. `arguments` declares how the model writes

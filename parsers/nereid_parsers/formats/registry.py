@@ -1,4 +1,4 @@
-"""Finds formats by name. The names are the parser names of vLLM and SGLang.
+"""Finds a chat format by its name. The names are those of the parsers in vLLM and SGLang.
 
 In a name, `-`, `.` and `_` are equivalent. Each module of this folder declares the formats of some
 model families in a dict REASONING, in a dict TOOLS, or in both dicts.
@@ -36,7 +36,8 @@ from nereid_parsers.formats import (
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.policy import LENIENT, Policy
 
-# All reasoning entries and all tool entries. The keys are the names of the formats.
+# Descriptions of how models write reasoning (REASONING) and tool calls (TOOLS). The keys are the
+# names of the chat formats.
 REASONING: dict[str, ReasoningEntry] = (
     arrays.REASONING | channels.REASONING | cohere.REASONING | deepseek.REASONING
     | gemma.REASONING | glm.REASONING | gpt_oss.REASONING | granite.REASONING | kimi.REASONING
@@ -48,7 +49,7 @@ TOOLS: dict[str, ToolEntry] = (
     | mistral.TOOLS | pythonic.TOOLS | qwen.TOOLS | step.TOOLS
 )  # fmt: skip
 
-# Each key is an alias, and its value is the registered name.
+# Each key is an alias of a chat format, and each value is the registered name of the format.
 REASONING_ALIASES = {
     "apertus": "apertus2509",
     "deepseek": "deepseek_r1",
@@ -101,7 +102,7 @@ def get_format(
     tools: str | None = None,
     policy: Policy = LENIENT,
 ) -> Format:
-    """Return a format by its name, or by separate names for its reasoning and its tool calls.
+    """Return the chat format `name`, or combine the formats `reasoning` and `tools`.
 
     Examples: `get_format("gpt_oss")`, `get_format(reasoning="qwen3", tools="hermes")`.
 
@@ -127,8 +128,8 @@ def get_format(
         reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
         tool_entry = _find_tools(tools) if tools is not None else None
     if reasoning_entry is None and tool_entry is not None:
-        # No reasoning entry was found, so the format uses `tool_entry.reasoning`, which may be
-        # None.
+        # No separate description of the reasoning was found. The description in
+        # `tool_entry.reasoning` is used instead, and may be None.
         reasoning_entry = tool_entry.reasoning
     return _combine(normalize(format_name), reasoning_entry, tool_entry, policy)
 
@@ -149,7 +150,7 @@ def _check_names(name: str | None, reasoning: str | None, tools: str | None) -> 
 
 
 def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
-    """Look up a name in both tables, and return its reasoning entry and its tool entry.
+    """Return the `ReasoningEntry` and the `ToolEntry` of a name. One of the two may be None.
 
     The table of reasoning entries declares how model families write reasoning, and the table of
     tool entries declares how they write tool calls. If only one of the tables contains the name,
@@ -166,7 +167,7 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Convert a name or an alias, in any spelling, to the registered name of the format.
+    """Convert the name or the alias of a chat format, in any spelling, to the registered name.
 
     Example: `_key("Qwen-2.5", {"qwen_2_5": "hermes"})` gives `hermes`. A name that is not a key of
     `aliases` is only normalised, so the result may be a name that is not registered.
@@ -176,7 +177,7 @@ def _key(name: str, aliases: Mapping[str, str]) -> str:
 
 
 def _find_reasoning(name: str) -> ReasoningEntry:
-    """Look up a reasoning entry by its name. Raise UnknownFormatError if the name is unknown."""
+    """Return the `ReasoningEntry` with the given name, or raise UnknownFormatError."""
     entry = REASONING.get(_key(name, REASONING_ALIASES))
     if entry is None:
         raise _unknown_format(name, REASONING)
@@ -184,7 +185,7 @@ def _find_reasoning(name: str) -> ReasoningEntry:
 
 
 def _find_tools(name: str) -> ToolEntry:
-    """Look up a tool entry by its name. Raise UnknownFormatError if the name is unknown."""
+    """Return the `ToolEntry` with the given name, or raise UnknownFormatError."""
     entry = TOOLS.get(_key(name, TOOL_ALIASES))
     if entry is None:
         raise _unknown_format(name, TOOLS)
@@ -198,7 +199,7 @@ def format_names() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ListedName:
-    """A registered name with its description, for the tables in the documentation.
+    """The name and the aliases of a chat format, for the tables in the documentation.
 
     Attributes:
         name: The registered name.
@@ -219,7 +220,7 @@ class ListedName:
 
 
 def listing() -> list[ListedName]:
-    """Return all registered names: the sorted reasoning names, then the sorted tool names."""
+    """Return the sorted names of all reasoning formats, then those of all tool call formats."""
     reasoning = [
         ListedName(name, "reasoning", _aliases_of(name, REASONING_ALIASES), entry.source)
         for name, entry in sorted(REASONING.items())
@@ -252,7 +253,7 @@ def _combine(
     tools: ToolEntry | None,
     policy: Policy,
 ) -> Format:
-    """Return the format that consists of a reasoning entry, a tool entry, or both.
+    """Return the `Format` that combines a description of reasoning and a description of tool calls.
 
     An entry of the registry declares how a model family writes its reasoning or its tool calls. The
     parser reads a model's output according to the format.
@@ -277,7 +278,7 @@ def _combine(
 def _layout(
     label: str, reasoning: ReasoningEntry | None, tools: ToolEntry | None
 ) -> Sections | Messages:
-    """Return the layout of a format. The format consists of one entry or of two entries.
+    """Return a description of the markers around the reasoning, the content and the tool calls.
 
     A layout declares the markers of the reasoning, the content and the tool calls. If an entry
     describes whole messages, the result is the `Messages` of this entry. Otherwise the result is a
@@ -295,8 +296,8 @@ def _layout(
     tool_part = tools.part if tools is not None else None
     reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        # If a model family writes messages, its reasoning entry and its tool entry have the same
-        # layout.
+        # A `Messages` object describes both the reasoning and the tool calls of a model family. A
+        # different description of the tool calls cannot be combined with this object.
         if tool_part is not None and tool_part != reasoning_part:
             raise _not_combinable(label, reasoning_name)
         return reasoning_part

@@ -1,4 +1,4 @@
-"""The formats of StepFun, in which each argument is a tagged value."""
+"""Describes the output of StepFun models. Tags enclose the value of each argument."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -27,7 +27,7 @@ TOOLS = {
                     head='function<｜tool_sep｜><steptml:invoke name="{name}">',
                     close="</steptml:invoke><｜tool_call_end｜>",
                 ),
-                # Models sometimes omit the word "function" and the separator after it.
+                # Models sometimes omit the word "function" and the separator after this word.
                 Call(
                     TaggedArguments('<steptml:parameter name="{key}">', "</steptml:parameter>"),
                     open="<｜tool_call_begin｜>",

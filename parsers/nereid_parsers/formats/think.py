@@ -1,16 +1,16 @@
-"""Reasoning between `<think>` tags. Other modules declare the tool calls of the same models."""
+"""Describes how models write reasoning between the tags `<think>` and `</think>`."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry
 
 
 def _vllm(name: str) -> Source:
-    """Return a `Source` that names the vLLM parser from which a declaration was derived."""
+    """Return a `Source` that refers to the parser `name` of vLLM."""
     return Source(f"{name} parser of vLLM 0.33.0", "2026-11")
 
 
 def _sglang(name: str) -> Source:
-    """Return a `Source` that names the SGLang detector from which a declaration was derived."""
+    """Return a `Source` that refers to the detector `name` of SGLang."""
     return Source(f"{name} detector of SGLang 0.5.23", "2026-11")
 
 

@@ -1,4 +1,4 @@
-"""Reads the text between tool calls: white space, separators, and the end of a tool section."""
+"""Reads the text between tool calls: white space, separators and the marker after all calls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# The description of a deviation from the format. An event contains this description.
+# An event contains this message if the text deviates from the model's usual syntax.
 _EMPTY_SECTION = "the tool section contains no call"
 
 
 class BetweenCallsReader:
-    """Reads the text after a tool call, or after the opening marker of a tool section.
+    """Reads the text after a tool call, or after a marker such as `<tool_calls>`.
 
     A tool section is the part of a message that contains all tool calls. Example: in
     `<calls>{"name": "f"}, {"name": "g"}</calls>`, this reader reads `, ` and `</calls>`. The
@@ -46,7 +46,7 @@ class BetweenCallsReader:
         self._starts = CallStarts(context.format.calls, writer)
 
     def read(self) -> State | None:
-        """Read white space, and then a closing marker or a separator.
+        """Read white space, and then a marker such as `</tool_calls>` or a separator such as `, `.
 
             unread text                         example          next state
             closing marker of the tool section  `</tool_calls>`  CONTENT
@@ -73,7 +73,7 @@ class BetweenCallsReader:
         return self._expect_call_or_content()
 
     def _match_section_close(self) -> int:
-        """Match the closing marker of the tool section at the start of the unread text.
+        """Test whether the unread text starts with the marker after all calls, such as `</calls>`.
 
         Return the position after the marker, NEED_MORE or NO_MATCH.
         """
@@ -82,7 +82,7 @@ class BetweenCallsReader:
         return self._section.match_close(self._buffer, is_empty=self._is_section_empty())
 
     def _is_section_empty(self) -> bool:
-        """Return whether no tool call has started in the tool section.
+        """Return whether the part of the message for tool calls contains no tool call yet.
 
         The opening marker of a section is pending text until the first tool call of the section
         starts. Between two tool calls, no other text is pending.
@@ -90,7 +90,7 @@ class BetweenCallsReader:
         return bool(self._text_writer.pending)
 
     def _match_separator(self) -> int:
-        """Match the separator between two tool calls at the start of the unread text.
+        """Test whether the unread text starts with the separator of two tool calls, such as `, `.
 
         Return the position after the separator, NEED_MORE or NO_MATCH. No separator can precede the
         first tool call.
@@ -100,7 +100,9 @@ class BetweenCallsReader:
         return self._section.match_separator(self._buffer)
 
     def _remove_incomplete_marker(self) -> State:
-        """Remove all unread text from the output, and return the state BETWEEN_CALLS.
+        """Remove an incomplete marker, such as `</tool_c`, at the end of the message.
+
+        Return the state BETWEEN_CALLS.
 
         The message has ended, and the unread text is the beginning of a closing marker or of a
         separator, such as `</tool_c`.
@@ -109,7 +111,7 @@ class BetweenCallsReader:
         return State.BETWEEN_CALLS
 
     def _expect_call_or_content(self) -> State:
-        """Expect a tool call or content, because no closing marker and no separator follows.
+        """Decide whether the unread text may be a tool call (CALL_START) or is content (CONTENT).
 
         Inside a tool section, only a tool call can follow. Outside a section, a tool call may
         follow if the unread text starts like a tool call without a marker, such as `{"name"`.
@@ -123,7 +125,7 @@ class BetweenCallsReader:
         return State.CONTENT if expected is None else self._call_reader.expect(expected)
 
     def _end_section(self, close: str) -> State:
-        """Leave the tool section, and read its closing marker `close`. Return the next state.
+        """Read the marker `close`, such as `</calls>`, after all tool calls. Return the next state.
 
         If the section contains a tool call, `close` is removed from the output. If the section is
         empty, its opening marker is pending text, and the two markers are treated alike:
@@ -146,7 +148,7 @@ class BetweenCallsReader:
         return State.CONTENT
 
     def finish(self) -> None:
-        """When the message ends, remove the text of an empty tool section, or write it as content.
+        """Remove a marker such as `<tool_calls>` if the message ends before the first tool call.
 
         A tool section without tool calls is empty, and its text is pending text. Examples: the
         text `<tool_calls>` is removed, because it contains a tag. The text `TOOLS:` is written as

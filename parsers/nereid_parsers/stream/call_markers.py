@@ -1,4 +1,4 @@
-"""Matches the markers after a tool call: closing markers, separators and the end of a section."""
+"""Matches the markers after a tool call, such as `</tool_call>`, `</tool_calls>` and `, `."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nereid_parsers.tool_declarations import ToolSection
 
 @dataclass(frozen=True, slots=True)
 class ClosingMarker:
-    """The match of a closing marker, such as `</tool_call>`, in the text after a tool call.
+    """A closing marker, such as `</tool_call>`, that has been found after a tool call.
 
     Attributes:
         end: The position after the marker.
@@ -31,7 +31,7 @@ class ClosingMarker:
 
 @dataclass(frozen=True, slots=True)
 class IncompleteMarker:
-    """The first characters of a closing marker, at the end of the text. The rest may still arrive.
+    """The beginning of a closing marker, such as `</tool_c`, at the end of the text.
 
     Attributes:
         prefix: The characters of the marker that have arrived, for example `</func`. "" if the text
@@ -88,7 +88,7 @@ def _match_first_marker(
 
 
 class CallSection:
-    """The tool section of a message, which is the part of the message that contains all tool calls.
+    """The part of a message that contains all tool calls, as in `<calls>{..}, {..}</calls>`.
 
     The methods match the closing markers of the section, and the separator between two tool calls.
     Example: in `<calls>{..}, {..}</calls>`, the closing marker is `</calls>`, and the separator is
@@ -102,7 +102,7 @@ class CallSection:
     __slots__ = ("_separator", "closes", "is_open")
 
     def __init__(self, tools: ToolSection | None) -> None:
-        """Store the closing markers and the separator that the format declares in `tools`.
+        """Store the closing markers and the separator of `tools`, such as `</calls>` and `, `.
 
         If `tools` is None, the format declares no tool calls, so no text matches.
         """
@@ -111,7 +111,7 @@ class CallSection:
         self._separator = tools.separator.strip() if tools is not None else ""
 
     def match_close(self, buffer: TextBuffer, *, is_empty: bool) -> int:
-        """Match the closing marker of the tool section at the start of the unread text.
+        """Test whether the unread text starts with the marker after all calls, such as `</calls>`.
 
         Examples for the marker `</calls>`: the unread text `</calls>Hi` gives the position of `Hi`,
         `</ca` gives NEED_MORE, and `Hi` gives NO_MATCH.
@@ -134,7 +134,7 @@ class CallSection:
         return NO_MATCH
 
     def match_separator(self, buffer: TextBuffer) -> int:
-        """Match the separator between two tool calls at the start of the unread text.
+        """Test whether the unread text starts with the separator of two tool calls, such as `, `.
 
         White space before and after the separator is not compared. Examples:
 

@@ -1,4 +1,4 @@
-"""Reads tool calls: opening markers, headers, bodies and closing markers."""
+"""Reads tool calls, from a marker such as `<tool_call>` to `</tool_call>`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup,
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# Descriptions of deviations from the format. Events contain these descriptions.
+# Events contain these messages if the text deviates from the model's usual syntax.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _MISSING_MARKER = "the opening marker of the tool call is missing"
 
 
 class CallReader:
-    """Reads one tool call after another, each from its opening marker to its closing markers.
+    """Reads tool calls, each from `<tool_call>` or a similar marker to the closing marker.
 
     A `BetweenCallsReader` reads the text between two tool calls.
 
@@ -51,8 +51,8 @@ class CallReader:
         "_format", "_starts", "_text_writer", "section",
     )  # fmt: skip
 
-    # The tool call whose header was read last. The methods that use this attribute are called after
-    # a header has been read.
+    # The tool call that was read last. This attribute is set when the text before the arguments of
+    # the tool call has been read.
     _call: OpenCall
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
@@ -68,13 +68,16 @@ class CallReader:
         # The position in the message.
         self.section = CallSection(context.format.tools)
         self._expected = self._starts.in_section()  # The tool call that may start next.
-        # The closing markers that may still follow the body of the last tool call (`_call`).
+        # The markers, such as `</tool_call>`, that may still follow the arguments of the last tool
+        # call (`_call`).
         self._closing_markers: tuple[str, ...] = ()
 
     # ---- transitions from content and headers ----------------------------------------------------
 
     def open_section(self, marker: str) -> State:
-        """Read `marker`, which opens a tool section. Return the state BETWEEN_CALLS.
+        """Read the marker before all tool calls, such as `<tool_calls>`.
+
+        Return the state BETWEEN_CALLS.
 
         A tool section is the part of a message that contains all tool calls. The marker becomes
         pending text: the marker is removed from the output when a tool call starts, and is content
@@ -92,7 +95,7 @@ class CallReader:
         return self.expect(self._starts.at_marker(marker))
 
     def open_call_at_head(self, marker: str) -> State | None:
-        """Expect a tool call whose opening marker the model has omitted.
+        """Expect a tool call that starts with text such as `<function=`, without `<tool_call>`.
 
         Example: the text starts with `<function=`, although `<tool_call>` should precede this text.
 
@@ -135,7 +138,10 @@ class CallReader:
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
-        """Leave the tool section if `marker` closes it. Return whether the section was left."""
+        """Return whether `marker`, such as `</tool_calls>`, ends the part with all tool calls.
+
+        If so, set `section.is_open` to False.
+        """
         closes_section = self.section.is_open and marker in self.section.closes
         if closes_section:
             self.section.is_open = False
@@ -150,7 +156,10 @@ class CallReader:
         return self._call_writer.num_started > 0
 
     def add_deviation(self, deviation: str) -> None:
-        """Store the description of a deviation from the format. See `CallWriter.add_deviation`."""
+        """Store a message that says how the text deviates from the model's usual syntax.
+
+        See `CallWriter.add_deviation`.
+        """
         self._call_writer.add_deviation(deviation)
 
     # ---- text that is not a tool call ------------------------------------------------------------
@@ -170,8 +179,8 @@ class CallReader:
             The state in which the text after this content is read.
         """
         self._call_writer.clear_deviations()
-        # If the tool section contains no tool call, the opening marker of the section is also
-        # content.
+        # The marker before all tool calls, such as `<tool_calls>`, is also content if no tool call
+        # follows it.
         if not self.has_calls():
             self.section.is_open = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
@@ -191,7 +200,9 @@ class CallReader:
         return looks_like_markup(self._text_writer.pending_text + self._buffer.unread())
 
     def remove_rest(self) -> State:
-        """Remove the pending text and all unread text from the output. Return the state CONTENT.
+        """Remove the stored start of a tool call and all unread text from the output.
+
+        Return the state CONTENT.
 
         The message has ended, and this text is an incomplete tool call or an empty tool section.
         """
@@ -202,7 +213,7 @@ class CallReader:
     # ---- CALL_START and CALL_BODY ----------------------------------------------------------------
 
     def read_start(self) -> State | None:
-        """Read the opening marker of a tool call, and the header that names the function.
+        """Read the text of a tool call before its arguments, such as `<tool_call><function=f>`.
 
         `_expected` is the tool call that may start here, and the unread text decides. Examples:
 
@@ -225,7 +236,7 @@ class CallReader:
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=len(opening))
 
     def _is_start_cut_off(self) -> bool:
-        """Return whether the message has ended after only a part of the start of a tool call.
+        """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.
 
         Example: `<tool_call>{` is incomplete, because `{"` would start a JSON object. Inside a tool
         section, a tool call may lack its opening marker, so `{` alone is incomplete, too.
@@ -235,7 +246,7 @@ class CallReader:
         return self._expected.is_incomplete(self._buffer, includes_unmarked=self.section.is_open)
 
     def _read_head(self, match: MatchedCall) -> State:
-        """Read the opening marker and the header of a tool call, and prepare to read its body.
+        """Read the matched text before the arguments of a tool call, and create their reader.
 
         The text up to `match.head.end` is stored as pending text, which is removed from the output
         when the tool call starts. Example: in `<call>f{"a": 1}`, the text `<call>f` is read.
@@ -249,12 +260,12 @@ class CallReader:
         self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # Some body readers start the tool call before any text of the body arrives. `read_body` is
-        # called now, so that the client receives the start of the tool call without delay.
+        # Some readers start the tool call before its arguments arrive. `read_body` is called now,
+        # so that the client receives the start of the tool call without delay.
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
-        """Store the matched tool call as `_call`, and create the reader for the tool call's body.
+        """Store the matched tool call as `_call`, and create the reader for its arguments.
 
         The opening marker and the header of this tool call have been read.
         """
@@ -265,7 +276,7 @@ class CallReader:
         body.begin()
 
     def read_body(self) -> State | None:
-        """Read a part of the open tool call's body, which is the text between its markers.
+        """Read the next part of the text between markers such as `<tool_call>` and `</tool_call>`.
 
         Example: from `{"name": "f", "arguments": {}}</tool_call>`, the JSON object is read. If the
         text turns out not to be a tool call, the text is written as content.
@@ -294,7 +305,7 @@ class CallReader:
         return self._end_call(call.variant) if call.read_broken() else None
 
     def _end_call(self, variant: CompiledCall) -> State:
-        """Leave the body of a tool call that has ended, and expect its closing markers.
+        """Record that a tool call has ended. Markers such as `</tool_call>` may follow.
 
         `variant` is the compiled declaration of the tool call. It contains the closing markers,
         which become `_closing_markers`.
@@ -311,7 +322,7 @@ class CallReader:
     # ---- CALL_END --------------------------------------------------------------------------------
 
     def read_end(self) -> State | None:
-        """Read the next closing marker of a tool call whose body has been read.
+        """Read the next marker that may follow a tool call's arguments, such as `</tool_call>`.
 
         `_closing_markers` contains the markers that may follow. Examples for the markers `</f>` and
         `</call>`:
@@ -340,7 +351,9 @@ class CallReader:
         return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
 
     def _remove_incomplete_marker(self) -> State:
-        """Remove all unread text from the output, and return the state BETWEEN_CALLS.
+        """Remove an incomplete marker, such as `</tool_c`, at the end of the message.
+
+        Return the state BETWEEN_CALLS.
 
         The message has ended, and the unread text is the beginning of a marker, such as `</tool_c`.
         """
@@ -348,7 +361,7 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def _start_second_object(self) -> State | None:
-        """Start another tool call if a second JSON object precedes the closing marker.
+        """Start another tool call if a second JSON object follows, as in `<call>{..}{..}</call>`.
 
         Example: in `<tool_call>{..}{..}</tool_call>`, the first object has been read, so the unread
         text is `{..}</tool_call>`. The second object is another tool call.
@@ -372,7 +385,7 @@ class CallReader:
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_body(self) -> State:
-        """End the open tool call, because the message has ended inside its body.
+        """End the open tool call, because the message has ended inside this tool call.
 
         The first case that applies decides:
 

@@ -106,12 +106,12 @@ class CallWriter:
         self.last_index = -1  # The index of the last tool call with events, or -1.
         self.num_started = 0  # The number of tool calls, including discarded tool calls.
         self._num_cuts = 0  # The number of calls of `cut_arguments_at` that removed text.
-        # Descriptions of deviations from the format, for the end event of the open tool call or of
-        # the next tool call.
+        # Messages about deviations from the model's usual syntax. The end event of the open tool
+        # call, or of the next tool call, will contain these messages.
         self._deviations: list[str] = []
 
     def add_deviation(self, deviation: str) -> None:
-        """Store the description of an accepted deviation from the format.
+        """Store a message that says how the text of a tool call deviates from the usual syntax.
 
         The description becomes a part of the end event of the open tool call. If no tool call is
         open, the description becomes a part of the end event of the next tool call. Example:
@@ -121,11 +121,11 @@ class CallWriter:
             self._deviations.append(deviation)
 
     def clear_deviations(self) -> None:
-        """Delete the stored descriptions of deviations, because the text is not a tool call."""
+        """Delete the stored messages about deviations, because the text is not a tool call."""
         self._deviations = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
-        """Start a tool call, unless its text is content. Return whether the tool call has started.
+        """Start a call of the tool `name`. Return False if the text of the call is content instead.
 
         A tool call that the policy discards also starts, but none of its events are appended.
 
@@ -176,7 +176,7 @@ class CallWriter:
         return self._policy.unknown_tool if is_confirmed else UnknownTool.CONTENT
 
     def _append_start(self) -> None:
-        """Increase `last_index`, and append the start event of the tool call with this index.
+        """Increase `last_index`. Append the event for the start of the tool call with this index.
 
         If the model gave no id to the tool call, a new id is generated.
         """
@@ -247,7 +247,10 @@ class CallWriter:
         self._append_end()
 
     def _append_end(self) -> None:
-        """Append the end event with the descriptions of deviations, and delete the descriptions."""
+        """Append the event for the end of a tool call, with the stored messages about deviations.
+
+        Then delete these messages.
+        """
         description = "; ".join(self._deviations) if self._deviations else None
         self._events.append(ToolCallEnd(self.last_index, description))
         self._deviations = []

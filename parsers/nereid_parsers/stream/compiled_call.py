@@ -1,4 +1,4 @@
-"""Compiles the declarations of tool calls, and matches the start of a tool call in a text."""
+"""Compiles descriptions of how a model writes a tool call, and matches the start of the call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NEVER = "(?!)"  # A regex that never matches.
 
 
 class CompiledCall:
-    """The compiled declaration of one variant, which is one of the ways to write a tool call.
+    """The compiled description of one way to write a tool call, such as `<call>{..}</call>`.
 
     Attributes:
         call: The declaration.
@@ -55,7 +55,10 @@ class CompiledCall:
     """
 
     def __init__(self, call: Call, section: ToolSection, *, omits_marker: bool = False) -> None:
-        """Compile the declaration `call`, which is a part of the tool section `section`."""
+        """Compile `call`, which describes how a model writes one tool call.
+
+        `section` contains the markers around all tool calls.
+        """
         self.call = call
         self.is_unmarked = not call.trigger
         self.omits_marker = omits_marker
@@ -94,7 +97,7 @@ class CompiledCall:
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
     def body_start_mismatch(self, text: str, head_end: int, is_final: bool) -> Mismatch | None:
-        """Return None if the body of a tool call starts after the header.
+        """Return None if the text at `head_end` starts like the arguments of a tool call.
 
         Otherwise return NEED_MORE if more text may show that a body starts, or NO_MATCH. The body
         contains the arguments, or a list of tool calls. The first characters of the text show
@@ -153,7 +156,7 @@ class CompiledCall:
         return isinstance(body, JsonObject | JsonArray)
 
     def body_openings(self) -> tuple[str, ...]:
-        """Return the texts that can start the body of a tool call that has no marker.
+        """Return the texts with which a tool call without an opening marker can start, such as `{`.
 
         Examples: `("{",)` for a JSON object, `("[",)` for a JSON array, and `()` for Python calls
         without brackets.
@@ -165,7 +168,7 @@ class CompiledCall:
 
 
 def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
-    """Return the markers that can follow the body of a tool call.
+    """Return the markers that can follow the arguments of a tool call, such as `</call>`.
 
     Arguments that are not valid JSON end at the first of these markers. Example: for a tool call
     between `<call>` and `</function></call>`, in a section that `</calls>` closes, the result is
@@ -182,7 +185,7 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
 
 
 def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
-    """Compile the declaration of arguments that are written between tags.
+    """Compile the tags of arguments such as `<p=city>Paris</p>`, if `call` has such tags.
 
     Example of such an argument: `<parameter=city>Paris</parameter>`. Return None if the format
     writes arguments in another way, for example as JSON.
@@ -218,7 +221,7 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
 
 @dataclass(frozen=True, slots=True)
 class _BodyStart:
-    """The regexes that match the start of a tool call's body.
+    """The regexes that match the start of a tool call's arguments, or of a list of tool calls.
 
     Attributes:
         complete: Matches the first characters of a body, for example `[{`.
@@ -229,7 +232,7 @@ class _BodyStart:
     incomplete: re.Pattern[str]
 
     def mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        """Return None if a body starts at `pos`. Otherwise return NEED_MORE or NO_MATCH.
+        """Return None if `text[pos:]` matches `complete`. Otherwise return NEED_MORE or NO_MATCH.
 
         Examples for a JSON array of tool calls: `[{` gives None, `[1` gives NO_MATCH, and `[` gives
         NEED_MORE, or NO_MATCH if `is_final` shows that no more text follows.
@@ -241,7 +244,7 @@ class _BodyStart:
 
 
 def _compile_body_start(call: Call) -> _BodyStart:
-    """Return the regexes that recognise the start of a tool call's body.
+    """Return regexes that recognise how the arguments or the list of tool calls start.
 
     Example: a JSON array of tool calls starts with `[{` or `[]`, and white space may separate the
     two characters. The text `[` is an incomplete start, because `{` or `]` may follow.
@@ -258,7 +261,7 @@ def _compile_body_start(call: Call) -> _BodyStart:
 
 
 def _first_chars(call: Call) -> tuple[str, ...]:
-    """Return regexes for the first characters of a tool call's body, one regex for each character.
+    """Return the regexes, at most two, for the first characters of arguments or calls, as in `[{`.
 
     Examples: a JSON array of tool calls gives two regexes, one for `[` and one for `{` or `]`. A
     JSON object with only the arguments gives one regex for `{`. The result is () if any text can be
@@ -279,7 +282,7 @@ def _first_chars(call: Call) -> tuple[str, ...]:
 
 
 def _header_proves_call(call: Call) -> bool:
-    """Return whether the text after the header of a tool call can only be arguments.
+    """Return whether text such as `[TOOL_CALLS]f[ARGS]` proves that arguments follow this text.
 
     The result is True if the tool call has an opening marker and the last part of the header is a
     literal. Example: the result is True for the marker `[TOOL_CALLS]` and the header

@@ -1,4 +1,4 @@
-"""Compiles the variants of a tool call, and groups the variants that start with the same text."""
+"""Compiles all ways in which a model may write a tool call, and groups them by their first text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSe
 # The minimum length, in characters, of a closing marker that the parser recognises in content.
 # Shorter markers, such as "}", are ignored, because such texts often occur in content.
 _MIN_CLOSING_MARKER_CHARS = 4
-# If the opening marker is missing, the parser recognises a tool call by the first literal of the
-# header, for example `<function=`. This constant is the minimum length of the literal, in
-# characters. Shorter texts often occur in content.
+# If the opening marker is missing, the parser recognises a tool call by the first text of the tool
+# call, for example `<function=`. This constant is the minimum length of this text, in characters.
+# Shorter texts often occur in content.
 _MIN_HEAD_MARKER_CHARS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledCalls:
-    """The compiled variants of a tool call. Variants that start with the same text form a group.
+    """The compiled ways to write a tool call. Those that start with the same text form a group.
 
     A variant is one of several ways in which the model may write a tool call. The parser searches
     for the first text of each variant, and then tries the variants that start with this text.
@@ -67,7 +67,7 @@ class CompiledCalls:
 
 
 def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
-    """Compile the variants of a tool call, and group the variants that start with the same text.
+    """Compile all ways to write a tool call. The ways that start with the same text form a group.
 
     A variant is one of several ways in which the model may write a tool call. The parser searches
     for the first text of each variant, and then tries the variants that start with this text.
@@ -101,7 +101,7 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
 
 
 def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
-    """Return the variants of a tool call that may start in the content, outside a tool section.
+    """Return those `variants` that may occur without a marker around all calls, such as `<calls>`.
 
     A tool section is the part of a message that contains all tool calls. Example: in
     `<calls><call>..</call></calls>`, the markers of the section are `<calls>` and `</calls>`. A
@@ -118,7 +118,7 @@ def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> li
 
 
 def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
-    """For each tool call whose marker a model may omit, yield a variant without the marker.
+    """If a model may omit the marker of a tool call, yield the tool call without the marker.
 
     A model may omit the opening marker of a tool call or of a tool section, and start with the
     header. Example: the declaration `<tool_call><function={name}>..</tool_call>` gives the variant
@@ -132,7 +132,7 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return `calls` and added variants: an array for each JSON object, an object for each array.
+    """Return `calls` and more ways to write them: an object as an array, an array as an object.
 
     A model sometimes writes an array, `[{"name": "f", ..}]`, although the format declares an
     object, `{"name": "f", ..}`, or the reverse. Example: if only an object is declared, the result
@@ -149,7 +149,7 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _does_head_identify_call(call: Call) -> bool:
-    """Return whether the first tag of the header alone identifies a tool call.
+    """Return whether text such as `<function=` in `call.head` shows that a tool call starts.
 
     Examples: the result is True for `<function={name}>`, and False for `{name}`.
     """
@@ -159,7 +159,7 @@ def _does_head_identify_call(call: Call) -> bool:
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Group the variants that start with the same text. Return a dict with these texts as keys.
+    """Group the ways to write a tool call by their first text, which is the key in the result.
 
     This text (the trigger) is the opening marker, or the first literal of the header if there
     is no marker. Example: two variants with the marker `<call>` give
@@ -178,7 +178,7 @@ def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[Compi
 
 
 def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
-    """Return the closing markers of the variants, except short markers such as `}`.
+    """Return all closing markers of tool calls, such as `</call>`, except short ones like `}`.
 
     A marker is short if it has fewer than `_MIN_CLOSING_MARKER_CHARS` characters. In content, a
     short text often occurs without closing a tool call.

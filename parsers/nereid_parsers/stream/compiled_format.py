@@ -1,4 +1,4 @@
-"""Compiles a format into the markers, tool calls and message headers that the parser matches."""
+"""Compiles the description of a model's output into the markers and regexes of the parser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
 
 @dataclass(frozen=True, slots=True)
 class CompiledFormat:
-    """A format in the compiled form that the stream parser uses.
+    """The compiled description of how a model writes reasoning, content and tool calls.
 
     Attributes:
         layout: The layout of the format.
@@ -46,30 +46,30 @@ class CompiledFormat:
 
     @property
     def reasoning(self) -> Reasoning | None:
-        """The declaration of the reasoning. None if the format has no reasoning."""
+        """How the model encloses reasoning, for example in `<think>` and `</think>`, or None."""
         return self.layout.reasoning if isinstance(self.layout, Sections) else None
 
     @property
     def tools(self) -> ToolSection | None:
-        """The declaration of the tool calls. None if the format has no tool calls."""
+        """How the model writes tool calls. None if the model writes no tool calls."""
         return self.layout.tools
 
     @property
     def message_start(self) -> str:
-        """The marker before the header of a message. "" if the layout is not `Messages`."""
+        """The marker before a message header, or "" if messages have no headers."""
         return self.layout.start.strip() if isinstance(self.layout, Messages) else ""
 
 
 @lru_cache(maxsize=512)
 def compile_format(fmt: FormatData) -> CompiledFormat:
-    """Compile a format. Equal formats share one compiled format from the cache."""
+    """Compile the format of a model's output. A cache returns the same object for equal formats."""
     if isinstance(fmt.layout, Messages):
         return _compile_messages(fmt, fmt.layout)
     return _compile_sections(fmt, fmt.layout)
 
 
 def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
-    """Compile a format in which the model's output is a sequence of messages with headers.
+    """Compile a format in which each message has a header, such as `<|channel|>final<|message|>`.
 
     Example: `<|start|>assistant<|channel|>analysis<|message|>Hm<|end|>` is a message with
     reasoning. The result contains the compiled headers, and the markers for which the parser
@@ -96,7 +96,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
 
 
 def _compile_message_call(layout: Messages) -> CompiledCall:
-    """Compile the declaration of tool calls for a format in which each tool call is a message.
+    """Compile the description of a tool call that is a whole message, with the name in its header.
 
     The header of such a message contains the function's name. `CompiledCall` requires a tool
     section, because arguments that are not valid JSON end at the closing markers of the section.
@@ -109,7 +109,7 @@ def _compile_message_call(layout: Messages) -> CompiledCall:
 
 
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
-    """Compile a format in which markers enclose the reasoning, the content and the tool calls.
+    """Compile a format in which markers such as `<think>` and `</think>` enclose the reasoning.
 
     The result contains the markers for which the parser searches. Example: for the text
     `<think>Hm</think>Hi<call>..</call><|end|>`, these markers are

@@ -1,4 +1,4 @@
-"""Compiles the declarations of message headers, and matches a header in a text."""
+"""Compiles patterns of message headers such as `<|channel|>final<|message|>`, and matches them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nereid_parsers.stream.pattern_matching import (
 
 
 class CompiledHeader:
-    """The compiled declaration of a message header, which is the text before the message's body.
+    """The compiled pattern of a message header, such as `<|channel|>final<|message|>`.
 
     Attributes:
         stage: The part of the message that the body is: reasoning, content or a tool call.
@@ -25,7 +25,7 @@ class CompiledHeader:
     """
 
     def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
-        r"""Compile `route`, which declares one message header of `layout`.
+        r"""Compile `route`, which describes a message header such as `<|channel|>final`.
 
         A header ends with the text `layout.header_end`. There are two cases:
 
@@ -50,7 +50,7 @@ class CompiledHeader:
             self._final_whitespace = layout.header_end
 
     def has_started(self, text: str, pos: int) -> bool:
-        """Return whether the first literal of the header is at `pos`.
+        """Return whether the text at `pos` starts like the header, for example with `<|channel|>`.
 
         If the message ends inside a header, the caller uses the result to distinguish the header
         from content. Example: the header `<|channel|>{word}<|message|>` starts with the literal
@@ -60,7 +60,7 @@ class CompiledHeader:
         return bool(self._first_literal) and text.startswith(self._first_literal, pos)
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
-        """Match the header of a message at `pos`.
+        """Match the header of a message, such as `<|channel|>final<|message|>`, at `pos`.
 
         The header of a tool call matches only if the arguments start after the header. Examples:
 
@@ -91,7 +91,7 @@ class CompiledHeader:
         return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 
     def _final_whitespace_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        r"""Test whether the white space that the header requires is at `pos`. If so, return None.
+        r"""Return None if the white space after the header, such as a line break, is at `pos`.
 
         Otherwise return NEED_MORE if more text may complete this white space, or NO_MATCH. Example:
         if the header `>>>all\n` must end with a line break, a space after `>>>all` gives NO_MATCH.

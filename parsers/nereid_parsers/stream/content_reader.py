@@ -14,7 +14,7 @@ from nereid_parsers.stream.state import State
 
 
 class ContentReader:
-    """Reads the text outside reasoning, tool calls and message headers.
+    """Reads content: the text outside reasoning, tool calls and message headers.
 
     Each method `read_...` handles one state of the parser. The method reads text from the buffer
     and returns the next state, or None if it needs more text.
@@ -93,7 +93,7 @@ class ContentReader:
         return self._write_as_content(marker) if next_state is None else next_state
 
     def _close_calls(self, marker: str) -> State | None:
-        """Remove a closing marker that directly follows a tool call, or that closes a tool section.
+        """Remove a marker such as `</tool_call>` after a tool call, or after all tool calls.
 
         Example: the second `</call>` in `<call>{..}</call></call>` is removed. Return the next
         state. At any other position, a closing marker is content. Then return None, and leave the
@@ -137,7 +137,7 @@ class ContentReader:
         return State.CONTENT_ONLY
 
     def read_plain_message(self) -> State | None:
-        """Read a message body that contains no tool calls, up to the end of the message.
+        """Read the content of a message that contains no tool calls, up to the end of the message.
 
         Markers of tool calls have no meaning in this message, so they are written as content. The
         next message starts with a marker such as `<|start|>`. A marker such as `<|end|>` ends the

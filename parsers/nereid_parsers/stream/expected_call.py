@@ -49,7 +49,7 @@ class ExpectedCall:
     is_confirmed: bool
 
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | Mismatch:
-        """Return the first variant of the tool call that matches the unread text.
+        """Return the first of the `variants` that matches the unread text.
 
         A variant is one of several ways to write a tool call. Examples for a tool call that is
         written as an object or as an array, after the marker `<call>`:
@@ -70,7 +70,7 @@ class ExpectedCall:
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
-        """Return whether the message ends after only a part of the start of a tool call.
+        """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.
 
         The caller removes such an incomplete start from the output. Examples: at the end of the
         message, `<tool_call>{` gives True, because `"name"` could follow. The text `<tool_call>x`
@@ -89,7 +89,7 @@ class ExpectedCall:
 
 
 def _accepts_name(variant: CompiledCall, name: str, tools: Tools) -> bool:
-    """Return whether a tool call of this variant may call the function `name`.
+    """Return whether a tool call that is written like `variant` may call the function `name`.
 
     If the model has omitted the marker of the tool call, the function must be in `tools`, unless
     the tools are unknown. Otherwise any function is accepted here.
@@ -99,7 +99,7 @@ def _accepts_name(variant: CompiledCall, name: str, tools: Tools) -> bool:
 
 
 class CallStarts:
-    """Decides which tool call may start at a position of the message.
+    """Decides in which ways a tool call may be written at a position of the message.
 
     Each method returns the expected tool call. The caller then tests whether the text matches.
     """
@@ -107,7 +107,7 @@ class CallStarts:
     __slots__ = ("_call_writer", "_calls")
 
     def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
-        """Create an object that decides which tool call may start at a position of one message.
+        """Create an object that decides how a tool call of one message may start.
 
         Args:
             variants: The ways in which the model may write a tool call.
@@ -118,18 +118,18 @@ class CallStarts:
         self._call_writer = writer
 
     def in_section(self) -> ExpectedCall:
-        """Return all variants of a tool call, because any variant may start inside a tool section.
+        """Return all ways to write a tool call. Any may follow a marker such as `<tool_calls>`.
 
         A tool section is the text between the markers that enclose all tool calls of a message.
         """
         return ExpectedCall(self._calls.all, "", is_confirmed=True)
 
     def at_marker(self, marker: str) -> ExpectedCall:
-        """Return the tool call that may start with the opening marker, such as `<call>`."""
+        """Return the tool call that may start with `marker`, for example `<call>`."""
         return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:
-        """Return the tool call that may start with a header, because its opening marker is missing.
+        """Return a tool call that may start with text such as `<invoke name=`, without a marker.
 
         Example: `<invoke name="f">` is the header of a tool call, and the model has omitted the
         marker `<calls>` before the header. Such a header is accepted if the request offers tools,
@@ -146,7 +146,7 @@ class CallStarts:
         return None
 
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
-        """Return the tool call without a marker that may start with `opening`.
+        """Return a tool call that may start with `opening`, such as `{`, instead of a marker.
 
         Example: `{` may start the tool call `{"name": "f", "arguments": {}}`. There are two cases:
 
@@ -177,7 +177,7 @@ class CallStarts:
         return offers_tools and any(call.may_follow_content() for call in self._calls.unmarked)
 
     def after_call(self, buffer: TextBuffer) -> ExpectedCall | None:
-        """Return the tool call without a marker that may start directly after another tool call.
+        """Return a tool call that may follow another tool call without a marker between them.
 
         Example: after `{"name": "f", ..}`, the unread text `{"name": "g", ..}` may be another tool
         call, because it starts with `{`. If the unread text starts with a text with which no tool

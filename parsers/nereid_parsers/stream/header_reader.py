@@ -1,4 +1,4 @@
-"""Reads message headers. The header of a message determines the type of the message's body."""
+"""Reads message headers, which show whether a message is reasoning, content or a tool call."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# The description of a deviation from the format. An event contains this description.
+# An event contains this message if the text deviates from the model's usual syntax.
 _NO_HEADER = "no header follows the marker"
 
 
 class HeaderReader:
-    """Reads the marker that starts a message, and the header after this marker.
+    """Reads the start of a message, such as `<|start|>assistant<|channel|>final<|message|>`.
 
     Example: of `<|start|>assistant<|channel|>final<|message|>Hi`, the marker is
     `<|start|>assistant`, and the header is `<|channel|>final<|message|>`. Until the whole header
@@ -34,12 +34,12 @@ class HeaderReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._calls_first = context.calls_first
-        # Whether the output up to the current position contains a marker that starts a message. If
-        # the prompt ends with such a marker, the output may start with a header.
+        # Whether a marker that starts a message, such as `<|start|>assistant`, has been read in the
+        # output. If the prompt ends with such a marker, the output may start with a header.
         self._has_read_marker = False
 
     def start(self, marker: str) -> State:
-        """Read the marker that starts a message, and return the state in which the header is read.
+        """Read the marker before a message header, and return the state that reads the header.
 
         The TextWriter stores the marker as pending text. The marker is removed from the output if a
         header follows.
@@ -49,7 +49,7 @@ class HeaderReader:
         return State.HEADER
 
     def read(self) -> State | None:
-        """Read the header of a message, and return the state in which the message's body is read.
+        """Read the header of a message, and return the state that reads the text of the message.
 
         A marker, such as `<|start|>assistant`, precedes the header of each message. At the start of
         the output, the marker is usually in the prompt, so the output starts with the header. If
@@ -69,7 +69,7 @@ class HeaderReader:
         return self._read_header()
 
     def _read_header(self) -> State | None:
-        """Read the header at the start of the unread text. Return the next state.
+        """Read a message header such as `<|channel|>final<|message|>`. Return the next state.
 
         Examples for the unread text:
 
@@ -91,7 +91,7 @@ class HeaderReader:
         return self._call_reader.treat_as_content(_NO_HEADER)
 
     def _drop_incomplete_header(self) -> State:
-        """Remove an incomplete header at the end of the output, and the marker before this header.
+        """Remove an incomplete message header at the end of the output, and its start marker.
 
         Return the next state. Example: of `<|start|>assistant<|channel|>fin`, the marker
         `<|start|>assistant` is the pending text, and `<|channel|>fin` is unread. Both are removed.
@@ -101,7 +101,7 @@ class HeaderReader:
         return State.CONTENT
 
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
-        """Remove the marker and the header of a message from the output, and return the next state.
+        """Remove a message header and the marker before the header. Return the next state.
 
         The body of the message is read in the next state. Example: `<|start|>assistant` and
         `<|channel|>final<|message|>` are removed, and the next state is CONTENT.
@@ -124,7 +124,7 @@ class HeaderReader:
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)
 
     def _has_header_started(self) -> bool:
-        """Return whether the unread text starts with the first literal of a header.
+        """Return whether the unread text starts like a message header, for example `<|channel|>`.
 
         Example: `<|channel|>fin` starts with `<|channel|>`, the first literal of a header.
         """
@@ -138,7 +138,7 @@ class HeaderReader:
 
 
 def _body_state(route: CompiledHeader) -> State:
-    """Return the state that reads the body of a message whose header matches `route`.
+    """Return the state that reads the text after a message header that matches `route`.
 
     The body is reasoning, content in which tool calls may start, or content without tool calls.
     """

@@ -1,4 +1,4 @@
-"""Finds markers in text that arrives in pieces."""
+"""Finds markers such as `<think>` in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Search = Callable[[str, int], re.Match[str] | None]
 
 
 def marker_prefix_regex(marker: str) -> str:
-    r"""Return a regex that matches an incomplete marker at the end of a text.
+    r"""Return a regex that matches the beginning of `marker`, such as `<th`, at the end of a text.
 
     Example: `marker_prefix_regex("<a>")` returns `"<(?:a)?\Z"`. This regex matches the last
     character of `x<`, and the last two characters of `x<a`.
@@ -24,7 +24,7 @@ def marker_prefix_regex(marker: str) -> str:
 
 
 def spaced_marker_regex(marker: str) -> str:
-    r"""Return a regex that matches `marker`, and allows white space between the marker's parts.
+    r"""Return a regex that matches `marker`, also with white space before and after its tags.
 
     Example: the regex of `<|close|>call<|sep|>` also matches `<|close|> call\n<|sep|>`.
     """
@@ -32,7 +32,7 @@ def spaced_marker_regex(marker: str) -> str:
 
 
 def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
-    r"""Return regexes that match an incomplete marker at the end of a text.
+    r"""Return regexes that match the beginning of a marker, such as `<th`, at the end of a text.
 
     There is one regex for each part of the marker in which the text may end. White space may
     separate the parts. Example: the marker `<a><b>` has the parts `<a>` and `<b>`, and gives
@@ -55,7 +55,7 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
 
 
 def _possible_regexes(longest_first: list[str]) -> list[str]:
-    """Return regexes that match a marker, or an incomplete marker at the end of a text.
+    """Return regexes that match a marker, or the beginning of a marker at the end of a text.
 
     The caller tries the regexes in their order, and uses the first regex that matches. An
     incomplete long marker must be found before a complete shorter marker with which the long marker
@@ -106,7 +106,7 @@ def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
 
 
 class Lexer:
-    """Finds the next marker in a text that arrives in pieces.
+    """Finds the next marker, such as `<think>`, in a text that arrives in pieces.
 
     If one marker is a prefix of another marker, as `<a>` is a prefix of `<a><b>`, the lexer prefers
     the longer marker. If the text ends with `<a><`, the lexer waits, because `b>` may follow. The

@@ -223,7 +223,7 @@ class Machine:
         return self._events
 
     def _finish_unclassified_text(self) -> None:
-        """Classify the text that is stored in the state UNCLASSIFIED as reasoning or content.
+        """Decide whether the text that was stored in the state UNCLASSIFIED is reasoning.
 
         No marker has shown the stage of this text. The next state is the one in which the text is
         read again, from the buffer.
@@ -232,7 +232,7 @@ class Machine:
             self._enter(self._unclassified_reader.finish())
 
     def _drop_incomplete_marker(self) -> None:
-        """If the message ends with an incomplete marker that has several tags, remove this marker.
+        """If the message ends inside a marker of several tags, remove the incomplete marker.
 
         Example: `<|message|><|te` is the beginning of the marker `<|message|><|text|>`.
         """
@@ -240,7 +240,7 @@ class Machine:
             self._content_reader.drop_incomplete_marker(self._state)
 
     def _finish_interrupted_reasoning(self) -> None:
-        """If no closing marker follows a tool call inside the reasoning, read this tool call now.
+        """Read a tool call inside the reasoning if no marker such as `</think>` follows the call.
 
         In the state INTERRUPTED_REASONING, all text from the tool call on has been stored, because
         a closing marker would have shown that the text is reasoning. `finish_interrupted` puts the
@@ -251,7 +251,7 @@ class Machine:
             self._run()
 
     def _finish_incomplete_calls(self) -> None:
-        """End each tool call whose body is incomplete at the end of the message.
+        """End each tool call that is incomplete at the end of the message.
 
         There may be several. If a quote is missing in the arguments, the text after the tool call
         was read as a part of the arguments. `finish_body` then ends the tool call at its closing
@@ -262,7 +262,7 @@ class Machine:
             self._run()
 
     def _finish_state(self) -> None:
-        """End an incomplete part of the message, such as a tool call, a header or a tool section.
+        """End the part of the message that is incomplete, such as a tool call or a message header.
 
         No more text follows, so these parts of the message cannot be completed.
         """

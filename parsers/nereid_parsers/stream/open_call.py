@@ -1,4 +1,4 @@
-"""Reads the body of one tool call, and classifies the text of the body."""
+"""Reads a tool call, or a list of tool calls, after a marker such as `<tool_call>`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nereid_parsers.stream.text_writer import TextWriter
 
 
 class Outcome(Enum):
-    """The result of reading the body of a tool call.
+    """The result of reading the arguments of a tool call, or a list of tool calls.
 
     ENDED    The tool call has ended. Closing markers may follow.
     BROKEN   The arguments are not valid JSON. `OpenCall.read_broken` reads the rest of them.
@@ -25,7 +25,7 @@ class Outcome(Enum):
 
 
 class OpenCall:
-    """A tool call whose body is being read. The body can also be a list of tool calls.
+    """A tool call, or a list of tool calls, whose text is being read.
 
     Four other objects take part:
 
@@ -61,7 +61,7 @@ class OpenCall:
         buffer: TextBuffer,
         text: TextWriter,
     ) -> None:
-        """Create the object that reads the body of one tool call.
+        """Create the object that reads the arguments of one tool call, or one list of tool calls.
 
         Args:
             match: The matched start of the tool call: its marker and its header.
@@ -77,7 +77,7 @@ class OpenCall:
         self._call_writer = body.writer
 
     def read(self) -> Outcome | None:
-        """Read the next part of the body from the buffer, and classify the text of this part.
+        """Read and classify the next part of the tool call or list of tool calls in the buffer.
 
         The body reader parses the part, and the CallWriter appends the events of the tool call.
         Example: of the body `{"name": "f", "arguments": {}}`, the part `{"name": "f", ` has
@@ -95,7 +95,7 @@ class OpenCall:
         return None if self._body_reader.status is MORE else self._leave_body()
 
     def _classify_part(self, part_start: int, was_call_open: bool) -> None:
-        """Classify the text that the body reader has just read, from `part_start` to `buffer.pos`.
+        """Classify the text from `part_start` to `buffer.pos`, which has just been read.
 
         The TextWriter receives the text as "call" if the text belongs to a tool call, or as
         "pending" if the text may still be content. Examples of parts of one body:
@@ -119,7 +119,7 @@ class OpenCall:
             self._text_writer.store_pending(self._buffer.text[part_start : self._buffer.pos])
 
     def _has_part_ended_call(self) -> bool:
-        """Return whether a tool call has ended in the part that the body reader has just read.
+        """Return whether a tool call has ended in the text that has just been read.
 
         The result is True if the whole body has ended, or if a member of a list of tool calls has
         ended. Example: the part `{"name": "f", "arguments": {}}, ` ends a member of a list.
@@ -129,7 +129,7 @@ class OpenCall:
         return has_body_ended or has_list_item_ended
 
     def _classify_ended_call(self, part_start: int) -> None:
-        """Classify the text from `part_start` to the current position. A call ended in this text.
+        """Classify the text from `part_start` on, which contains the end of a tool call.
 
         In a list of tool calls, text may follow the end of the tool call. This text is "pending",
         because it may start another tool call. Examples:
@@ -150,7 +150,7 @@ class OpenCall:
             self._text_writer.store_pending(text_after_call)
 
     def _leave_body(self) -> Outcome:
-        """Stop reading the body, because the body has ended or is not valid. Return the outcome.
+        """Stop reading a tool call that has ended or is not valid, and return the outcome.
 
         Examples for the body of a tool call between `<call>` and `</call>`:
 
@@ -173,7 +173,7 @@ class OpenCall:
         return Outcome.ENDED
 
     def end_at_stored_marker(self) -> bool:
-        """End the tool call at the closing marker, if the stored arguments contain this marker.
+        """End the tool call at a marker such as `</call>`, if the stored arguments contain it.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
@@ -190,8 +190,8 @@ class OpenCall:
         closing_markers = self.variant.closing_markers
         if not closing_markers or not self._body_reader.is_verbatim:
             return False
-        # Only the first part of the closing marker is searched for, such as `</f>` in
-        # `</f></call>`.
+        # Only the first tag of the closing marker, such as `</f>` in `</f></call>`, is searched
+        # for.
         text_from_marker = self._call_writer.cut_arguments_at(closing_markers[0])
         if text_from_marker is None:
             return False
@@ -221,7 +221,7 @@ class OpenCall:
         return True
 
     def finish(self) -> bool:
-        """End the tool call, because the message has ended inside the body.
+        """End the tool call, because the message has ended inside the tool call.
 
         Examples of bodies at the end of the message:
 
@@ -242,7 +242,7 @@ class OpenCall:
         return is_call
 
     def _contains_complete_call(self) -> bool:
-        """Return whether the finished body contains a complete tool call. No tool call is open.
+        """Return whether the text, which has ended, contains a complete tool call.
 
         `BodyReader.finish` has then set the status BROKEN, unless the body is a list of tool calls
         that lacks only its closing bracket, or a tool call without arguments.

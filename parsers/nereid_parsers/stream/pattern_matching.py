@@ -1,4 +1,4 @@
-"""Matches patterns in text that arrives in pieces. A pattern consists of literals and fields."""
+"""Matches patterns such as `<function={name}>` in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Mismatch = Literal[-1, -2]  # The type of the two constants.
 
 
 def as_mismatch(negative_result: int) -> Mismatch:
-    """Convert the type of `negative_result`, which is NEED_MORE or NO_MATCH, to `Mismatch`.
+    """Return `negative_result`, an `int` that is NEED_MORE or NO_MATCH, as type `Mismatch`.
 
     A matching function returns an `int`: a position, NEED_MORE or NO_MATCH. A caller that has
     tested `result < 0` uses this function so that the type checker knows that the result is not a
@@ -26,7 +26,8 @@ def as_mismatch(negative_result: int) -> Mismatch:
     return NEED_MORE if negative_result == NEED_MORE else NO_MATCH
 
 
-# The maximum length of a tool call's header, in characters. Longer text is not a header.
+# The maximum number of characters before the arguments of a tool call, such as `<function=f>`.
+# Longer text does not start a tool call.
 MAX_HEAD_CHARS = 2048
 
 _SUPERFLUOUS_CHARS = "}])`"
@@ -47,7 +48,7 @@ _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
 _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
-# Matches the place before or after a tag, with any white space at this place.
+# Matches the boundary between a tag and the text before or after the tag, including white space.
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
@@ -70,13 +71,13 @@ _EXCLUDED_CHARS = {
 
 @dataclass(frozen=True, slots=True)
 class FieldStep:
-    """A field of a compiled pattern, with its name and the regex that matches its text."""
+    """A field of a compiled pattern, such as `{name}`, and the regex that matches its text."""
 
     name: str
     regex: re.Pattern[str]
 
     def match(self, text: str, pos: int, is_final: bool) -> int:
-        """Match the field with the text that starts at `pos`.
+        """Match the text of one field, such as `{name}`, at `pos`.
 
         Example: in `"sum>"`, the field `name` matches `sum`. In `"sum"`, the result is NEED_MORE,
         because the name may continue. If the message ends after `"sum"`, the name may be
@@ -107,12 +108,12 @@ class FieldStep:
 
 @dataclass(frozen=True, slots=True)
 class LiteralStep:
-    """A literal of a compiled pattern, which matches exactly its own text."""
+    """A fixed text in a compiled pattern, such as `<function=`."""
 
     literal: str
 
     def match(self, text: str, pos: int, is_final: bool) -> int:
-        """Match the literal at `pos`. Return the end of the match, NEED_MORE or NO_MATCH.
+        """Match the fixed text `literal` at `pos`. Return the end of the match, or a mismatch.
 
         Example: for the literal `<f=`, the text `<f` gives NEED_MORE, because `=` may follow.
         """
@@ -139,7 +140,7 @@ Step = LiteralStep | WhitespaceStep | FieldStep
 
 
 class PatternMatch(NamedTuple):
-    """The match of a pattern in a text.
+    """The match of a pattern such as `<function={name}>` in a text.
 
     Attributes:
         end: The position after the match.
@@ -152,7 +153,7 @@ class PatternMatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A compiled pattern. Each step is a literal, white space or a field."""
+    """A compiled pattern, which matches literals, white space and fields such as `{name}`."""
 
     steps: tuple[Step, ...]
 
@@ -224,7 +225,7 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
 
 
 def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str, ...]) -> list[str]:
-    """Return copies of `text`. In each copy, a different replacement replaces the matched text."""
+    """Return copies of `text`. In each copy, one of the `replacements` replaces `match`."""
     before = text[: match.start()]
     after = text[match.end() :]
     return [before + replacement + after for replacement in replacements]
@@ -245,7 +246,7 @@ def match_marker(marker: str, text: str, pos: int) -> int:
 
 @lru_cache(maxsize=4096)
 def compile_pattern(source: str) -> Pattern:
-    r"""Compile a pattern, which is a text with fields in braces, so that it can be matched.
+    r"""Compile a pattern such as `<function={name}>`, so that it can be matched with a text.
 
     The compiled pattern allows optional white space at three kinds of places: where the pattern has
     white space, before and after a tag or a sign such as `=`, and between a literal and a field.
@@ -262,7 +263,7 @@ def compile_pattern(source: str) -> Pattern:
         if isinstance(part, str):
             steps += _literal_steps(part)
         else:
-            # The text of a field ends where the literal after the field starts.
+            # The text of a field ends where the fixed text after the field in the pattern starts.
             next_literal = _literal_at(parts, index + 1)
             steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
     return Pattern(tuple(steps))
@@ -292,7 +293,7 @@ def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
 
 
 def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
-    """Return the regex of a field. The match ends before the next literal of the pattern.
+    """Return the regex of a field, which matches up to the fixed text `next_literal`.
 
     Example: in the pattern `{name}<sep>`, the regex of the name excludes `<`.
 

@@ -19,7 +19,7 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# The description of a deviation from the format. An event contains this description.
+# An event contains this message if the text deviates from the model's usual syntax.
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
 
 
@@ -38,7 +38,7 @@ class _End(Enum):
 
 
 class ReasoningReader:
-    """Reads reasoning, and the markers of the reasoning that occur in the content.
+    """Reads reasoning, and markers such as `<think>` and `</think>` in the content.
 
     Each method `read_...` handles one state of the parser. The method reads text from the buffer
     and returns the next state, or None if it needs more text.
@@ -74,13 +74,14 @@ class ReasoningReader:
         self._opening_marker = reasoning.open.strip() if reasoning is not None else ""
         # Whether the client receives the reasoning as a part of the content.
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
-        # The state in which the reasoning is read.
+        # The parser state that reads the reasoning.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
         # The position in the message.
         self._end = _End.NONE  # The text that has ended the reasoning.
-        # The text that has been read in the state INTERRUPTED_REASONING.
+        # The text that `read_interrupted` has read.
         self._stored_text: list[str] = []
-        # False if the rest of the message contains no closing marker of the reasoning.
+        # False if the rest of the message contains no marker, such as `</think>`, that closes the
+        # reasoning.
         self._may_be_closed = True
 
     @property
@@ -91,7 +92,7 @@ class ReasoningReader:
     # ---- reasoning -------------------------------------------------------------------------------
 
     def start_opened(self) -> State:
-        """Start to read reasoning whose opening marker is at the end of the prompt.
+        """Start to read reasoning whose opening marker, such as `<think>`, is not in the output.
 
         Return the state in which the reasoning is read. Blank lines after the opening marker belong
         to the marker and are removed. If the client receives the reasoning as content ("inline"),
@@ -104,7 +105,7 @@ class ReasoningReader:
         return self._reasoning_state
 
     def repeat_opening_marker(self) -> None:
-        """Write the opening marker as content. The model did not write this marker itself."""
+        """Write the marker of the prompt that opens reasoning, such as `<think>`, as content."""
         self._text_writer.write_generated_content(self._opening_marker)
 
     def read(self) -> State | None:
@@ -135,7 +136,7 @@ class ReasoningReader:
         return State.CONTENT
 
     def _read_second_opening(self, marker: str) -> State:
-        """Read an opening marker inside reasoning that is already open. Return the next state.
+        """Read a second `<think>` or similar marker in the reasoning. Return the next state.
 
         Models sometimes repeat the opening marker, such as `<think>`, with which the prompt ends.
         Such a marker is removed. If reasoning text precedes the marker, as in `I write <think>`,
@@ -147,7 +148,7 @@ class ReasoningReader:
         return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
-        """Read, inside open reasoning, a marker that opens the content. Return the next state.
+        """Read a marker such as `<response>` inside the reasoning. Return the next state.
 
         Examples, after a prompt that ends with `<think>`:
 
@@ -165,7 +166,7 @@ class ReasoningReader:
         return State.CONTENT
 
     def _write_marker_as_reasoning(self, marker: str) -> State:
-        """Write `marker` as a part of the reasoning. Return the state that reads the reasoning."""
+        """Write `marker`, which occurs in the reasoning, as reasoning. Return the next state."""
         self._write(self._buffer.take(len(marker)))
         return self._reasoning_state
 
@@ -271,7 +272,7 @@ class ReasoningReader:
         return self._reasoning_state
 
     def _take_stored_text(self) -> str:
-        """Return the text stored by `read_interrupted`. Afterwards, no text is stored."""
+        """Return the text that `read_interrupted` has stored, and delete the stored text."""
         text = "".join(self._stored_text)
         self._stored_text = []
         return text
@@ -305,7 +306,7 @@ class ReasoningReader:
     # ---- markers of the reasoning inside the content ---------------------------------------------
 
     def open_in_content(self, marker: str) -> State | None:
-        """Start reasoning at an opening marker that occurs in the content.
+        """Start reasoning at a marker such as `<think>`, which occurs in the content.
 
         Example: the marker `<think>` at the start of the message is removed, and the next state is
         REASONING.
@@ -343,7 +344,7 @@ class ReasoningReader:
         return self._text_writer.is_after_marker or is_special_token(marker)
 
     def close_in_content(self, marker: str) -> State | None:
-        """Remove a closing marker of the reasoning that occurs in the content.
+        """Remove a marker such as `</think>`, unless the marker is a part of the content.
 
         Example: `</think>Hi` becomes `Hi`, because a model that writes no opening marker may still
         write the closing marker. In `Hi</think>`, the marker is a part of the content.
@@ -358,7 +359,7 @@ class ReasoningReader:
         return State.CONTENT
 
     def _may_close(self, marker: str) -> bool:
-        """Return whether the parser removes a closing marker of the reasoning from the content.
+        """Return whether a marker such as `</think>` is removed from the content.
 
         Examples for the marker `</think>`:
 

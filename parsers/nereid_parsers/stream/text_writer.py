@@ -1,4 +1,4 @@
-"""Converts the text outside tool calls into events, and classifies all text for a trace."""
+"""Converts the text outside tool calls into events. Passes all text to a trace function."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class TextWriter:
         return self._last_text_type is not None
 
     def set_trace(self, trace: Trace | None) -> None:
-        """From now on, pass each piece of text and its classification to the function `trace`."""
+        """From now on, call `trace` with each part of the text and its kind, such as "content"."""
         self._trace = TraceWriter(trace) if trace is not None else None
 
     def _classify(self, classification: str, text: str) -> None:
-        """Remove text of the prompt from `text`. Then pass the rest to the trace function."""
+        """Pass `text`, without text of the prompt, to the trace function."""
         if self._num_prompt_chars:
             text = self._without_prompt(text)
         if self._trace is not None:
@@ -127,7 +127,7 @@ class TextWriter:
         return ready_text
 
     def _without_blank_lines(self, text: str) -> str:
-        r"""Return `text` without the blank lines at its start. Classify these lines as "markup".
+        r"""Return `text` without blank lines at the start. The trace function receives these lines.
 
         Example: `"\n\n  Hello"` gives `"  Hello"`.
         """
@@ -166,7 +166,10 @@ class TextWriter:
         self._events.append(ContentDelta(text))
 
     def write_generated_content(self, text: str) -> None:
-        """Write content that the model did not generate. Do not pass it to the trace function."""
+        """Append an event for text that the model has not generated, such as a repeated `<think>`.
+
+        The trace function does not receive this text.
+        """
         self._events.append(ContentDelta(text))
 
     # ---- markers ---------------------------------------------------------------------------------
@@ -183,7 +186,7 @@ class TextWriter:
         self.is_after_marker = True
 
     def start_after_call(self) -> None:
-        """Expect the text after a tool call. Treat this text like the text after a marker."""
+        """Treat the text after a tool call like the text after a marker such as `</think>`."""
         self.is_after_marker = True
         self._last_text_type = None
 
@@ -202,7 +205,7 @@ class TextWriter:
             self._whitespace.append(whitespace)
 
     def _take_whitespace(self) -> str:
-        """Return the stored white space. Afterwards, no white space is stored."""
+        """Return and delete the stored white space."""
         whitespace = "".join(self._whitespace)
         self._whitespace = []
         return whitespace
@@ -263,13 +266,13 @@ class TextWriter:
         self.pending.append(text)
 
     def drop_pending(self) -> None:
-        """Remove the pending text, and the white space before the pending text, from the output."""
+        """Remove the text in `pending`, and the white space before this text, from the output."""
         self.drop_whitespace()
         self._classify(MARKUP, self.pending_text)
         self.pending = []
 
     def write_pending(self, text: str, fault: str) -> None:
-        """Write the pending text and then `text` as content.
+        """Write the text in `pending`, which looked like markup, and then `text`, as content.
 
         The pending text looked like a marker, so no event contains the pending text yet. Example:
         with the pending text `<tool_call>` and the text ` is`, an event for the content
@@ -290,7 +293,9 @@ class TextWriter:
     # ---- the text of calls -----------------------------------------------------------------------
 
     def write_call(self, text: str, *, may_be_reread: bool) -> None:
-        """Classify `text`, a part of a tool call, as "call". First remove the pending text.
+        """Call the trace function with `text`, a part of a tool call, and the kind "call".
+
+        First remove the text in `pending` from the output.
 
         Only the trace function receives this text. The CallWriter appends the events of the call.
 

@@ -1,4 +1,4 @@
-"""Passes each piece of a message, together with its classification, to a trace function."""
+"""Calls a function with each part of a message and the kind of this part, such as "content"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKUP = "markup"  # Text that no event contains, for example the marker `</thin
 
 
 class TraceWriter:
-    """Passes the pieces of one message to a trace function.
+    """Calls a function with each part of one message and with the kind of this part.
 
     Example: for `Hi<call>{..}</call>`, the trace function receives `("content", "Hi")`,
     `("markup", "<call>")`, `("call", "{..}")` and `("markup", "</call>")`.
@@ -56,6 +56,6 @@ class TraceWriter:
         self._call_text = ["".join(self._call_text)[:-num_chars]]
 
     def end_call(self) -> None:
-        """Pass the stored text of the tool call to the trace function. Then no text is stored."""
+        """Call the trace function with the stored text of the tool call, and delete the text."""
         self.write(CALL, "".join(self._call_text))
         self._call_text = []

@@ -11,7 +11,7 @@ from nereid_parsers.stream.state import State
 
 
 class UnclassifiedReader:
-    """Reads the text before the first marker of a message if the prompt is not known.
+    """Reads the text before the first marker, such as `</think>`, if the prompt is not known.
 
     An unknown prompt may end with the opening marker of the reasoning, such as `<think>`. The text
     after the prompt is then reasoning, and otherwise content. The reader therefore stores the text
@@ -49,7 +49,8 @@ class UnclassifiedReader:
             return False
         # Only some templates of the model family write the opening marker at the end of the prompt.
         prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
-        # The policy accepts a closing marker, such as `</think>`, without an opening marker.
+        # The policy may treat the text before `</think>` as reasoning, even if `<think>` is
+        # missing.
         opening_may_be_missing = self._stray_close is StrayClose.REASONING
         return prompt_may_open_reasoning or opening_may_be_missing
 
@@ -78,7 +79,7 @@ class UnclassifiedReader:
         return self._read_again(is_reasoning=self.is_reasoning_by_default)
 
     def _read_again(self, *, is_reasoning: bool) -> State:
-        """Put the stored text back into the buffer, and return the state in which it is read.
+        """Put the stored text back into the buffer, and return the state that reads it again.
 
         Args:
             is_reasoning: Whether the stored text is reasoning. If not, the text is content.

@@ -1,4 +1,4 @@
-"""The base classes of the body readers. A body reader reads the body of a tool call."""
+"""The base classes of the readers that read the arguments of a tool call."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nereid_parsers.stream.status import BROKEN, DONE, MORE
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 
-# A method that receives a text and a position. The method reads the part of the body that starts at
-# the position, and returns the end of this part, or NEED_MORE if more text is required.
+# A method that receives a text and a position. The method reads the text from this position on, and
+# returns the position at which it stopped, or NEED_MORE if more text is required.
 Step = Callable[[str, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The matched header of a tool call or message, which is the text before the body.
+    """The matched text that precedes a tool call's arguments or a message's content.
 
     Attributes:
         end: The position after the header.
@@ -36,7 +36,7 @@ class Head:
 
 
 class BodyReader:
-    """Reads the body of a tool call, and passes the arguments to a CallWriter.
+    """Reads the text of one or several tool calls, and passes the arguments to a `CallWriter`.
 
     The body is the text after the header of the tool call, for example `{"city": "Paris"}`. In some
     formats, the body is a list of tool calls.
@@ -71,7 +71,7 @@ class BodyReader:
         self.is_final = False
 
     def begin(self) -> None:
-        """Start the tool call, if the header alone shows that the text is a tool call.
+        """Start the tool call, if the text that has been read proves that it is a tool call.
 
         If the tool call cannot start, set the status BROKEN. The parser then returns the text of
         the tool call as content. Most readers do nothing in `begin`, because they start the tool
@@ -79,7 +79,7 @@ class BodyReader:
         """
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next piece of the body, which starts at `text[pos]`, and set `status`.
+        """Read the next part of the arguments, which starts at `text[pos]`, and set `status`.
 
         Returns:
             The position up to which the text was read. The caller passes the rest of the text to
@@ -88,7 +88,7 @@ class BodyReader:
         raise NotImplementedError
 
     def _start_named_call(self, head: Head) -> bool:
-        """Start a call of the function whose name is in the header `head`.
+        """Start a call of the function `head.name`.
 
         Return whether the tool call has started. If not, for example because the request does not
         offer the function, the text of the tool call is content.
@@ -121,7 +121,7 @@ class BodyReader:
 
 
 class StepReader(BodyReader):
-    """Reads a body in steps. A step is a method that reads some text and selects the next step."""
+    """Reads a tool call in steps. A step is a method that reads text and selects the next step."""
 
     __slots__ = ("_step",)
 
@@ -131,7 +131,7 @@ class StepReader(BodyReader):
         self._step = first_step
 
     def read(self, text: str, pos: int) -> int:
-        """Read the text in steps, from `pos`, until the body ends or more text is required.
+        """Read the text from `pos` on, until the tool call ends or more text is required.
 
         Return the position up to which the text was read. See `BodyReader.read`.
         """

@@ -1,4 +1,4 @@
-"""Compiles the declaration of tagged arguments, and matches the tags in the model's text."""
+"""Compiles and matches the tags of arguments such as `<parameter=city>Paris</parameter>`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MarkerRole(Enum):
 
 
 class CompiledTag:
-    r"""One declared way to write a tagged value, compiled to regular expressions.
+    r"""The regular expressions for one way to write an argument, such as `<p=a>1</p>`.
 
     Example: for the declaration `<p={key}>\n` and `\n</p>` of a value such as `<p=a>\n1\n</p>`, the
     opening is `<p={key}>`, the padding is `\n` and the closing marker is `</p>`.
@@ -85,7 +85,7 @@ class CompiledTag:
 
 
 class _EndSearch(NamedTuple):
-    """The regexes that find the end of a value.
+    """The regexes that find the end of a value, such as `</p>` in `<p=city>Paris</p>`.
 
     Attributes:
         complete: Finds the closing marker of the value (group "close"), or another marker that
@@ -99,7 +99,7 @@ class _EndSearch(NamedTuple):
 
 
 def _compile_end_search(close: str, early_ends: tuple[str, ...], whitespace: str) -> _EndSearch:
-    r"""Compile the regexes that find the end of a value.
+    r"""Compile the regexes that find the end of a value, such as `</p>` in `<p=city>Paris</p>`.
 
     Examples for the closing marker `</p>`, the early end `</call>` and the white space `\n`:
 
@@ -143,7 +143,7 @@ def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -
 
 
 def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
-    r"""Return regexes that match incomplete markers at the end of a text.
+    r"""Return regexes that match the beginning of a marker, such as `</`, at the end of a text.
 
     More text could complete such a marker. Example: for the marker `</p>` and the optional white
     space `\n` before the marker, the regexes match `\n</` and `</` at the end of the text.
@@ -156,7 +156,7 @@ def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
 
 
 def _any_of(markers: Iterable[str]) -> str:
-    """Return a regex that matches any of the markers, or never matches if `markers` is empty.
+    """Return a regex that matches any of the `markers`. Without markers, it never matches.
 
     White space before and after the tags of a marker is optional, see `spaced_marker_regex`.
     """
@@ -189,7 +189,7 @@ class TagOpening:
 
 
 class CompiledTags:
-    """The compiled declaration of tagged arguments. The methods match the tags in a text.
+    """Matches the tags of arguments such as `<parameter=city>Paris</parameter>`.
 
     Tagged arguments are written as `<parameter=city>Paris</parameter>`. A stop marker, such as
     `</function>`, follows the last argument.
@@ -206,7 +206,7 @@ class CompiledTags:
         stop_markers: tuple[str, ...],
         markers_between_calls: tuple[str, ...],
     ) -> None:
-        """Compile the declaration of arguments such as `<parameter=city>Paris</parameter>`.
+        """Compile the regexes for arguments such as `<parameter=city>Paris</parameter>`.
 
         Args:
             declaration: The declaration. `declaration.also` contains other ways to write a value.
@@ -223,7 +223,8 @@ class CompiledTags:
         self.stop_markers = stop_markers
         self.variants = tuple(CompiledTag(variant, early_ends) for variant in variants)
         self._head = head
-        # Finds the closing markers of values (group "close") and the opening tags of values.
+        # Finds the closing tags (group "close") and the opening tags of arguments, such as `</p>`
+        # and `<p=city>`.
         closes = _any_of(variant.close for variant in self.variants)
         self._find_close_or_opening = re.compile(
             f"(?P<close>{closes})|{_any_of(openings)}"
@@ -279,7 +280,7 @@ class CompiledTags:
         return NEED_MORE if may_become_stop_marker else NO_MATCH
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
-        """Decide whether a stop marker is a part of the current value, or follows this value.
+        """Decide whether a marker such as `</function>` is a part of a value, or follows the value.
 
         A stop marker, such as `</function>`, ends all arguments of a tool call. It has been found
         in the text of a value that `</parameter>` should close. Either the value contains the stop
@@ -330,7 +331,7 @@ class CompiledTags:
         return any(match_marker(marker, text, pos) >= 0 for marker in self.stop_markers)
 
     def may_become_stop_marker(self, text: str, pos: int) -> bool:
-        """Return whether `text[pos:]` is a prefix of a marker that ends the arguments.
+        """Return whether `text[pos:]` is the beginning of a marker that ends the arguments.
 
         Example: `</fun` is a prefix of `</function>`.
         """

@@ -1,4 +1,4 @@
-"""The roles of the keys in a JSON object that represents a tool call."""
+"""Decides what the keys mean in a JSON object that represents a tool call."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
-# Keys that models sometimes write instead of the declared key of the arguments.
+# Models sometimes write one of these keys instead of the expected key of the arguments.
 _ARGUMENTS_KEYS = frozenset({"arguments", "parameters", "input", "args"})
 # Models sometimes enclose the name and the arguments in an object with one of these keys.
 _WRAPPER_KEYS = frozenset({"function", "tool_call"})
 
 
 class KeyRole(Enum):
-    """The role of a key in a JSON object that represents a tool call.
+    """What a key means in a JSON object that represents a tool call, for example NAME.
 
     Example: in `{"name": "f", "arguments": {}, "type": 1}`, the roles are NAME, ARGUMENTS and
     IGNORED.
@@ -61,7 +61,7 @@ class CallParts:
 
 @lru_cache(maxsize=256)
 def declared_roles(keys: Keys) -> dict[str, KeyRole]:
-    """Return a dict that maps the path of each declared key to the role of this key.
+    """Return a dict with the role of each key in `keys`, such as `{"function.name": NAME}`.
 
     The path of an inner key contains the outer keys. Example for the tool call
     `{"id": "1", "function": {"name": "f", "arguments": {}}}`:
@@ -74,7 +74,7 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     function.arguments ARGUMENTS
     function.name NAME
     """
-    # If the format declares one path for several roles, a later assignment replaces an earlier one.
+    # If the format uses one key path for several roles, the last assignment below decides.
     roles: dict[str, KeyRole] = {}
     for path in (keys.name, keys.arguments):
         roles |= dict.fromkeys(_parent_paths(path), KeyRole.PARENT)
@@ -86,7 +86,7 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
 
 
 class _Deviation(NamedTuple):
-    """The role of a key that the format does not declare.
+    """The role of an unexpected key, such as `input` instead of `arguments`.
 
     Attributes:
         role: The role that the parser assigns to the key.
@@ -98,7 +98,7 @@ class _Deviation(NamedTuple):
 
 
 class KeyRoles:
-    """Decides the role of each key in one JSON object that may be a tool call.
+    """Decides whether a key of a tool call's JSON object holds the name, the arguments or the id.
 
     The role depends on the format's declaration of the keys, and on the parts of the tool call that
     precede the key.
@@ -109,7 +109,7 @@ class KeyRoles:
     def __init__(
         self, keys: Keys | NameIsKey, parts: CallParts, writer: CallWriter, *, is_confirmed: bool
     ) -> None:
-        """Create an object that decides the roles of the keys of one JSON object.
+        """Create an object that decides what the keys of one JSON object mean.
 
         Args:
             keys: The declaration of the object's keys.
@@ -125,7 +125,7 @@ class KeyRoles:
         self._is_confirmed = is_confirmed
 
     def role_of(self, path: str, *, is_object: bool) -> KeyRole:
-        """Return the role of a key, which decides how the value of the key is read.
+        """Return the meaning of a key, which decides how the value of the key is read.
 
         The format declares the keys in one of two ways:
 
@@ -151,7 +151,7 @@ class KeyRoles:
         return KeyRole.IGNORED if is_second_name or is_second_arguments else role
 
     def _role_of_undeclared(self, path: str, keys: Keys, *, is_object: bool) -> KeyRole:
-        """Return the role of a key that the format does not declare.
+        """Return the role of an unexpected key, such as `input` instead of `arguments`.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
         object. Such a key is accepted, and the description of the deviation from the format is
@@ -173,7 +173,7 @@ class KeyRoles:
         return KeyRole.IGNORED if may_be_ignored else KeyRole.INVALID
 
     def _may_deviate(self) -> bool:
-        """Return whether an undeclared key may be the key of the arguments or of the whole call.
+        """Return whether an unexpected key may still be the key of the arguments or of the call.
 
         The result is False if the arguments have already been read. It is also False if nothing
         distinguishes a tool call from an ordinary JSON object. A marker before the object, or the
@@ -184,7 +184,7 @@ class KeyRoles:
 
 
 def _deviation_of(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None:
-    """Return the role of an undeclared key that models often write, or None for any other key.
+    """Return the role of an unexpected key that models often write, or None for any other key.
 
     Models sometimes write another key than the declared key of the arguments, or enclose the whole
     tool call in an object. Examples for the declared keys `name` and `arguments`:

@@ -49,9 +49,9 @@ class ObjectReader(StepReader):
         self._name_is_key = isinstance(keys, NameIsKey)
         self._parts = CallParts()  # The parts of the tool call that have been read.
         self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
-        # The position in the object. `_outer_keys` are the keys of the objects that enclose the
-        # current position, for example ["function"]. The key of an object with the role WRAPPER is
-        # stored as "", because declared paths do not contain this key.
+        # `_outer_keys` are the keys of the objects that enclose the current position, for example
+        # ["function"]. For an object that the format does not expect (role WRAPPER), "" is stored
+        # instead of the key of the object.
         self._outer_keys: list[str] = []
         self._key = ""  # The key of the member that is being read.
         # The objects that read the current value.
@@ -138,7 +138,7 @@ class ObjectReader(StepReader):
         return self._is_confirmed and self._start_call()
 
     def _set_key(self, key: str) -> None:
-        """Store the key of a member, and select the step that reads the colon after the key.
+        """Store the key of a member, and select the method that reads the colon after the key.
 
         White space at the start and at the end of the key is removed.
         """
@@ -159,7 +159,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_value(self, text: str, pos: int) -> int:
-        """Read the start of a value, and select the step that reads the rest of the value.
+        """Read the start of a value, and select the method that reads the rest of the value.
 
         The role of the key and the first character of the value decide. Examples:
 
@@ -216,7 +216,7 @@ class ObjectReader(StepReader):
     # ---- strings, and values that are ignored ----------------------------------------------------
 
     def _expect_string(self, on_string: Callable[[str], None]) -> None:
-        """Select the step that reads a string. `on_string` will receive the decoded string."""
+        """Select the method that reads a string. `on_string` will receive the decoded string."""
         self._on_string = on_string
         self._string = JsonStringReader()
         self._step = self._read_string
@@ -239,7 +239,7 @@ class ObjectReader(StepReader):
         return end
 
     def _select_step_after_scan(self) -> None:
-        """Select the next step after `_scanner` has scanned a piece of a value.
+        """Select the method that reads the next text, depending on the status of `_scanner`.
 
             value            effect
             complete         The next step reads the next key.
@@ -269,7 +269,7 @@ class ObjectReader(StepReader):
             self.status = BROKEN
 
     def _set_call_id(self, call_id: str) -> None:
-        """Store the id of the tool call, and select the step that reads the next key."""
+        """Store the id of the tool call, and select the method that reads the next key."""
         self._parts.call_id = call_id
         self._step = self._read_key_or_closing_brace
 
@@ -296,7 +296,7 @@ class ObjectReader(StepReader):
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int:
-        """Start the tool call if its name is known, and select the step that reads the arguments.
+        """Start the tool call if its name is known, and select the method that reads the arguments.
 
         The arguments start at `pos`. If no marker has confirmed that the object is a tool call, the
         arguments must be a JSON object. Example: `{"name": "Ann", "arguments": 3}` is content, so
@@ -322,7 +322,7 @@ class ObjectReader(StepReader):
         return pos
 
     def _select_arguments_step(self, first_char: str) -> None:
-        r"""Select the step that reads the arguments, depending on their first character.
+        r"""Select the method that reads the arguments, depending on their first character.
 
         The arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`.
         """
@@ -371,7 +371,7 @@ class ObjectReader(StepReader):
         self._step = self._read_key_or_closing_brace
 
     def _write(self, text: str) -> None:
-        """Write a piece of the arguments, or store the piece if the tool call has not started."""
+        """Write a part of the arguments. If the tool call has not started yet, store the part."""
         if self.writer.is_open:
             self.writer.write(text)
         else:

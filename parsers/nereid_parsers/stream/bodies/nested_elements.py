@@ -12,13 +12,14 @@ from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.values.argument_types import to_json
 
-# An element without a declared type is an array if the name of its first child is `item`.
+# If the schema declares no type for an element, the element is an array if its first child is
+# called `item`.
 _ARRAY_ITEM = "item"
 _CONTAINER_TYPES = frozenset({"array", "object"})
 
 
 class ElementKind(Enum):
-    """The kind of the value that an element contains.
+    """The kind of value between two tags, such as a string in `<city>Paris</city>`.
 
     UNKNOWN    The text that has been read does not show the kind.
     OBJECT     The child elements are the members of an object.
@@ -37,7 +38,7 @@ class ElementKind(Enum):
 
 @dataclass(slots=True)
 class Element:
-    """An element whose closing tag has not been read, as in `<city>Paris`.
+    """An element of nested tags, such as `<city>Paris`, whose closing tag has not been read.
 
     Several children of one name become one array. Therefore the value of a child is not written
     when the child closes, but when a child with another name opens.
@@ -90,7 +91,7 @@ class Element:
         return ElementKind.ARRAY if is_array else ElementKind.OBJECT
 
     def value_as_json(self) -> str:
-        """Return the stored text of this element as JSON text.
+        """Return the stored text between the tags of this element as JSON text.
 
         Example: for `~<days>3~</days>`, the result is `3`. For an element without text, the result
         is `[]` or `{}` if the schema allows only arrays or objects.
@@ -102,7 +103,7 @@ class Element:
         return to_json(text, self.types)
 
     def delays_value_of(self, child: str) -> bool:
-        """Return whether the value of a closed child with the name `child` has not been written."""
+        """Return whether values of closed child elements with the name `child` are still stored."""
         return child == self.last_child and bool(self.delayed_values)
 
     def add_key(self, child: str) -> str:

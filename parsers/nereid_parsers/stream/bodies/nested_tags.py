@@ -1,4 +1,4 @@
-"""Reads arguments that are written as nested elements, and writes a JSON object.
+"""Reads arguments in nested tags, such as `~<city>Paris~</city>`, and writes a JSON object.
 
 A prefix such as `~` precedes each tag. Example with the prefix `~`: the text
 `~<items>~<item>~<sku>b1~</sku>~</item>~</items>` becomes `{"items": [{"sku": "b1"}]}`.
@@ -44,7 +44,7 @@ class _NextPrefix(NamedTuple):
 
 
 class NestedReader(StepReader):
-    """Reads nested elements as the arguments of one tool call.
+    """Reads nested tags such as `~<city>Paris~</city>` as the arguments of one tool call.
 
     The matched header contains the function's name. Example: if the header names the function `f`,
     the tag prefix is `~` and `days` is an integer, the text `~<days>3~</days>` causes these calls
@@ -54,7 +54,7 @@ class NestedReader(StepReader):
     """
 
     def __init__(self, writer: CallWriter, head: Head, tag_prefix: str, stop_marker: str) -> None:
-        """Create a reader for arguments such as `~<city>Paris~</city>`, with the tag prefix `~`.
+        """Create a reader for arguments such as `~<city>Paris~</city>`, with `~` before each tag.
 
         Args:
             writer: The writer that converts the tool call into events.
@@ -67,10 +67,11 @@ class NestedReader(StepReader):
         self._tag_prefix = tag_prefix
         self._stop_marker = stop_marker
         self._root_schema: Mapping[str, object] = writer.tools.parameters.get(head.name, {})
-        # The open elements, from the outermost to the innermost. The outermost element contains all
-        # arguments, and has no tags of its own.
+        # The elements whose closing tags have not been read, from the outermost to the innermost.
+        # The outermost element contains all arguments, and has no tags of its own.
         self._elements = [Element("", self._root_schema, types=None, kind=ElementKind.OBJECT)]
-        # Finds the tag prefix, or the beginning of the tag prefix at the end of the text.
+        # Finds the text before a tag, such as `~` in `~<city>`, or the beginning of such a text at
+        # the end of the received text.
         self._find_prefix = re.compile(
             f"{re.escape(tag_prefix)}|{marker_prefix_regex(tag_prefix)}"
         ).search
@@ -122,7 +123,7 @@ class NestedReader(StepReader):
         return NEED_MORE if may_become_tag else self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
-        """Read the prefix and the tag at `pos`, and open or close an element.
+        """Read an opening or closing tag at `pos`, such as `~<city>` with the prefix `~`.
 
         Examples with the prefix `~`: `~<city>` and `~ <city>` open an element. `~</city>` closes
         the innermost open element, and is not valid if this element has another name. An opening
@@ -146,14 +147,15 @@ class NestedReader(StepReader):
                 return self._reject(pos)
             self._open_element(name)
             return tag.end()
-        # The name of the outermost element is "", so no tag closes this element.
+        # The name of the outermost element is "". No tag has this name, so no tag closes this
+        # element.
         if name != innermost.name:
             return self._reject(pos)
         self._close_element()
         return tag.end()
 
     def _open_element(self, name: str) -> None:
-        """Append the element `name` to the open elements, and write `name` as a JSON key.
+        """Append a new element to the list of open elements, and write its `name` as a JSON key.
 
         The new element is a child of the innermost open element. Example: for the second child
         `days`, `, "days": ` is written.
@@ -181,7 +183,7 @@ class NestedReader(StepReader):
         self.writer.write(parent.add_key(name))
 
     def _write_delayed_values(self, element: Element) -> None:
-        """Write the values in `element.delayed_values`, which belong to closed child elements."""
+        """Write the stored values of those child elements of `element` that are already closed."""
         json_text = element.take_delayed_values()
         if json_text:
             self.writer.write(json_text)
@@ -213,7 +215,7 @@ class NestedReader(StepReader):
         return NEED_MORE
 
     def _decide_kind_at_tag(self, element: Element, text: str, prefix_start: int) -> bool:
-        """Set `element.kind` of an element. Another tag follows the opening tag of this element.
+        """Set `element.kind`. Another tag directly follows the opening tag of the element.
 
         If the second tag is a closing tag, the element contains an empty text. If the second tag is
         an opening tag, as in `~<city>~<name>`, the element contains child elements. A malformed tag
@@ -240,7 +242,7 @@ class NestedReader(StepReader):
         return True
 
     def _start_text(self, element: Element) -> None:
-        """Set `element.kind` to the kind of an element that contains only text.
+        """Set `element.kind` to STRING or VALUE, because the element contains only text.
 
         If the schema allows only a string, the kind is STRING, and the opening quote is written.
         Otherwise the kind is VALUE, and nothing is written until the element closes.
@@ -267,7 +269,7 @@ class NestedReader(StepReader):
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
 
     def _write_omitted_key(self, element: Element) -> None:
-        """Write the key of `element` now, because `_open_element` has not written this key.
+        """Write the key of `element` now, because its key was omitted when the element opened.
 
         `_open_element` writes no key if the previous sibling has the name of the element, because
         both elements may become the items of one array. An element with children cannot be an item
@@ -279,7 +281,7 @@ class NestedReader(StepReader):
         element.is_key_written = True
 
     def _next_prefix(self, text: str, pos: int) -> _NextPrefix:
-        """Find the prefix of the next tag. The prefix at the end of `text` may be incomplete.
+        """Find the text before the next tag, such as `~` in `~<city>`. This text may be cut off.
 
         Examples with the tag prefix `]<]` and `pos=0`: `a]<]` gives `_NextPrefix(1, True)`, and
         `a]<` gives `_NextPrefix(1, False)`. The text `a`, which contains no prefix, gives
@@ -291,7 +293,7 @@ class NestedReader(StepReader):
         return _NextPrefix(match.start(), is_complete=match.group() == self._tag_prefix)
 
     def _read_text_or_tag(self, element: Element, text: str, pos: int) -> int:
-        """Read the text of an element up to the next tag, or read the tag that is at `pos`.
+        """Read text up to the next tag, or read the tag that is at `pos`.
 
         Example with the prefix `~` before each tag: from `Paris~</city>`, the first call reads
         `Paris` as the text of `element`, and the second call reads `~</city>`.
@@ -312,14 +314,14 @@ class NestedReader(StepReader):
         return len(text)
 
     def _add_text(self, element: Element, text: str) -> None:
-        """Write the text of a string. Store the text of any other value in the element."""
+        """Write the text if the element is a string. Otherwise store the text in the element."""
         if element.kind is ElementKind.STRING:
             self.writer.write(escape_json(text))
         else:
             element.text_pieces.append(text)
 
     def _close_element(self) -> None:
-        """Remove the innermost element from the open elements, and complete its JSON value.
+        """Close the innermost open element, and write the rest of its JSON value.
 
         Examples: `"` is written for a string, `]` for an array, and `3` for `~<days>3~</days>`.
         """
@@ -353,12 +355,12 @@ class NestedReader(StepReader):
         self.status = DONE
 
     def _close_arguments(self) -> None:
-        """Write the stored values of the outermost element, and then the closing brace."""
+        """Write the arguments that are still stored, and then the closing brace."""
         self._write_delayed_values(self._elements[0])
         self.writer.write("}")
 
     def end_invalid_call(self) -> None:
-        """Close all open elements, and end the tool call, because its text is not valid.
+        """Complete the JSON text of the arguments, and end the invalid tool call.
 
         The written arguments are then valid JSON. Example: inside `~<city>~<name>`, the text
         `""}}` is written, where `""` is the value of the empty element `name`.

@@ -147,7 +147,7 @@ class PythonCallsReader(StepReader):
         return equals_pos + 1
 
     def _start_argument(self, name: str) -> None:
-        """Write the key of an argument, and select the step that reads the value of the argument.
+        """Write the key of an argument, and select the method that reads the value of the argument.
 
         Example: for the first argument `city`, `{"city": ` is written.
         """
@@ -252,7 +252,10 @@ class UnquotedKeyReader(BodyReader):
     """Reads arguments as an object whose keys have no quotes: `{city:<q>Paris<q>,days:3}`."""
 
     def __init__(self, writer: CallWriter, head: Head, quote: str) -> None:
-        """Create a reader for the arguments of `head.name`. `quote` encloses each string."""
+        """Create a reader for the arguments of the function `head.name`.
+
+        `quote` is the text that encloses each string, for example `<q>`.
+        """
         super().__init__(writer)
         self._head = head
         # Some models write JSON strings, in double quotes, instead of using the declared quote.

@@ -36,7 +36,7 @@ class _ValueEnd(NamedTuple):
 
 
 class TaggedReader(StepReader):
-    """Reads tagged values as the arguments of one tool call.
+    """Reads arguments such as `<parameter=city>Paris</parameter>` of one tool call.
 
     The matched header contains the function's name. Example: if the header names the function `f`
     and `city` is a string, the text `<parameter=city>Paris</parameter></function>` causes these
@@ -49,14 +49,17 @@ class TaggedReader(StepReader):
     _value: TaggedValue
 
     def __init__(self, writer: CallWriter, head: Head, tags: CompiledTags) -> None:
-        """Create a reader for the arguments of `head.name`. `tags` matches the arguments' tags."""
+        """Create a reader for the arguments of the function `head.name`.
+
+        `tags` matches the tags around the arguments.
+        """
         super().__init__(writer, self._read_tag_or_end)
         self._head = head
         self._tags = tags
         self._keys: set[str] = set()  # The names of the arguments that have been read.
 
     def begin(self) -> None:
-        """Start the tool call. The matched header already shows that the text is a tool call.
+        """Start the tool call. Text such as `<function=f>` has shown that a tool call follows.
 
         If the tool call cannot start, set the status BROKEN.
         """
@@ -64,7 +67,7 @@ class TaggedReader(StepReader):
             self.status = BROKEN
 
     def _read_tag_or_end(self, text: str, pos: int) -> int:
-        """Read the opening tag of the next value. If a stop marker follows, end the tool call.
+        """Read the next opening tag. At a marker such as `</function>`, end the tool call.
 
         The text at `pos` follows the header of the tool call, or the closing marker of a value:
 
@@ -95,7 +98,7 @@ class TaggedReader(StepReader):
         return len(text) if self.is_final else NEED_MORE
 
     def _may_become_tag(self, text: str, pos: int) -> bool:
-        """Return whether `text[pos:]` is the beginning of a stop marker or of an opening tag.
+        """Return whether `text[pos:]` is the beginning of a tag, such as `</func` or `<param`.
 
         Examples: the result is True for `</func` and for `<param`, and False for `Paris`.
         """
@@ -117,7 +120,7 @@ class TaggedReader(StepReader):
         self._step = self._skip_padding
 
     def _skip_padding(self, text: str, pos: int) -> int:
-        r"""Skip the declared white space before a value, and select the step that reads the value.
+        r"""Skip white space before a value, and select the method that reads the value.
 
         Example: for the declaration `"<parameter={key}>\n"`, the line break before `3` is skipped
         in `\n3</parameter>`. The model may omit this white space.
@@ -135,7 +138,7 @@ class TaggedReader(StepReader):
         return pos + len(padding) if has_padding else pos
 
     def _select_value_step(self) -> None:
-        """Select the step that reads the value. If the value is declared as a string, write `"`."""
+        """Select the method that reads the value. If only a string is allowed, write `"`."""
         if self._value.is_declared_as_string():
             self.writer.write('"')
             self._step = self._pass_on_string
@@ -200,7 +203,7 @@ class TaggedReader(StepReader):
         return MarkerRole.AFTER_VALUE if is_next_argument else MarkerRole.PART_OF_VALUE
 
     def _pass_on_string(self, text: str, pos: int) -> int:
-        """Write the text of a string as it arrives. At the closing marker, write the closing quote.
+        """Write the text of a string as it arrives. At the closing tag, write the closing quote.
 
         The opening quote has been written before. Example: for the pieces `Pa` and
         `ris</parameter>`, `Pa` and `ris"` are written. After the closing marker, the next step

@@ -52,7 +52,7 @@ class TaggedValue:
         return self.types == _STRING_ONLY
 
     def can_only_be_string(self) -> bool:
-        """Return whether the value is a string, no matter how the stored text continues.
+        """Return whether the value is certainly a string, whatever text may still follow.
 
         The result depends on the allowed types:
 
@@ -69,7 +69,8 @@ class TaggedValue:
             text = self.text
             may_become_null = any(word.startswith(text) for word in _NULL_WORDS)
             return not may_become_null
-        # The pieces are not joined here. Joining all pieces for each new piece would be slow.
+        # The pieces of text are not joined here, because joining all of them for each new piece
+        # would be slow.
         first_char = self.pieces[0][0]
         return first_char not in _FIRST_CHARS_OF_JSON
 

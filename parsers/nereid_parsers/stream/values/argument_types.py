@@ -267,7 +267,7 @@ class _Literal(NamedTuple):
 
 
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
-    """Return whether a JSON value must be converted to a string, because of the schema.
+    """Return whether a JSON value becomes a JSON string, because of the types that are allowed.
 
     These examples show all cases:
 

@@ -143,7 +143,7 @@ class WrapperFilter:
         return whitespace + brace + passed_on_after_brace
 
     def _read_key(self, text: str) -> str:
-        """Return "" if the first key may be the key of a superfluous outer object, or else `text`.
+        """Return `text`, or "" if the first key in `text` may be the key of a superfluous object.
 
         Text that is not returned is stored in `_stored_text`. Examples, if `"arguments"` is a key
         of superfluous objects:
@@ -176,7 +176,7 @@ class WrapperFilter:
         return text
 
     def finish(self) -> StoredText:
-        """At the end of the arguments, return the stored text without a superfluous outer object.
+        """Return the stored text of complete arguments, without a superfluous object around them.
 
         `add` has already returned the opening brace of the arguments to the caller, so the result
         does not contain this brace. Examples:

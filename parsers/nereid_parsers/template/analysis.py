@@ -1,4 +1,4 @@
-r"""Infers a Format from a chat template by comparing renderings. Start at `analyze_template`.
+r"""Infers the output syntax of a model from its chat template. Start at `analyze_template`.
 
 The analysis does not read the logic of a template. It renders *probes*, which are conversations
 with texts that occur in no template, and compares the renderings. Two probes that differ in one
@@ -94,8 +94,9 @@ from nereid_parsers.template.tools import (
     find_tools,
 )
 
-# If quarantine.py declares a format, the analysis does not infer the format. The report then shows
-# "recognised" instead of a form of tool calls, such as "JSON".
+# For a few chat templates, quarantine.py describes the output of the model. Then the analysis
+# infers nothing, and the report shows "recognised" in the place of a word such as "JSON", which
+# names the syntax of the tool calls.
 _KNOWN_FORM = "recognised"
 
 
@@ -105,7 +106,7 @@ def analyze_template(
     eos_token: str = "",
     **template_kwargs: Any,  # noqa: ANN401  # a template may read variables of any type
 ) -> TemplateAnalysis:
-    """Infer how a model writes reasoning, content and tool calls, from its chat template.
+    """Infer from a chat template how the model writes reasoning, content and tool calls.
 
     The main result is a `Format`. With this format, the parser splits the output of the model into
     reasoning, content and tool calls. Example: if the template renders an answer as
@@ -134,11 +135,10 @@ def analyze_checkpoint_template(
     template_kwargs: Mapping[str, Any] | None = None,
     added_tokens: Collection[str] = (),
 ) -> TemplateAnalysis:
-    """Infer how a model writes reasoning, content and tool calls, as `analyze_template` does.
+    """Do the same as `analyze_template`, but also use the tokens that were added to a tokenizer.
 
-    In addition, this function uses the tokens that were added to the tokenizer's vocabulary. If the
-    template renders no tool calls, added tokens such as "<tool_call>" can show the format of the
-    tool calls.
+    If the template renders no tool calls, added tokens such as "<tool_call>" can show the format of
+    the tool calls.
 
     Args:
         jinja_source: The template.
@@ -147,7 +147,7 @@ def analyze_checkpoint_template(
         template_kwargs: Template variables that are set in every rendering.
         added_tokens: The tokens that were added to the tokenizer's vocabulary.
     """
-    # The prober renders test conversations with the template, and stores findings for the report.
+    # `prober` renders test conversations with the template, and stores the findings for the report.
     prober = Prober(
         CompiledTemplate(jinja_source, Budget()),
         bos=bos_token or BOS_TOKEN,
@@ -159,12 +159,13 @@ def analyze_checkpoint_template(
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
-    # The format of a few templates cannot be inferred. quarantine.py declares these formats.
+    # For a few templates, the analysis cannot infer how the model writes its output. quarantine.py
+    # contains descriptions of the output for these templates.
     return _analyze(prober, known_format=find_quarantined(jinja_source))
 
 
 def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAnalysis:
-    """Infer the format of a model's output. If the format is already known, only check it.
+    """Infer the format of a model's output. If `known_format` is not None, only check this format.
 
     Mutates: `prober.form`, the form of messages that the template can render. `prober` also stores
     the comparisons and the open questions, which are copied into the result.
@@ -192,7 +193,7 @@ def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAn
 
 
 def _choose_content_form(prober: Prober) -> None:
-    """Find out in which form the template expects messages, and store the form in `prober.form`.
+    """Find the message format that the template expects, and store this format in `prober.form`.
 
     Templates expect a message in different forms. For example, the content of a message is a string
     in one form and a list of parts in another form.
@@ -225,11 +226,13 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
     """
     reasoning = find_reasoning(turn)
     content = compare_content(turn, reasoning)
-    # The comparisons of tool calls need the markers that end a turn.
+    # The comparisons of tool calls need the markers that end an assistant message, such as
+    # `<|im_end|>`.
     turn_with_ends = replace(turn, end_markers=content.end_markers)
     wrapper = content.wrapper
     if wrapper is None:
-        # Some templates write markers around the content only in messages with tool calls.
+        # Some templates write markers such as `<answer>` around the content, but only in messages
+        # with tool calls.
         wrapper = compare_content_with_call(turn_with_ends, reasoning.part)
     tools = find_tools(turn_with_ends, reasoning.part, wrapper)
     return make_checked_format(turn_with_ends, Findings(reasoning, wrapper, tools))
@@ -238,7 +241,7 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
 def _check_known_format(
     turn: ModelTurn, known_format: QuarantineEntry, *, has_calls: bool
 ) -> CheckedFormat:
-    """Return the format that quarantine.py declares for a template, and check this format.
+    """Return the output format that quarantine.py contains for a template, and check this format.
 
     Rendered conversations are compared although the format is known, because the report shows the
     comparisons. To check the format, the parser parses rendered messages with this format.
@@ -256,9 +259,9 @@ def _check_known_format(
     )
     reasoning = find_rendered_reasoning(turn)
     tools = _compare_known_calls(turn, has_calls=has_calls)
-    # This comparison is needed only for the markers that end a turn. The declared format already
-    # contains the markers of reasoning and content, so `compare_content` gets no findings about
-    # reasoning.
+    # This comparison is needed only for the markers that end a message, such as `<|im_end|>`. The
+    # known format already contains the markers around reasoning and content. Therefore,
+    # `ReasoningFindings()`, which contains no findings, is passed.
     end_markers = compare_content(turn, ReasoningFindings()).end_markers
     fmt = _with_turn_ends(known_format.make_format(), end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)
@@ -266,7 +269,7 @@ def _check_known_format(
 
 
 def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Compare rendered tool calls whose format is already known, and return the findings.
+    """Compare rendered tool calls whose syntax is already known, and return the findings.
 
     The report shows two comparisons. T1 compares an answer without a tool call and an answer with a
     tool call. T2 compares a message with one tool call and a message with two tool calls.
@@ -285,7 +288,7 @@ def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
 
 
 def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
-    """Return a copy of a known format that also declares the markers that end the model's turn.
+    """Return a copy of `fmt` with the markers that end an assistant message, such as `<|im_end|>`.
 
     If the layout of the format is `Messages`, the layout already declares some of the markers, so
     only the other markers are added. A format with another layout is returned unchanged.
@@ -297,7 +300,7 @@ def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
 
 
 def _supported_features(findings: Findings, form: InputForm) -> Supports:
-    """Return the parts of messages that the template can render. The report lists these parts.
+    """Return which features a template supports, such as several tool calls in one message.
 
     Args:
         findings: The findings about reasoning and tool calls. They state, for example, whether the

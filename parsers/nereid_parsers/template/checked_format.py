@@ -1,4 +1,4 @@
-"""Combine the findings of the comparisons into a format, and check the format."""
+"""Build a `Format` from the findings about a chat template, and check this `Format`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nereid_parsers.template.tools import ToolFindings
 
 
 class Findings(NamedTuple):
-    """The findings of all comparisons of renderings, for each part of a model's output.
+    """The findings about reasoning, content and tool calls in the output of a model.
 
     Attributes:
         reasoning: The findings about reasoning.
@@ -27,7 +27,7 @@ class Findings(NamedTuple):
 
 
 class CheckedFormat(NamedTuple):
-    """A format, and the rendered messages that were parsed with this format to check it.
+    """An inferred `Format`, and the rendered messages that were parsed to check this `Format`.
 
     Attributes:
         findings: The findings from which the format was made.
@@ -41,7 +41,7 @@ class CheckedFormat(NamedTuple):
 
 
 def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
-    """Combine the findings into a format, and parse rendered messages to check this format.
+    """Build a `Format` from the findings, and parse rendered messages to check this `Format`.
 
     If the parser does not return the tool call of a rendered message, the result is a format
     without tool calls. With this format, the parser returns the text of a tool call as content.
@@ -70,7 +70,7 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
 
 
 def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFormat:
-    """Parse rendered messages with a format, and return the format together with the results.
+    """Parse rendered messages with a `Format`. Return the `Format` together with the results.
 
     Args:
         fmt: The format.
@@ -82,7 +82,7 @@ def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFor
 
 
 def _wrong_call(proofs: list[Proof]) -> Proof | None:
-    """Return the parsed message with one tool call. Return None if it was parsed correctly.
+    """Return the parsed message with one tool call if it was parsed wrongly, otherwise None.
 
     A proof is a rendered message that was parsed to check the format. The result is also None if
     no message with one tool call was rendered.
@@ -92,7 +92,7 @@ def _wrong_call(proofs: list[Proof]) -> Proof | None:
 
 
 def _wrong_parts(proof: Proof) -> str:
-    """Return sentences for the report that name the wrongly parsed parts of a message."""
+    """Return sentences for the report about the parts of a message that were parsed wrongly."""
     return (
         f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
         f"The template renders the message as {proof.text!r}."
@@ -100,7 +100,7 @@ def _wrong_parts(proof: Proof) -> str:
 
 
 def _make_format(turn: ModelTurn, findings: Findings) -> Format:
-    """Combine the findings into a `Format`. The parser splits a model's output with this format.
+    """Build a `Format` from the findings. The parser uses it to split the output of the model.
 
     If the findings contradict each other, return a format in which all output is content.
 
@@ -124,7 +124,7 @@ def _make_format(turn: ModelTurn, findings: Findings) -> Format:
 
 
 def _visible_markers(reasoning: Reasoning | None) -> list[str]:
-    r"""Return the opening and closing markers of reasoning without the white space around them.
+    r"""Return the markers of reasoning, such as `<think>`, without the white space around them.
 
     >>> _visible_markers(Reasoning("<think>", "</think>\n"))
     ['<think>', '</think>']
@@ -135,7 +135,7 @@ def _visible_markers(reasoning: Reasoning | None) -> list[str]:
 
 
 def _ends_of_format(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
-    """Return the markers and headers that the parser removes from the output of a model.
+    """Return the texts, such as `<|end|>` and `<|assistant|>`, that the parser removes.
 
     There are two kinds of such texts:
 

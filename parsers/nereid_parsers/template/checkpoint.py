@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChosenFormat:
-    """The chosen format of a checkpoint, and the reason for the choice.
+    """The `Format` that was chosen for the output of a checkpoint, and the reason for the choice.
 
     Attributes:
         format: The format.
@@ -52,7 +52,7 @@ def format_for_checkpoint(
     name: str | None = None,
     chat_template: str | None = None,
 ) -> ChosenFormat:
-    """Choose the format with which the parser reads the output of a checkpoint's model.
+    """Choose the `Format` with which the parser reads the output of a model.
 
     A format declares how the output is divided into reasoning, content and tool calls. The first
     available source determines the format:
@@ -96,7 +96,7 @@ def format_for_checkpoint(
 
 
 def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
-    """Combine the reasoning part of one registered format with the tool section of another format.
+    """Combine the reasoning markers of one format with the tool call syntax of another format.
 
     Args:
         reasoning: The name of the format with the reasoning part.
@@ -116,7 +116,7 @@ def _combine(
     file_format: ChosenFormat,
     combine_sections: Callable[[Sections, Sections], Sections],
 ) -> ChosenFormat:
-    """Take one part from the chosen format, and the other parts from the format of the checkpoint.
+    """Combine one part of the chosen format, such as reasoning, with the checkpoint's other parts.
 
     The files of the checkpoint contain or imply a whole format, and the user chose another format
     only for its reasoning part or only for its tool section. Only formats whose layout is
@@ -142,7 +142,7 @@ def _combine(
 
 
 def _join_formats(chosen: Format, from_files: Format, layout: Sections) -> Format:
-    """Combine two formats. Join the names, end markers and sources, and use the given layout.
+    """Combine two `Format` objects. Join their names, end markers and sources, and use `layout`.
 
     The ends are the texts that the parser removes because they end a turn. The texts that open a
     turn (`turn`) are those of `from_files`, because the template of the checkpoint writes them.
@@ -157,7 +157,7 @@ def _join_formats(chosen: Format, from_files: Format, layout: Sections) -> Forma
 
 
 def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:
-    """Return a copy of `from_files` in which the reasoning part comes from `chosen`.
+    """Return a copy of `from_files` with the reasoning markers of `chosen`.
 
     If `chosen` also declares markers around the content or a tool section, the result contains
     these markers or this tool section.
@@ -170,7 +170,7 @@ def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:
 
 
 def _replace_tools(chosen: Sections, from_files: Sections) -> Sections:
-    """Return a copy of `from_files` in which the tool section comes from `chosen`.
+    """Return a copy of `from_files` with the description of tool calls from `chosen`.
 
     If `chosen` also declares markers around the content, the result contains these markers. The
     reasoning part of `chosen` is used only if the files declare no reasoning, because the user did
@@ -184,7 +184,7 @@ def _replace_tools(chosen: Sections, from_files: Sections) -> Sections:
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
-    """Return the format of the model's output that the files of a checkpoint declare or imply.
+    """Return the `Format` that the files of a checkpoint contain, or infer it from the files.
 
     There are three sources, in the order of their priority:
 
@@ -204,7 +204,7 @@ def _format_of_files(text: CheckpointText) -> ChosenFormat:
 
 
 def _format_of_template(text: CheckpointText, problems: list[str]) -> ChosenFormat:
-    """Infer the format from the chat template of a checkpoint.
+    """Infer the `Format` of the model's output from the chat template of a checkpoint.
 
     If the template is missing or cannot be analysed, return a format in which all output is
     content.
@@ -228,7 +228,7 @@ def _format_of_template(text: CheckpointText, problems: list[str]) -> ChosenForm
 
 
 def _declared_format(response_template: dict[str, Any]) -> ChosenFormat:
-    """Return the format that the `response_template` of a checkpoint declares.
+    """Return the `Format` that the `response_template` of a checkpoint describes.
 
     Raises:
         FormatError: The declaration is invalid.
@@ -239,7 +239,7 @@ def _declared_format(response_template: dict[str, Any]) -> ChosenFormat:
 
 
 def _plain_format(problems: list[str]) -> ChosenFormat:
-    """Return a format in which all output is content, and log a warning.
+    """Return a `Format` that treats all output as content, and log a warning.
 
     Args:
         problems: Sentences that state why the format could not be read from the files of the

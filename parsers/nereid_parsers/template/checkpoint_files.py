@@ -1,4 +1,4 @@
-"""Read the chat template and the special tokens of a checkpoint from its files."""
+"""Read the chat template and the special tokens from the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _read_jinja_templates(path: Path) -> dict[str, str]:
 
 
 def _select_template(templates: object) -> str | None:
-    """Select the chat template for requests with tools, and return its source.
+    """Select the chat template for requests with tools. Return the source of this template.
 
     The template with the name "tool_use" is selected, or else the template "default", or else the
     first template.

@@ -33,7 +33,8 @@ _DESCRIPTION = (
     "it did not, and 2 for wrong arguments."
 )
 
-# For each kind of text in a report, the escape sequence that sets its colour on a terminal.
+# The keys are kinds of text in a report. The values are escape sequences, which set the colour of
+# such a text on a terminal.
 _COLOURS = {
     "title": "\x1b[1m",
     "name": "\x1b[34m",
@@ -105,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_report(report: Report, options: argparse.Namespace) -> None:
-    """Write a report as HTML to the file of --html, and as JSON to stdout if --json is set.
+    """Write a report. The option --html names a file for HTML, and --json writes JSON to stdout.
 
     Without these two options, write the report as text to stdout.
     """
@@ -135,7 +136,7 @@ def inspect(path: str) -> Report:
 
 
 def paint_for(colour: str) -> Paint:
-    r"""Return a function that adds the escape sequences of terminal colours to texts of a report.
+    r"""Return a function that adds terminal colours to the texts of a report.
 
     Example: `paint_for("always")("title", "Format")` returns "\x1b[1mFormat\x1b[0m". A terminal
     shows this text in bold.

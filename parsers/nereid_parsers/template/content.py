@@ -1,4 +1,4 @@
-"""Find the markers around the content, and the markers that end a turn."""
+"""Find the markers around the content of a message, and the markers that end the message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}
 
 @dataclass(frozen=True, slots=True)
 class ContentFindings:
-    """The markup around the content of a rendered answer.
+    """The markers around the content of an assistant message, and those that end the message.
 
     Attributes:
         wrapper: The markers around the content of the answer, or None if there are no markers.
@@ -52,7 +52,7 @@ class ContentFindings:
 
 
 def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFindings:
-    """Find the markers around the content of an answer, and the markers that end the turn.
+    """Find the markers around the content of an answer, and the markers that end the answer.
 
     The two markers around the content are called the wrapper. Example: the rendered answer
     "<answer>CONTENT</answer><|im_end|>" has the wrapper `<answer>`, `</answer>` and the end marker
@@ -90,7 +90,7 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
 
 
 def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> Wrapper | None:
-    """Return the markers around the content, or None if no marker opens the content.
+    """Return the markers around the content. Return None if no marker precedes the content.
 
     >>> _wrapper_around("<answer>", "</answer><|im_end|>", after_user_message="<|im_end|>")
     Wrapper(open='<answer>', close='</answer>')
@@ -106,7 +106,7 @@ def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> 
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
-    """Find markers around the content. Some templates write them only in messages with tool calls.
+    """Find the markers that a template writes around content only in messages with tool calls.
 
     Such a template writes the markers even if the content of the message is empty. Example: a
     message without content is rendered as "<say></say><call>..", and a message with content is
@@ -143,7 +143,7 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
 
 
 def _markers_around_content(text: str) -> Wrapper | None:
-    """Return the marker before and the marker after the content in `text`, a rendered answer.
+    """Return the markers before and after CONTENT_TEXT in `text`, a rendered answer.
 
     The content of the answer is CONTENT_TEXT. Return None if the content is not between two
     markers. Also return None if other text, or a second marker, precedes the content.
@@ -161,7 +161,7 @@ def _markers_around_content(text: str) -> Wrapper | None:
 
 
 def _starts_with_empty_content(text: str, wrapper: Wrapper) -> bool:
-    """Return whether `text` starts with empty content: two markers such as `<say></say>`.
+    """Return whether `text` starts with two markers that enclose nothing, such as `<say></say>`.
 
     >>> _starts_with_empty_content("<say> </say><call>", Wrapper("<say>", "</say>"))
     True
@@ -182,7 +182,7 @@ def _text_without_reasoning(
 
 
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
-    r"""Remove the markers of reasoning from the start of `text`, a rendered answer.
+    r"""Remove markers of reasoning, such as `<think></think>`, from the start of a rendered answer.
 
     Some templates write the markers of reasoning even if a message has no reasoning. Without these
     markers, the answer starts with its content or with a tool call. If the model writes no
@@ -195,8 +195,8 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
-    # The loop removes `space_after_close` after closing markers and after opening markers. White
-    # space after an opening marker has no meaning.
+    # The loop removes `space_after_close` after every marker. After an opening marker, such as
+    # `<think>`, this white space has no meaning.
     rest = text
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
@@ -204,7 +204,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
 
 
 def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None:
-    """Return the text after the marker with which `text` starts.
+    """Return the text after the first marker, if `text` starts with one of `possible_markers`.
 
     White space before the marker is ignored. Return None if `text` does not start with one of the
     possible markers.
@@ -220,7 +220,7 @@ def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None
 
 
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
-    """Return the markers that end the model's turn, or [] if no marker follows the content.
+    """Return the markers after the content that end the message. Return [] if there are none.
 
     The text after a user's message shows which markers end a turn. There are three cases. The
     columns show the text after the content of an answer, the text after a user's message, and the
@@ -261,7 +261,7 @@ def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Return the text that ends a turn. It consists of markers and words: `<|out|>turn<|of|>`.
+    """Return the text that ends a message and consists of markers and words: `<|out|>turn<|of|>`.
 
     The end of a turn is a text that follows an answer and also follows a user's message. If one
     more marker follows the end of the turn in both places, the result contains this marker too.
@@ -283,14 +283,14 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     next_marker = _shared_first_marker(
         after_content.removeprefix(turn_end), after_user_message.removeprefix(turn_end)
     )
-    # A marker that occurs in the header does not end a turn, because the header opens the next
-    # turn. EOS_TOKEN is omitted, because it is a placeholder for an unknown token.
+    # `next_marker` may be a part of the header, which opens the next message. Such a marker does
+    # not end a message. EOS_TOKEN is a placeholder for an unknown token, so it is not returned.
     is_end_marker = next_marker not in ("", EOS_TOKEN, *markers(header))
     return [turn_end, next_marker] if is_end_marker else [turn_end]
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
-    """Return the markers and words that follow an answer and also follow a user's message.
+    """Return the markers and words that end both an answer and a user's message, or "".
 
     Return "" if markers and words do not follow in both places. Also return "" if they contain the
     header of the model, because the header opens the next turn.
@@ -309,14 +309,15 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
     if match is None or not after_user_message.startswith(match.group()):
         return ""
     turn_end = match.group()
-    # The first marker ends the turn. Only the text after this marker can open the next turn.
+    # The first marker ends the message. Only the text after this marker can be the header of the
+    # next message.
     after_first_marker = turn_end.removeprefix(leading_marker(turn_end))  # `turn<|of|>`
     contains_next_header = bool(header.strip()) and header.strip() in after_first_marker
     return "" if contains_next_header else turn_end
 
 
 def _shared_first_marker(text: str, other: str) -> str:
-    """Return the marker with which `text` and `other` both start, or "" if there is none.
+    """Return the marker with which both texts start. Return "" if there is no such marker.
 
     >>> _shared_first_marker("<|over|>Hello", "<|over|>")
     '<|over|>'
@@ -327,7 +328,7 @@ def _shared_first_marker(text: str, other: str) -> str:
 
 
 def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
-    r"""Return the markup that closes the content, including the white space before this markup.
+    r"""Return the markup that closes the content, and the white space before this markup.
 
     Return "" if no markup closes the content.
 
@@ -354,7 +355,7 @@ def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
 
 
 def _is_turn_end(marker: str, opening: str, after_user_message: str) -> bool:
-    """Return True if `marker` ends the turn, and False if `marker` only closes the content.
+    """Return True if `marker` ends the message, and False if `marker` only closes the content.
 
     A marker ends a turn if the marker also follows a user's message. Exception: if `<answer>` opens
     the content, `</answer>` always closes the content, because the two markers have one name.

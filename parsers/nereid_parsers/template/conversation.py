@@ -1,4 +1,4 @@
-"""Conversations with made-up texts that the analysis renders, and the forms of their messages.
+"""Conversations with made-up texts. The analysis renders them with a chat template.
 
 The made-up texts are `CONTENT_TEXT`, `FIRST_TOOL`, and so on. No template contains these texts, so
 the analysis can find them in a rendering.
@@ -71,7 +71,7 @@ TWO_CALLS = (*ONE_CALL, ProbeCall(SECOND_TOOL, ((SECOND_KEY, SECOND_VALUE),)))
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    """An assistant message that the analysis renders. If a part is absent, its value is empty."""
+    """An assistant message that the analysis renders. An absent part has an empty value."""
 
     content: str = ""
     reasoning: str = ""
@@ -80,7 +80,7 @@ class AssistantMessage:
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """A setting of the switches that turn a model's thinking on or off.
+    """The values of the switches that turn a model's thinking on or off.
 
     A switch is a template variable, or a word in the system message.
 
@@ -93,7 +93,7 @@ class Switches:
     system: str = ""
 
     def describe(self) -> str:
-        """Describe the setting of the switches in one line of text for the report.
+        """Return the values of the switches as one line of text for the report.
 
         >>> Switches((("enable_thinking", False),), "/no_think").describe()
         "enable_thinking=False, system '/no_think'"
@@ -134,7 +134,7 @@ class Conversation:
 
 
 def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversation:
-    """Return a conversation that offers tools and whose answer contains the given tool calls.
+    """Return a conversation that offers tools. The answer contains the given tool calls.
 
     Args:
         calls: The tool calls.
@@ -152,8 +152,9 @@ ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
 
-# Templates expect a message without content in one of three forms. Each value of this dict contains
-# the field `content` in one form, and its key is the name of the form (`InputForm.empty_content`).
+# Templates expect a message without content in one of three forms. The keys of this dict are the
+# names of the forms (`InputForm.empty_content`). The values contain the field `content` in each of
+# the three forms.
 _EMPTY_CONTENT: dict[str, dict[str, Any]] = {
     "text": {"content": ""},
     "null": {"content": None},
@@ -165,7 +166,7 @@ _REPLY_TEXT = "Go on."
 
 @dataclass(frozen=True, slots=True)
 class InputForm:
-    """The form in which a template expects the variables `messages` and `tools`.
+    """The data structure that a template expects in its variables `messages` and `tools`.
 
     Attributes:
         content_in_parts: Whether content must be a list of parts, [{"type": "text", "text": ..}],
@@ -343,7 +344,7 @@ def _content_with_thinking(answer: AssistantMessage) -> list[dict[str, str]]:
 
 
 def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
-    """Return an assistant message whose content is a list of blocks.
+    """Return an assistant message whose content is a list of objects, which are called blocks.
 
     A few templates expect this form. The first block contains the reasoning. Other blocks contain
     the tool calls and the text, if the answer has tool calls or text.
@@ -365,7 +366,7 @@ def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
 
 
 def forms_of_content() -> Iterator[InputForm]:
-    """Yield the forms in which a template may expect content. The most common form is first.
+    """Yield the possible forms of content, such as a string or a list. The most common is first.
 
     Example: in the first form, `content` is a string. In another form, `content` is a list.
     """
@@ -374,7 +375,7 @@ def forms_of_content() -> Iterator[InputForm]:
 
 
 def forms_of_calls(form: InputForm) -> Iterator[InputForm]:
-    """Yield the forms in which a template may expect tool calls. The most common form is first.
+    """Yield the possible forms of tool calls in a message. The most common form is first.
 
     Example: in the first form, the arguments are a dict. In another form, they are a JSON string.
 

@@ -1,4 +1,4 @@
-"""Compare rendered texts token by token, so that no marker or word is split.
+"""Compare texts token by token. A marker, such as `<tool_call>`, or a word is never split.
 
 A marker is a piece of markup such as `<tool_call>`, `<|im_end|>` or `[TOOL_CALLS]`. All functions
 here split text into tokens first (`tokens`), so that a difference starts and ends at the boundary
@@ -19,8 +19,8 @@ _TOKEN = re.compile(
     r"|◁[^◁▷\n]*▷|```|\w+|\s|.",
     re.DOTALL,
 )
-# Matches the tokens that are markers. An unclosed `<tag` and a short `[A]` are tokens, but not
-# markers.
+# Matches a marker, such as `<think>` or `[TOOL_CALLS]`. The expression `_TOKEN` also matches an
+# unclosed `<tag` and a short `[A]`, which are not markers.
 MARKER = re.compile(
     r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
     r"|◁[^◁▷\n]*▷"
@@ -70,7 +70,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two renderings of similar conversations, and the conclusion from their difference.
+    """Two rendered conversations, and the conclusion from the difference between the two texts.
 
     Attributes:
         name: The label of the comparison, such as "R1 reasoning presence".
@@ -88,12 +88,12 @@ class Comparison:
     finding: str
 
     def parts(self) -> Difference:
-        """Split the two renderings into their common prefix and suffix and the differing parts."""
+        """Split the renderings into a common prefix, the differing parts and a common suffix."""
         return difference(self.left, self.right)
 
 
 def tokens(text: str) -> list[str]:
-    """Split `text` into markers, words and single characters.
+    """Split `text` into markers, such as `<think>`, into words, and into single characters.
 
     >>> tokens("<think>Two words")
     ['<think>', 'Two', ' ', 'words']
@@ -127,7 +127,7 @@ def common_suffix(text: str, other: str, split: Split = tokens) -> str:
 
 
 def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
-    """Return the tokens with which both sequences start.
+    """Return the longest common prefix of two lists of tokens.
 
     >>> _common_start(["<a>", "one"], ["<a>", "two"])
     ['<a>']
@@ -213,7 +213,7 @@ def markers(text: str) -> list[str]:
 
 
 def leading_markers(text: str) -> list[str]:
-    r"""Return the markers at the start of `text`, before the first word.
+    r"""Return the markers, such as `<think>`, that precede the first word of `text`.
 
     A marker is a piece of markup such as `<think>`. White space may precede each marker.
 
@@ -286,7 +286,7 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
-    r"""Apply each rule that matches the whole `marker`, and return the derived markers.
+    r"""Return the replacement of each rule whose regular expression matches the whole `marker`.
 
     A rule derives a closing marker from an opening marker, or an opening marker from a closing
     marker. In this example, only the first rule matches:
@@ -308,7 +308,7 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Return the closing text of a block whose opening text consists of several markers.
+    """Return the text that closes a block, if several markers, such as `<|open|>`, open the block.
 
     A block is a part of a message, such as the reasoning. A marker is a piece of markup, such as
     `<|open|>`. If several markers open a block, the closing text differs from the opening text only
@@ -335,7 +335,7 @@ def compound_closing(text: str, opening: str) -> str:
 
 
 def _text_after_first_marker(text: str) -> str:
-    """Return the text after the marker with which `text` starts, or "" if there is no such marker.
+    """Return the text after the first marker. Return "" if `text` does not start with a marker.
 
     >>> _text_after_first_marker("<|open|>think<|sep|>")
     'think<|sep|>'

@@ -1,4 +1,4 @@
-"""Describe a format as lines of text for the report."""
+"""Describe a `Format` as lines of text for the report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  # any dataclass
-    """Yield the lines of the report that describe a format or a part of a format.
+    """Yield lines of text that describe a `Format` or one of its parts, such as `Reasoning`.
 
     A part is a dataclass, and its attributes may contain inner parts. Attributes with default
     values are omitted.
@@ -42,7 +42,7 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
 
 
 def _inner_parts(value: object) -> tuple[object, ...]:
-    """Return the parts of a format that `value` contains. Return () if `value` contains no part.
+    """Return the dataclass instances in `value`. Return () if `value` contains no such instance.
 
     `value` is the value of an attribute. A part is an instance of a dataclass. The value may be one
     part, a tuple of parts, or a value without parts, such as a string.

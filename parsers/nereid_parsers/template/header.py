@@ -1,4 +1,4 @@
-r"""Find the header of the model's messages by comparing renderings.
+r"""Find the header of assistant messages, such as `<|im_start|>assistant`.
 
 The header is the text that opens every assistant message. The generation prompt is the text at the
 end of a prompt that opens the model's answer. Example: the generation prompt
@@ -40,7 +40,8 @@ _MAX_USER_HEADER = 80  # the maximum length of the header of a user message, in 
 
 _QUESTION = Conversation()
 _PROMPT = Conversation(generation_prompt=True)
-# Conversations with an answer. Their renderings contain the header of an assistant message.
+# Conversations with an assistant message. Their renderings contain the header of this message, such
+# as `<|assistant|>`.
 _ANSWERED = (
     Conversation(AssistantMessage(CONTENT_TEXT)),
     Conversation(AssistantMessage(CONTENT_TEXT), user_replies=True),
@@ -82,7 +83,7 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 
 
 def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
-    """Describe the header in a sentence for the report. Also describe the text after the header.
+    """Return a sentence for the report about the text that opens assistant messages.
 
     Example: "The turn opens with '<|assistant|>'. The prompt continues with '<think>'."
 
@@ -98,7 +99,7 @@ def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
 
 
 class _RenderedPrompt(NamedTuple):
-    """A question that was rendered with the generation prompt, which opens the model's answer.
+    """A rendered question. The text ends with a generation prompt, such as `<|assistant|>`.
 
     Attributes:
         switches: The setting of the thinking switches, such as enable_thinking=False.
@@ -110,7 +111,7 @@ class _RenderedPrompt(NamedTuple):
 
 
 def _rendered_prompts(prober: Prober) -> list[_RenderedPrompt]:
-    """Render a question with the generation prompt, once for each setting of the thinking switches.
+    """Render a question with a generation prompt for each value of switches like `enable_thinking`.
 
     A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
     text at the end of a prompt that opens the model's answer. A setting is omitted if the template
@@ -146,13 +147,14 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
         shared = _part_in_renderings(generation_prompt, [*answers, *prompt_ends])
     else:
-        # The template ignores add_generation_prompt, so only the answers contain a header.
+        # The template ignores `add_generation_prompt`. So only conversations with an answer contain
+        # the header of an assistant message.
         shared = _prefix_of_all(text_after_last(question_and_prompt, USER_TEXT), answers)
     return _drop_text_after_header(shared, answers, _user_header(question))
 
 
 def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: str) -> str:
-    """Remove the text after the header from `shared`, and return only the header.
+    """Return only the message header, such as `<|assistant|>`, from the start of `shared`.
 
     The header is the text that opens every assistant message. If every rendered answer starts with
     `<think>` or with an empty block of reasoning, `shared` contains this text too:
@@ -191,7 +193,7 @@ def _generation_prompt(without_prompt: str, with_prompt: str) -> str:
 
 
 def _rendered_answers(prober: Prober) -> list[str]:
-    """Render conversations that contain answers. Return the texts that follow the user's questions.
+    """Render several conversations. Return the text after the user's question in each of them.
 
     Example: "...QUESTION<|end|><|assistant|>Hello" gives "<|end|><|assistant|>Hello". Conversations
     that the template fails to render are omitted. EOS_TOKEN, the placeholder for an unknown token
@@ -206,7 +208,7 @@ def _rendered_answers(prober: Prober) -> list[str]:
 
 
 def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> str:
-    r"""Return the longest prefix of the generation prompt that occurs in all `renderings`.
+    r"""Return the longest prefix of `generation_prompt` that occurs in all `renderings`.
 
     The generation prompt opens the model's answer at the end of a prompt, and starts with the
     header of an assistant message. Other renderings of assistant messages show where the header
@@ -223,13 +225,14 @@ def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> st
     """
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # All prefixes in `found_prefixes` start with the shortest of them. Therefore, the shortest
-    # prefix occurs in every rendering in which a prefix was found.
+    # Every text in `found_prefixes` is a prefix of the generation prompt, so the shortest text is a
+    # prefix of the other texts. A rendering that contains one of the other texts also contains the
+    # shortest text.
     return min(found_prefixes, key=len, default=generation_prompt)
 
 
 def _longest_prefix_in(rendering: str, generation_prompt: str) -> str:
-    r"""Return the longest prefix of the generation prompt that occurs anywhere in `rendering`.
+    r"""Return the longest prefix of `generation_prompt` that occurs anywhere in `rendering`.
 
     The prefix consists of whole tokens: markers such as `<think>`, words and single characters. The
     result is "" if no prefix occurs in `rendering`, or only white space.
@@ -307,7 +310,7 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
 
 
 def _is_closed_after_header(answer: str, header: str, opening: str) -> bool:
-    """Return whether a closing marker directly follows the header in a rendered answer.
+    """Return whether the text after the header starts with a closing marker, such as `</think>`.
 
     The last marker of the header is `opening`, such as `<think>`. Only a closing marker that
     belongs to `opening`, such as `</think>`, is accepted.
@@ -321,7 +324,7 @@ def _is_closed_after_header(answer: str, header: str, opening: str) -> bool:
 
 
 def _user_header(question: str) -> str:
-    r"""Return the header that opens the user's message, or "" if no header is found.
+    r"""Return the text that opens the user's message, such as `<|user|>`, or "" if none is found.
 
     The header starts with a marker, such as `<|start|>`, and contains the role "user". It ends at
     the user's question:
@@ -333,7 +336,8 @@ def _user_header(question: str) -> str:
         question: The user's question, rendered without the generation prompt.
     """
     before_question, _, _ = question.rpartition(USER_TEXT)
-    # A system message may precede the question, so only the last characters are searched.
+    # A system message may precede the question. So only the last characters before the question are
+    # searched.
     end_of_text = before_question[-_MAX_USER_HEADER:]
     roles = list(_USER_WORD.finditer(end_of_text))
     if not roles:
@@ -346,7 +350,7 @@ def _user_header(question: str) -> str:
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Remove the start of an answer, such as `<think>`, from the end of an assistant's header.
+    r"""Remove the start of an answer, such as `<think>`, from the end of `header`.
 
     A header is the text that opens a message. If every answer starts with `<think>`, the search for
     the header has included `<think>`. The header of an assistant message has the form of a user's
@@ -370,7 +374,7 @@ def _drop_text_after_role(header: str, user_header: str) -> str:
 
 
 def _regex_for_any_role(user_header: str) -> str:
-    r"""Return a regular expression for message headers that have the form of `user_header`.
+    r"""Return a regular expression for headers like `user_header`, but with any role.
 
     The expression accepts any word in the place of the role "user":
 

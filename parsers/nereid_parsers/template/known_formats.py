@@ -1,4 +1,4 @@
-"""Declarations for templates whose renderings do not show the whole format.
+"""Descriptions of tool calls that a model writes, but that its chat template does not render.
 
 - `add_family_variants` adds variants of a tool call that related models write, but that the
   template does not render.
@@ -28,7 +28,7 @@ from nereid_parsers.tool_declarations import Body
 
 
 def add_family_variants(section: ToolSection) -> ToolSection:
-    """Extend a tool section, so that the parser also accepts the tool calls of related models.
+    """Extend a description of tool calls, so that it also covers the tool calls of related models.
 
     A tool section declares how a model writes tool calls. A template renders only one variant of a
     tool call, but models of one family also write other variants. The registry of formats contains
@@ -58,7 +58,7 @@ def add_family_variants(section: ToolSection) -> ToolSection:
 
 
 def _families_of(section: ToolSection) -> list[ToolSection]:
-    """Return the tool sections of model families with the same markers and JSON keys as `section`.
+    """Return the known model families whose tool calls have the markers and keys of `section`.
 
     A tool section declares how a model writes tool calls. The registry contains the tool sections
     of known model families. Example: if the tool calls of `section` are written as
@@ -76,7 +76,7 @@ def _families_of(section: ToolSection) -> list[ToolSection]:
 
 
 def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
-    """Omit each variant that has the same markers and JSON keys as a member of `calls`.
+    """Return the members of `variants` whose markers or JSON keys are not in `calls` yet.
 
     Example: `calls` contains `<call>..</call>`, and `variants` contains `<call>..</call>` and
     `[call]..`. The result contains only `[call]..`.
@@ -94,7 +94,7 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
 
 
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
-    """Yield the second and all further ways in which a model family writes tool calls.
+    """Yield each way in which a model family writes tool calls, except the first way.
 
     A `Call` declares one way to write a tool call: the markers, and the body with the arguments.
     The family and `inferred_call` have the first way in common, but the template may write another
@@ -115,12 +115,12 @@ def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
 
 
 def _registered_sections() -> Iterator[ToolSection]:
-    """Yield the tool sections of all formats in the registry."""
+    """Yield every registered description of how a model writes tool calls."""
     return (entry.part for entry in TOOLS.values() if isinstance(entry.part, ToolSection))
 
 
 def _has_equal_markup(section: ToolSection, other: ToolSection) -> bool:
-    """Return whether two tool sections declare tool calls with equal markers and equal JSON keys.
+    """Return whether `section` and `other` describe tool calls with equal markers and JSON keys.
 
     A tool section may declare several ways to write a tool call. Only the first way of each section
     is compared. White space around the markers is ignored.
@@ -133,7 +133,7 @@ def _has_equal_markup(section: ToolSection, other: ToolSection) -> bool:
 
 
 class _Markup(NamedTuple):
-    """The markers and the JSON keys of a tool call, without the white space around the markers.
+    """The markers of a tool call, such as `<call>`, and its JSON keys, such as "arguments".
 
     Two tool calls look alike if their values of this class are equal. Example: the tool call
     `<call><function=f>{"a": 1}</call>` has the opening marker `<call>`, the closing marker
@@ -156,7 +156,7 @@ class _Markup(NamedTuple):
 
 
 def _markup_of(call: Call) -> _Markup:
-    """Return the markers and the JSON keys of a tool call, so that two tool calls can be compared.
+    """Return the markers and the JSON keys of a tool call, for comparing two tool calls.
 
     White space around the markers is removed, because the comparison ignores white space.
 
@@ -174,7 +174,7 @@ def _markup_of(call: Call) -> _Markup:
 
 
 def _keys_or_tags(call: Call) -> tuple[str, ...]:
-    """Return the JSON keys of a tool call. If tags enclose each argument, return the tags instead.
+    """Return the JSON keys of a tool call, or the tags of its arguments if it has no JSON keys.
 
     A JSON body gives the keys of the function's name and of the arguments. A body that writes each
     argument between two tags gives these tags. Any other body gives ().
@@ -191,7 +191,7 @@ def _keys_or_tags(call: Call) -> tuple[str, ...]:
 
 
 def _keys_of(call: Call) -> Keys | None:
-    """Return the declared JSON keys of a tool call, such as "name" and "arguments".
+    """Return the JSON keys of a tool call, such as "name" and "arguments".
 
     Return None if the tool call is not JSON, or if the function's name is itself a key.
     """
@@ -201,7 +201,7 @@ def _keys_of(call: Call) -> Keys | None:
 
 
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
-    """Add the JSON keys of the given model families to the declaration of a tool call.
+    """Extend `call`, so that it also accepts the JSON keys that the model families use.
 
     Example: `call` writes the arguments under the key "arguments", and a family also writes them
     under the key "parameters". The result accepts both keys (`Keys.also`). The result also accepts
@@ -248,7 +248,7 @@ _MARKERS_OF_PHRASES = {
 
 
 def markers_of_phrases(text: str) -> list[str]:
-    """Search a template's text for known phrases, and return the tool call markers for each phrase.
+    """Return the tool call markers that belong to the known phrases in `text`.
 
     >>> markers_of_phrases("List of tools: [")
     ['<|tool_call_start|>', '<|tool_call_end|>']
@@ -261,7 +261,7 @@ def markers_of_phrases(text: str) -> list[str]:
 
 
 def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None:
-    """Return the registered tool section whose markers are all in `known_markers`, or None.
+    """Return the registered `ToolSection` whose markers are all in `known_markers`, or None.
 
     A tool section declares how a model writes tool calls. If a template renders no tool calls, the
     tool section cannot be inferred from renderings. The analysis then searches the registry, which
@@ -289,7 +289,7 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
 
 
 def _markers_of(section: ToolSection) -> set[str]:
-    """Return the markers around all tool calls, and the markers in the first declared tool call.
+    """Return the markers of a model's tool calls, such as `<tool_call>` and `</tool_call>`.
 
     Example: if a tool call is written as `<tool_call>{name}<arg_key>{key}</arg_key>..</tool_call>`,
     the markers are `<tool_call>`, `<arg_key>`, `</arg_key>` and `</tool_call>`. A marker with a

@@ -1,4 +1,4 @@
-"""The markup of a list of items, such as the tool calls of one message."""
+"""The texts around and between the items of a list, such as the tool calls of one message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nereid_parsers.template.difference import common_prefix, common_suffix
 
 @dataclass(frozen=True, slots=True)
 class ListMarkup:
-    """The markup of a list of items, such as the tool calls of one message.
+    """The texts around and between the items of a list, such as the tool calls of one message.
 
     A list with two items is written as
 
@@ -31,7 +31,7 @@ class ListMarkup:
 
 
 def list_markup(before: str, between: str, after: str) -> ListMarkup:
-    """Infer the markup of a list from the texts around its two items, such as two tool calls.
+    """Infer the markup of a list from the texts before, between and after its two items.
 
     The three texts around the items consist of these parts:
 

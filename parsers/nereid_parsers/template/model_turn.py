@@ -1,4 +1,4 @@
-r"""The text around the model's answer in a rendered conversation.
+r"""The texts before and after the model's answer in a rendered conversation.
 
 A turn is one message of a conversation. The header is the text that opens a turn. Example: in the
 rendering below, the header of the model's turn is `<|im_start|>assistant\n`, and the marker
@@ -44,7 +44,7 @@ _ANSWERED_AFTER_RESULT = (
 
 @dataclass(frozen=True, slots=True)
 class GenerationPrompt:
-    r"""A rendered conversation that ends with the generation prompt.
+    r"""A rendered conversation. It ends with the text that opens the model's answer.
 
     A generation prompt is the text at the end of a prompt that opens the model's answer, such as
     "<|im_start|>assistant\n<think>\n". It starts with the header "<|im_start|>assistant\n", which
@@ -68,7 +68,7 @@ class GenerationPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn:
-    r"""The markup around the model's answer, in all renderings of one template.
+    r"""The texts that one chat template writes before and after the model's answer.
 
     Attributes:
         prober: Renders conversations with the template.
@@ -89,7 +89,7 @@ class ModelTurn:
     def text_after_header(
         self, conversation: Conversation, form: InputForm | None = None
     ) -> str | None:
-        r"""Render a conversation, and return the text after the header of the model's answer.
+        r"""Render a conversation. Return the text after the header that opens the model's answer.
 
         The header is the text that opens an assistant message. Example: the rendering
         "... <|im_start|>assistant\nHello<|im_end|>\n" has the header "<|im_start|>assistant\n". The
@@ -109,7 +109,8 @@ class ModelTurn:
         after_input = _text_after_input(rendering, conversation)
         header = _header_in(after_input, self.header)
         if not header:
-            # Without a header, the answer starts after the markup that ends the user's message.
+            # If messages have no header, the answer starts after the markup that ends the user's
+            # message.
             end_of_user_message = common_prefix(after_input, self.trailing_text)
             return after_input.removeprefix(end_of_user_message)
         _, _, after_header = after_input.partition(header)
@@ -139,7 +140,7 @@ class ModelTurn:
 
 
 def prompt_after_header(prompt: str, header: str) -> str:
-    r"""Return the end of a prompt: the text after `header`.
+    r"""Return the text that follows `header` at the end of a prompt.
 
     The header opens the model's answer. Example: if the header is "<|im_start|>assistant\n", the
     prompt "... <|im_start|>assistant\n<think>\n" gives "<think>\n". Return "" if the header does
@@ -151,7 +152,7 @@ def prompt_after_header(prompt: str, header: str) -> str:
 
 
 def _text_after_input(rendering: str, conversation: Conversation) -> str:
-    """Return the text after the last input, which is the user's question or a tool's result.
+    """Return the text after the last input. This input is a user's question or a tool's result.
 
     If the conversation contains a tool's result, the last input is the result. Otherwise, the last
     input is the user's question. Example: the rendering "<user>QUESTION</user><assistant>Hello"
@@ -166,7 +167,7 @@ def _text_after_input(rendering: str, conversation: Conversation) -> str:
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Return the header as it occurs in `text`: unchanged, or without the white space around it.
+    r"""Return `header`, or `header` without the white space around it, whichever `text` contains.
 
     A header is the text that opens a message. Some templates omit the white space around the header
     in some messages. In this example, the line break is missing in `text`:
@@ -219,7 +220,7 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the message header that a model itself writes after a tool's result, or "".
+    """Return the header, such as `<|assistant|>`, that a model itself writes after a tool's result.
 
     A message header is the text that opens an assistant message, such as `<|assistant|>`. Usually
     the prompt ends with the header, so the model starts directly with the answer. Some templates
@@ -288,7 +289,7 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
 
 
 def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) -> str:
-    """Return the marker that opens the model's answer after a tool's result, or "".
+    """Return the marker that opens an answer to a tool's result, such as `<|answer|>`, or "".
 
     The marker is at the end of the prompt, or precedes the markers of reasoning there:
 
@@ -303,7 +304,7 @@ def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) ->
 
 
 def _prompt_end_after_result(prober: Prober) -> str | None:
-    """Render a prompt that contains a tool's result, and return the text after the result.
+    """Render a prompt with a tool's result. Return the text after the result.
 
     Example: the prompt "...<result>RESULT</result><|assistant|>" gives "</result><|assistant|>".
     Return None if the rendered prompt does not contain the result.

@@ -1,4 +1,4 @@
-"""Render probe conversations with a chat template, and record the results of comparisons."""
+"""Render invented conversations with a chat template, and record comparisons of the renderings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from nereid_parsers.template.sandbox.environment import CompiledTemplate, Render
 # and ids cause no difference between two renderings.
 COUNTER_MARK = "\ue010"
 ID_MARK = "\ue011"
-# The description of a comparison in which the two conversations are equal.
+# The description of a comparison of two equal conversations.
 UNCHANGED = "Nothing is changed."
 _CALL_ID = re.compile(r"zq7id000\d")
 _FIRST_CALL_ID = InputForm().call_id(FIRST_TOOL, 0)
@@ -194,7 +194,7 @@ class Prober:
         self.record(name, UNCHANGED, left=question, right=question, finding=finding)
 
     def record_undecided(self, sentence: str) -> None:
-        """Add a sentence to `undecided`: what the analysis could not infer, and the reason.
+        """Add a sentence to `undecided` that states what could not be inferred, and why.
 
         The report shows the sentence under the heading "Not decided".
         """
@@ -203,7 +203,7 @@ class Prober:
     # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> InputForm | None:
-        """Return the form in which the template expects the content of messages, or None.
+        """Return the form of content that the template expects, or None if it renders no form.
 
         For example, `content` is a string or a list. The method renders a question and an answer in
         all possible forms. The result is the first form for which the rendered text contains the
@@ -217,7 +217,7 @@ class Prober:
         return None
 
     def find_call_form(self) -> InputForm | None:
-        """Return the form in which the template expects messages with tool calls, or None.
+        """Return the form of tool calls that the template expects, or None if it renders no form.
 
         For example, the arguments of a tool call are an object or a JSON string. The attribute
         `form`, which contains the form of the content, is combined with each form of tool calls.
@@ -231,7 +231,7 @@ class Prober:
         return None
 
     def _text_of_answer(self, conversation: Conversation, form: InputForm) -> str:
-        """Render a conversation that offers tools, and return only the text of the answer.
+        """Render a conversation that offers tools. Return the answer without the list of tools.
 
         Most templates list the offered tools before the question, but some templates list them
         after the answer. To find this list, the method also renders the question without an answer.
@@ -250,7 +250,7 @@ class Prober:
 
 
 def _mask_call_ids(text: str, form: InputForm) -> str:
-    r"""Replace the numbers and ids of tool calls with placeholders.
+    r"""In a rendered text, replace the numbers and ids of tool calls with placeholders.
 
     COUNTER_MARK replaces each number, and ID_MARK replaces each id. Example: `zqFirstTool:1` has
     the number 1.
@@ -263,7 +263,7 @@ def _mask_call_ids(text: str, form: InputForm) -> str:
 
 
 def unmask_call_ids(text: str) -> str:
-    r"""Replace the placeholders in a rendered text with the number and the id of a tool call.
+    r"""In a rendered text, replace the placeholders with the number and the id of a tool call.
 
     COUNTER_MARK becomes the number 0, and ID_MARK becomes the id of the first tool call.
 

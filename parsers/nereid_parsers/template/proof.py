@@ -1,4 +1,4 @@
-"""Check an inferred format by parsing rendered messages with the format.
+"""Check an inferred `Format` by parsing rendered messages with this `Format`.
 
 The analysis infers a format by comparing rendered conversations, so the format may be wrong. To
 check the format, this module renders a message with the template, and parses the rendered text with
@@ -37,7 +37,7 @@ ONE_CALL_PROOF = "one call"
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A rendered message that was parsed with the inferred format.
+    """A rendered message, and the result of parsing it with the inferred `Format`.
 
     Attributes:
         name: The kind of message, such as "content and a call".
@@ -56,7 +56,7 @@ class Proof:
 def parse_renderings(
     fmt: Format, turn: ModelTurn, reasoning: ReasoningFindings, tools: ToolFindings
 ) -> list[Proof]:
-    """Check an inferred format with rendered messages, and return one `Proof` for each message.
+    """Parse rendered messages to check a `Format`. Return one `Proof` for each message.
 
     Several messages, for example a message with a tool call, are rendered with the template. The
     rendered texts are parsed with the format. The parsed message must be equal to the original
@@ -121,7 +121,7 @@ class _AnswerRenderer:
         return _RenderedAnswer(unmask_call_ids(prompt), unmask_call_ids(answer))
 
     def _text_after_prompt(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render a conversation's answer. Omit the first part, which `prompt` already contains.
+        """Render the answer of a conversation, without the start that `prompt` already contains.
 
         Example: the prompt is "..<|assistant|><think>", and the rendered answer is
         "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the
@@ -144,7 +144,7 @@ class _AnswerRenderer:
         return _close_open_reasoning(answer, prompt, self.reasoning)
 
     def _answer_to_question(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render the answer to a question. Omit the first part, which `prompt` already contains.
+        """Render the answer to a question, without the start that `prompt` already contains.
 
         Example: the prompt is "..<|assistant|><think>", and the conversation is rendered as
         "..<|assistant|><think>Hm.</think>Hello.". The result is "Hm.</think>Hello.". If the prompt
@@ -202,7 +202,7 @@ def _parse_answer(
 def _conversations(
     reasoning: ReasoningFindings, tools: ToolFindings
 ) -> Iterator[tuple[str, Conversation]]:
-    """Yield a name and a conversation for each check of the inferred format.
+    """Yield the conversations that are rendered to check a format, each with its name.
 
     There is one conversation for each kind of message that the template can render. Example: if the
     template renders tool calls, the name "one call" and a conversation whose answer is a tool call
@@ -230,7 +230,7 @@ def _conversations(
 
 
 def _drop_prompt_end(answer: str, prompt_end: str) -> str:
-    r"""Remove the start of a rendered answer if the prompt already ends with this start.
+    r"""Remove `prompt_end` from the start of a rendered answer, if the answer starts with it.
 
     A prompt may end with the start of the answer, such as `<think>`. The model continues after this
     start, and does not write the start again.
@@ -247,7 +247,7 @@ def _drop_prompt_end(answer: str, prompt_end: str) -> str:
 
 
 def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
-    """Remove the closing marker of reasoning from `answer` if the prompt ends with this marker.
+    """Remove the closing marker of reasoning from `answer`, if `prompt_end` ends with this marker.
 
     A prompt may end with empty reasoning, such as `<think></think>`. Then the model does not write
     the marker `</think>` again. But some templates write `</think>` before the content of each

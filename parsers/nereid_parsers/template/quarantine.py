@@ -1,4 +1,4 @@
-"""Declare the formats of templates whose renderings are ambiguous.
+"""Describe the output of models whose chat templates the analysis cannot interpret.
 
 The analysis infers a format by comparing renderings of a template. If the renderings do not show
 the format, an entry of `QUARANTINE` declares the format instead. Keep this tuple short.
@@ -15,7 +15,7 @@ from nereid_parsers.formats.registry import get_format
 
 @dataclass(frozen=True, slots=True)
 class QuarantineEntry:
-    """A template whose format is declared here, because the analysis cannot infer the format.
+    """A chat template from which the analysis cannot infer the format of the model's output.
 
     Attributes:
         model: The names of the models that have the template.

@@ -1,4 +1,4 @@
-"""Find the markers that a template writes around reasoning.
+"""Find the markers that a template writes around reasoning, such as `<think>`.
 
 The markers are found by the searches R1 to R5. R1, R2, R3 and R5 each compare two renderings. R4
 searches the source of the template. The second column of the table shows what is compared or
@@ -73,14 +73,15 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
         return findings
     part = replace(markup.part, opener=_infer_opener(turn, markup.part))
     if findings.conversation is not None:
-        # A tool call may end the reasoning without a closing marker.
+        # The opening marker of a tool call, such as `<tool_call>`, may end the reasoning in the
+        # place of `</think>`.
         interruptions = find_interruptions(turn, part, findings.conversation)
         part = replace(part, interrupted_by=interruptions)
     return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 
 def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
-    """Return the markers of reasoning, such as `<think>` and `</think>`, or None.
+    """Return the markers of reasoning, such as `<think>`. Return None if no markers are found.
 
     The markers are searched in four places: a rendered message with reasoning, the generation
     prompts, the instructions of a prompt, and the source of the template. The first place that
@@ -119,7 +120,7 @@ def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
 
 
 def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> ReasoningMarkup | None:
-    """Find the markers around the reasoning in a rendered message.
+    """Find the markers, such as `<think>`, around the reasoning in a rendered message.
 
     Example: the message "<think>REASONING</think>CONTENT" contains the markers `<think>` and
     `</think>`.
@@ -162,7 +163,7 @@ def _without_reasoning(conversation: Conversation) -> Conversation:
 
 
 class _TextAroundReasoning(NamedTuple):
-    """The markup around the reasoning and the content of a rendered message.
+    """The texts before, between and after the reasoning and the content of a rendered message.
 
     Example: "<think>REASONING</think><answer>CONTENT</answer>" has `before` "<think>",
     `after_reasoning` "</think><answer>" and `after_content` "</answer>".
@@ -180,7 +181,7 @@ class _TextAroundReasoning(NamedTuple):
 
 
 def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroundReasoning:
-    """Render the answer of a conversation, and return the markup around the answer's reasoning.
+    """Render an answer with reasoning. Return the texts around the reasoning and the content.
 
     Example: the rendered answer "<think>REASONING</think><answer>CONTENT</answer>" is cut into
     `before` "<think>", `after_reasoning` "</think><answer>" and `after_content` "</answer>".
@@ -202,7 +203,7 @@ def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroun
 def _wrapper_after_reasoning(
     around: _TextAroundReasoning, closing: str, header: str
 ) -> Wrapper | None:
-    """Return the markers around the content that follows the reasoning, or None.
+    """Return the markers around the content after the reasoning, such as `<answer>`, or None.
 
     Example: in "<think>REASONING</think><|assistant|><answer>CONTENT</answer>", the content is
     between `<answer>` and `</answer>`. The closing marker `</think>` and the header `<|assistant|>`
@@ -262,7 +263,7 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
 
 
 def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
-    """Find the markers of reasoning in the string constants of the template.
+    """Find the markers of reasoning, such as `</think>`, in the string constants of a template.
 
     Example: a template contains the expression `content.split('</think>')`, which removes the
     reasoning from earlier messages. The constant `</think>` is the closing marker of reasoning. The
@@ -293,7 +294,7 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
 def find_interruptions(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
-    """Return the marker of a tool call if this marker ends the reasoning instead of `</think>`.
+    """Return the marker, such as `<tool_call>`, that ends reasoning in the place of `</think>`.
 
     Some templates omit the closing marker of reasoning, such as `</think>`, before a tool call.
     Example: in "<think>REASONING<tool_call>..", the marker `<tool_call>` ends the reasoning. The

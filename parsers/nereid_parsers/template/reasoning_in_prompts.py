@@ -1,4 +1,4 @@
-"""Find the markers of reasoning by comparing prompts with different thinking switches.
+"""Find the markers of reasoning by comparing prompts with and without thinking.
 
 A generation prompt is the text at the end of a prompt that opens the model's answer. A thinking
 switch is a template variable, such as `enable_thinking`, that turns thinking on or off. The value
@@ -28,7 +28,7 @@ from nereid_parsers.template.reasoning_markers import (
 
 
 def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
-    r"""Find the markers of reasoning in the generation prompts.
+    r"""Find the markers of reasoning, such as `<think>`, at the ends of rendered prompts.
 
     A generation prompt is the text at the end of a prompt that opens the model's answer. `turn`
     contains one generation prompt for each setting of the thinking switches, such as
@@ -91,7 +91,7 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
 
 
 def _add_line_breaks(closing: str, opening: str) -> str:
-    r"""Return the closing marker with the line breaks that a model probably writes around it.
+    r"""Return `closing` with the line breaks that a model probably writes around this marker.
 
     If a line break follows the opening marker, the closing marker is probably on a line of its own,
     before an empty line. Otherwise, the closing marker is returned unchanged.
@@ -104,7 +104,7 @@ def _add_line_breaks(closing: str, opening: str) -> str:
 
 
 def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
-    """Find the markers of reasoning in the instructions that a thinking switch adds to a prompt.
+    """Find markers of reasoning in the text that a switch like `enable_thinking` adds to a prompt.
 
     A thinking switch is a template variable such as `enable_thinking`. Example: the switch adds the
     instruction "Write <think></think> and <answer></answer>". The markers `<think>` and `</think>`
@@ -134,7 +134,7 @@ def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) -> list[MarkerPair]:
-    """Return the pairs of tags in the instructions that a thinking switch adds to a prompt.
+    """Return the pairs of tags in the text that a switch like `enable_thinking` adds to a prompt.
 
     Example: the default prompt is "Hello.", and `prompt` is "Write <think></think> and
     <answer></answer>. Hello." The result contains the pairs `<think></think>` and
@@ -155,7 +155,7 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
 
 
 def first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
-    """Return the first candidate that occurs in the template or in a generation prompt, or "".
+    """Return the first of `candidates` that occurs in the template or in a prompt, or "".
 
     Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only
     "</think>". The result is "</think>".

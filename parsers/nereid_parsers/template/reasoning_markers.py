@@ -1,4 +1,4 @@
-"""Extract the markers of reasoning from rendered texts.
+"""Extract the markers of reasoning, such as `<think>`, from rendered texts.
 
 The functions take the text before or after the reasoning, and return the marker in this text. A
 marker is returned with the white space around it, because the white space is a part of the format.
@@ -37,7 +37,7 @@ class MarkerPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkup:
-    """The markers that were found around the reasoning and around the content.
+    """The markers, such as `<think>`, that were found around the reasoning and the content.
 
     Example: "<think>REASONING</think><|assistant|><answer>CONTENT</answer>" has the reasoning
     markers `<think>` and `</think>`, the wrapper `<answer>`, `</answer>`, and the inner header
@@ -56,7 +56,7 @@ class ReasoningMarkup:
 
 
 def is_thinking_marker(marker: str) -> bool:
-    """Return whether the name of a marker refers to thinking.
+    """Return whether the name of a marker, such as `<think>`, refers to thinking.
 
     >>> is_thinking_marker("<|START_THINKING|>"), is_thinking_marker("<response>")
     (True, False)
@@ -121,7 +121,7 @@ def first_opening(after_header: str) -> str:
 
 
 def closing_marker(after_reasoning: str, opening: str) -> str:
-    r"""Return the closing marker of reasoning, with the white space around the marker.
+    r"""Return the marker that closes the reasoning, with the white space around this marker.
 
     Usually, the first marker after the reasoning is the closing marker:
 
@@ -149,7 +149,7 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
 
 
 def _marker_or_words_at_start(text: str) -> str:
-    r"""Return the marker or the words at the start of `text`, with the surrounding white space.
+    r"""Return the marker or the words at the start of `text`, with the white space around them.
 
     Most templates write a marker, such as `</think>`, before or after the reasoning. Some templates
     write words instead of this marker. If `text` starts with a marker, return this marker. If
@@ -168,7 +168,7 @@ def _marker_or_words_at_start(text: str) -> str:
 
 
 def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> ReasoningMarkup:
-    """Declare the markers around the reasoning, and a header that follows the reasoning.
+    """Describe the markers around the reasoning, and a header such as `<|assistant|>` after it.
 
     A header is the text that opens an assistant message. Some templates write the header a second
     time, between the reasoning and the content. The model then writes the second header itself, and
@@ -192,7 +192,7 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
 
 
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the last marker of `opening`, which some models write without the markers before it.
+    """Return the last marker of `opening`. Some models omit the markers before this marker.
 
     If several markers open the reasoning, such as `<|message|><|thinking|>`, some models write only
     the last marker. So the result contains the last marker:
@@ -220,7 +220,7 @@ def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
-    r"""Return the markers around the content that follows the reasoning, or None.
+    r"""Return the markers around the content after the reasoning, such as `<answer>`, or None.
 
     Some templates write a marker before and after the content, such as `<answer>` and `</answer>`:
 
@@ -243,13 +243,13 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
         return None
     first_after, _ = first_two(markers(after_content))  # A missing marker is "".
     closing = first_after if first_after in closing_spellings(opening) else ""
-    # White space before the opening marker is removed, because it belongs to the end of the
-    # reasoning. White space after the opening marker is a part of the wrapper.
+    # White space before the opening marker of the content, such as `<answer>`, belongs to the end
+    # of the reasoning, so it is removed. White space after this marker is kept.
     return Wrapper(before_content.lstrip(), closing)
 
 
 def empty_pairs(text: str) -> list[MarkerPair]:
-    """Return the opening and the closing marker of each empty block in `text`.
+    """Return the markers of each empty block in `text`, such as `<think></think>`.
 
     An empty block is, for example, `<think></think>`. The instructions of a prompt often contain
     empty blocks, to show the markers that the model must write around the reasoning.
@@ -268,7 +268,7 @@ def empty_pairs(text: str) -> list[MarkerPair]:
 
 
 def named_pair(literal: str) -> MarkerPair | None:
-    """Return the markers of reasoning that a string constant of the template contains, or None.
+    """Return the markers of reasoning, such as `<think>`, in a string constant, or return None.
 
     The name of such a marker refers to thinking, as in `<think>`. The constant may contain both
     markers, or consist of the closing marker alone. In the second case, the opening marker is
@@ -302,7 +302,7 @@ def _thinking_pair_in(literal: str) -> MarkerPair | None:
 
 
 def _pair_of_closing(text: str) -> MarkerPair | None:
-    """Derive the opening marker if `text` is a closing marker whose name refers to thinking.
+    """Derive the opening marker from `text`, if `text` is a closing marker such as `</think>`.
 
     >>> _pair_of_closing("</think>")
     MarkerPair(opening='<think>', closing='</think>')
@@ -315,7 +315,7 @@ def _pair_of_closing(text: str) -> MarkerPair | None:
 
 
 def _possible_openings(marker: str) -> list[str]:
-    """Return the opening markers that may belong to a closing marker.
+    """Return the opening markers that may belong to a closing marker: `<think>` for `</think>`.
 
     Return [] for a marker that is itself an opening marker.
 
@@ -326,7 +326,7 @@ def _possible_openings(marker: str) -> list[str]:
 
 
 def markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
-    r"""Declare a pair of markers around the reasoning, and another pair around the content.
+    r"""Describe the markers around the reasoning, and the markers around the content, if any.
 
     The pairs come from an instruction, such as "Write <think></think> and <answer></answer>". An
     instruction does not show the white space around the markers of reasoning. The function assumes

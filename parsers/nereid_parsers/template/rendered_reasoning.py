@@ -1,4 +1,4 @@
-"""Find a conversation whose reasoning a template renders, and the fields that contain reasoning."""
+"""Find out whether a chat template renders reasoning, and from which fields of a message."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 
-# Matches the start of a message part that the template has written as JSON or as a Python dict:
-# the text `'thinking':` in "{'thinking': 'Numbat thinks.'}".
+# Some templates print a part of a message as JSON or as a Python dict. This expression matches the
+# key in such a text: `'thinking':` in "{'thinking': 'Numbat thinks.'}".
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
 _MAX_SWITCHES_TRIED = 6
 
@@ -40,7 +40,7 @@ _ANSWERS = (
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFindings:
-    """The conclusions from all comparisons of rendered reasoning.
+    """The findings about how a chat template renders reasoning.
 
     Attributes:
         part: The reasoning part of the format, with the markers around the reasoning. None if no
@@ -66,7 +66,7 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation whose reasoning is rendered. Find out what the thinking switches change.
+    """Find a conversation with rendered reasoning, and the effects of switches (`enable_thinking`).
 
     A thinking switch is a template variable such as `enable_thinking`. A switch adds text, such as
     "<think></think>", to the generation prompt, which opens the model's answer. The caller infers
@@ -103,7 +103,7 @@ class _RenderedReasoning(NamedTuple):
 
 
 def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
-    """Return a conversation whose reasoning the template renders, or None if there is none.
+    """Return a conversation whose reasoning the template renders. Return None if there is none.
 
     Several conversations are rendered, and the first suitable conversation is returned. The
     conversations differ in the assistant message (with content, with a tool call, or with both), in
@@ -122,7 +122,7 @@ def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
 
 
 def _possible_places(turn: ModelTurn) -> list[str]:
-    """Return the places in a message from which the template may read reasoning.
+    """Return the places in a message, such as a field, from which a template may read reasoning.
 
     The places are fields such as `reasoning_content`, a part of the content (PARTS), and a block of
     the content (BLOCKS), see `InputForm.reasoning`. BLOCKS is included only if the template
@@ -181,7 +181,7 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
 
 
 def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
-    """Return the text that each setting of the thinking switches adds to the generation prompt.
+    """Return the text that settings such as `enable_thinking=False` add to the end of a prompt.
 
     A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
     text that opens the model's answer. `turn.prompts` contains one generation prompt for each
@@ -195,8 +195,8 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # The sort puts prompts with fewer switches first. The loop below compares each prompt with the
-    # prompts before it.
+    # The sort puts prompts with fewer switches first, because the loop below compares each prompt
+    # with all prompts before it.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
@@ -207,7 +207,7 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 
 
 def _switches_of(prompt: GenerationPrompt) -> set[object]:
-    """Return the thinking switches of a prompt as a set, so that two prompts can be compared.
+    """Return the switches of a prompt, such as `enable_thinking=False`, as a set.
 
     The set contains a pair for each template variable, such as ("enable_thinking", False), and the
     text of the system message, such as "/no_think" or "".

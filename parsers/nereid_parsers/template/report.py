@@ -1,4 +1,4 @@
-"""The result of an analysis, and the report that shows the result as text or JSON.
+"""The result of analysing a chat template, and its report as text or JSON.
 
 The module `page` shows the report as HTML.
 """
@@ -71,7 +71,7 @@ class Supports:
 
 @dataclass(frozen=True, slots=True)
 class TemplateAnalysis:
-    """The inferred format of a chat template, and the comparisons from which it was inferred.
+    """The `Format` that was inferred from a chat template, and the comparisons that show it.
 
     Attributes:
         format: The inferred format. It is plain content if nothing could be inferred.
@@ -97,7 +97,7 @@ class TemplateAnalysis:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A rendered message for the report, split into the spans that the parser recognised.
+    """A rendered message for the report, split into spans such as reasoning and content.
 
     Attributes:
         name: The kind of message, such as "content and a tool call".
@@ -137,7 +137,7 @@ class Report:
 
 
 def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | None) -> Report:
-    """Create a report that shows a format, parsed messages and a constraint for tool calls.
+    """Create a report about a `Format`, with parsed messages as examples.
 
     Args:
         title: The path of the template or checkpoint, or "" for a report without a title.
@@ -159,10 +159,10 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
 
 
 def _parse_sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse a rendered message. The report shows the result, which is called a sample.
+    """Parse a rendered message, and return the result for the report.
 
-    A sample contains the spans that the parser recognises. A span is a pair of a kind and a text.
-    Example: the message "<think>Hm</think>" has the spans ("markup", "<think>"),
+    The result, a sample, contains the spans that the parser recognises. A span is a pair of a kind
+    and a text. Example: the message "<think>Hm</think>" has the spans ("markup", "<think>"),
     ("reasoning", "Hm") and ("markup", "</think>").
 
     Args:
@@ -184,7 +184,7 @@ def _parse_sample(fmt: Format, proof: Proof) -> Sample:
 
 
 def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the spans of a message. Neighbouring spans of one kind are joined.
+    """Yield the spans of a message. Adjacent spans of the same kind, such as "content", are joined.
 
     A span is a pair of a kind and a text.
 
@@ -198,7 +198,7 @@ def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _constraint_text(fmt: Format, prompt: str | None) -> str:
-    """Return text for the report: the constraint that forces the model to call a tool.
+    """Return the constraint that forces a model to call a tool, as text for the report.
 
     The text is a structural tag in JSON: a description of the allowed outputs, which the engine
     enforces. If the format allows no constraint, the text is a sentence with the reason.
@@ -253,7 +253,7 @@ def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
 
 
 def _analysis_lines(analysis: TemplateAnalysis, paint: Paint) -> Iterator[str]:
-    """Yield the lines about all comparisons, and a table of the features of the template."""
+    """Yield the lines about all comparisons, and a table of the features of a template."""
     yield paint("title", "Comparisons")
     yield from _indented(_COMPARISONS_EXPLAINED)
     for comparison in analysis.comparisons:
@@ -264,7 +264,7 @@ def _analysis_lines(analysis: TemplateAnalysis, paint: Paint) -> Iterator[str]:
 
 
 def _section_lines(title: str, lines: Iterable[str], paint: Paint) -> Iterator[str]:
-    """Yield one section of the report: the title, the indented `lines` and an empty line."""
+    """Yield a title, the indented `lines` and an empty line."""
     yield paint("title", title)
     yield from _indented(lines)
     yield ""

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_request
 
-# The fields in which clients send the reasoning of a message. The first of the sent fields is used.
+# The fields in which clients send the reasoning of a message. If a client sends several of these
+# fields, the first of them is used.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# If a model continues the last message, `_END_OF_MESSAGE` is appended to this message before the
-# rendering, so that the rendered text shows where the message ends. If a template removes white
-# space at the end of a message, the rendered text contains only `_END_WORD`.
+# A request may ask the model to continue the last message. Then `_END_OF_MESSAGE` is appended to
+# this message before the rendering, to show where the message ends in the rendered text. Some
+# templates remove the white space at the end of a message. Then the rendered text contains only
+# `_END_WORD`.
 _END_WORD = "CONTINUE_FINAL_MESSAGE_TAG"
 _END_OF_MESSAGE = f"{_END_WORD} "
 
@@ -184,7 +186,7 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_message_end(rendered: str, final_text: str) -> str:
-    """Return the rendered text up to the end of the last message, which the model continues.
+    """Return the rendered text up to the end of the last message. The model continues this message.
 
     Before the rendering, `_END_OF_MESSAGE` was appended to the last message. This text ends with a
     space. If the template has kept the space, the white space at the end of the last message is

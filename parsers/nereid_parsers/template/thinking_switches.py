@@ -1,4 +1,4 @@
-"""List the settings of the switches that turn a model's thinking on or off.
+"""List the values of the switches, such as `enable_thinking`, that turn thinking on or off.
 
 A thinking switch is a template variable such as `enable_thinking`, or the word "/think" or
 "/no_think" in the system message. The analysis renders prompts with these settings, because many
@@ -20,7 +20,8 @@ _NO_SWITCH_NAME = re.compile(
 )
 _EFFORTS = ("high", "low", "none", "enabled", "disabled")
 _SYSTEM_SWITCHES = ("/think", "/no_think")
-# Limits on the number of switches, so that an analysis finishes within its time limit.
+# These numbers limit how many switches, such as `enable_thinking`, and how many of their values an
+# analysis tries, so that it finishes within its time limit.
 _MAX_NAMES = 4
 _MAX_VALUES = 6
 _MAX_SETTINGS = 20
@@ -29,7 +30,7 @@ _MAX_SETTINGS = 20
 def thinking_switches(
     template: CompiledTemplate, fixed_variables: Container[str]
 ) -> list[Switches]:
-    """Return the settings that the analysis tries for the thinking switches.
+    """Return the values of switches such as `enable_thinking` that the analysis tries.
 
     A thinking switch turns thinking on or off. It is a template variable such as `enable_thinking`,
     or the word "/think" or "/no_think" in the system message. Example: if `enable_thinking` is the
@@ -45,7 +46,7 @@ def thinking_switches(
     one_variable = [
         Switches(((name, value),)) for name in names for value in _possible_values(template, name)
     ]
-    # Some templates render reasoning only if several switches are on.
+    # Some templates render reasoning only if several switches, such as `enable_thinking`, are on.
     all_variables = _all_on_and_all_off(names) if len(names) > 1 else []
     settings = [NO_SWITCHES, *all_variables, *one_variable, *_system_messages(template)]
     return settings[:_MAX_SETTINGS]
@@ -91,14 +92,14 @@ def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
 
 
 def _all_on_and_all_off(names: list[str]) -> list[Switches]:
-    """Return two settings. In one setting, all variables are True. In the other, all are False."""
+    """Return two settings: all variables are True in the first, and False in the second."""
     all_on = Switches(tuple((name, True) for name in names))
     all_off = Switches(tuple((name, False) for name in names))
     return [all_on, all_off]
 
 
 def _system_messages(template: CompiledTemplate) -> list[Switches]:
-    """Return the settings that turn thinking on or off with a word in the system message.
+    """Return the settings that turn thinking on or off with a word such as "/think".
 
     The words are "/think" and "/no_think". The result contains one setting for each of these words
     that the template contains.

@@ -63,7 +63,7 @@ NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no
 
 @dataclass(frozen=True, slots=True)
 class ToolFindings:
-    """The conclusions from all comparisons of rendered tool calls.
+    """The findings about how a chat template renders tool calls.
 
     Attributes:
         part: The tool section, which declares how the model writes all tool calls of a message.
@@ -88,7 +88,7 @@ class ToolFindings:
 def find_tools(
     turn: ModelTurn, reasoning: Reasoning | None, wrapper: Wrapper | None
 ) -> ToolFindings:
-    """Infer how the template writes tool calls, by comparing renderings of conversations.
+    """Compare rendered conversations to infer how the template writes tool calls.
 
     Example: if two rendered tool calls are `<call>{"name": "f", ..}</call>` and
     `<call>{"name": "g", ..}</call>`, a tool call is a JSON object between `<call>` and `</call>`.
@@ -123,7 +123,7 @@ def find_tools(
 
 
 def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober) -> ToolFindings:
-    """Return a copy of `findings` that also contains the inferred format of the tool calls.
+    """Return a copy of `findings` that also describes how the template writes tool calls.
 
     Example: `call_format` was inferred from the rendered tool calls "<calls>..</calls><|end|>". The
     result then contains a tool section, which declares that `<calls>` and `</calls>` enclose all
@@ -132,7 +132,8 @@ def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober)
     Mutates: `prober.undecided`. If the parser cannot read the format, the result contains no tool
         section, and a sentence with the reason is appended for the report.
     """
-    # The text after the tool calls consists of `section_close` (`</calls>`) and `turn_ends`.
+    # The text after the tool calls has two parts. `section_close`, such as `</calls>`, closes the
+    # list of tool calls, and the markers in `turn_ends` end the message.
     after_calls = split_text_after_calls(call_format.markup)
     # EOS_TOKEN is an invented end-of-sequence token that the analysis passes to the template. No
     # model generates this token.
@@ -143,13 +144,13 @@ def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober)
     except FormatError as error:
         prober.record_undecided(f"The tool section is invalid: {error}")
         return with_form
-    # Related models write tool calls with other markers. `add_family_variants` also declares these
-    # tool calls.
+    # Related models write tool calls with other markers. `add_family_variants` adds descriptions of
+    # these tool calls.
     return replace(with_form, part=add_family_variants(section))
 
 
 def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
-    """Render several tool calls, so that their differences show the format of a tool call.
+    """Render several tool calls. Their differences show how the template writes a tool call.
 
     Example: one of the rendered tool calls has two arguments. This tool call shows how the template
     separates arguments.
@@ -175,7 +176,7 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
 
 
 def compare_call_presence(renderer: CallRenderer) -> str:
-    """Compare a message with content and a message with a tool call. Return the tool call's text.
+    """Compare a message with content to a message with a tool call. Return the text of the call.
 
     The result is the text that a model would generate to make the tool call, such as
     "<call>..</call>". It is "" if the template does not render tool calls.
@@ -230,7 +231,7 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 
 class ContentBeforeCall(NamedTuple):
-    """How a template renders a message with content and a tool call.
+    """How a template renders one message with both content and a tool call.
 
     Attributes:
         is_rendered: Whether the template renders both the content and the tool call.
@@ -244,7 +245,7 @@ class ContentBeforeCall(NamedTuple):
 
 
 def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
-    """Find out how the template renders a message with content and a tool call.
+    """Find out how the template renders one message with both content and a tool call.
 
     Some templates write the content and the tool call as two turns. Example: in
     "CONTENT<|end|><|start|>assistant<call>..", the marker `<|end|>` ends the first turn, and the
@@ -278,7 +279,7 @@ def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the header and the end marker that occur between the content and a tool call.
+    """Return the markers between content and a tool call that end one message and open another.
 
     A template may write the content and the tool call as two turns. Then an end marker closes the
     first turn, and the header opens the second turn. The result contains the header and the first
@@ -305,7 +306,7 @@ def _headers_between(between: str, header: str) -> tuple[str, ...]:
 
 
 class CallInference(NamedTuple):
-    """The format that was inferred from rendered tool calls, and the problems of the inference.
+    """The inferred description of a template's tool calls, and the problems of the inference.
 
     Attributes:
         call_format: The format of the tool calls, or None if the format could not be inferred.
@@ -317,7 +318,7 @@ class CallInference(NamedTuple):
 
 
 def infer_call_format(texts: CallTexts) -> CallInference:
-    """Infer the format of tool calls from rendered tool calls.
+    """Infer from rendered tool calls how a template writes tool calls.
 
     The functions in `READERS` are called in order, until one of them returns a format. Each
     function recognises one form of tool calls, for example JSON, and returns None for any other
@@ -345,7 +346,7 @@ def infer_call_format(texts: CallTexts) -> CallInference:
 
 
 def _tool_section(calls: CallFormat, close: str) -> ToolSection:
-    """Declare the tool section: the format of all tool calls of a message.
+    """Describe how a model writes all tool calls of a message, for example `<calls>..</calls>`.
 
     Example: in "<calls><call>f</call>, <call>g</call></calls>", `<calls>` opens the tool section,
     `</calls>` closes the tool section, and ", " separates the tool calls.

@@ -16,14 +16,14 @@ from nereid_parsers.template.difference import markers
 from nereid_parsers.template.known_formats import markers_of_phrases, recognise_tool_section
 from nereid_parsers.template.probe import Prober
 
-# The words that occur in markers of tool lists and of tool results. If "call" replaces such a word,
-# the marker may become a marker of tool calls. Example: `<|tool_list_start|>` becomes
+# These words occur in markers of tool lists and of tool results. If the word "call" replaces such a
+# word, the result may be a marker of tool calls. Example: `<|tool_list_start|>` becomes
 # `<|tool_call_start|>`.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 
 
 def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
-    """Guess how the model writes tool calls, because the template renders no complete tool call.
+    """Guess how the model writes tool calls. The template renders no complete tool call.
 
     A tool section declares how a model writes tool calls, for example between
     `<|tool_call_start|>` and `<|tool_call_end|>`. The registry of formats contains the tool
@@ -42,8 +42,8 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
         return None
     is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
     call_markers = _possible_call_markers(prober)
-    # If the rendering contains the function's name, the template renders tool calls, but their form
-    # is unknown. Then no tool section is chosen.
+    # If the rendering contains the function's name, the template renders tool calls in an unknown
+    # form. Then `section` is None.
     section = None if is_name_rendered else recognise_tool_section(call_markers)
     prober.record_undecided(_describe_unrendered_calls(section))
     return section
@@ -56,7 +56,7 @@ def _offers_tools(prober: Prober) -> bool:
 
 
 def _describe_unrendered_calls(section: ToolSection | None) -> str:
-    """Return a text for the report: the template offers tools, but renders no tool calls.
+    """Return a sentence for the report about a template that offers tools but renders no calls.
 
     Args:
         section: The tool section that was chosen from the registry of formats. None if no tool

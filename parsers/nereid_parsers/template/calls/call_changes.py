@@ -1,4 +1,4 @@
-"""Compare tool calls that differ in one part, such as the name. The report shows the result."""
+"""Compare rendered tool calls that differ in one detail, such as the name, for the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nereid_parsers.template.probe import Prober, unmask_call_ids
 
 
 class _CallChange(NamedTuple):
-    """A changed tool call: it differs from the call in `ONE_CALL` in one part, such as the name.
+    """A tool call that differs from the call in `ONE_CALL` in one detail, such as the name.
 
     Attributes:
         label: The label of the comparison in the report.
@@ -61,7 +61,7 @@ _CALL_CHANGES = (
 
 
 def compare_changed_calls(prober: Prober) -> None:
-    """Compare the tool call in `ONE_CALL` with similar tool calls, which differ in one part.
+    """Compare the rendering of `ONE_CALL` with the rendering of each call in `_CALL_CHANGES`.
 
     The report shows the comparisons with the labels T3 to T7b. They explain to the user how the
     template writes tool calls. Example: if the changed tool call has a second argument, the
@@ -84,7 +84,7 @@ def compare_changed_calls(prober: Prober) -> None:
 
 
 def _change_text(parts: Difference) -> str:
-    """Return a sentence for the report that describes the difference between two renderings.
+    """Return a sentence for the report about the difference between two rendered texts.
 
     `parts.left` is the text that only the first rendering contains. `parts.right` is the text that
     only the second rendering contains.

@@ -1,4 +1,4 @@
-"""Declare tool calls in which a header with the function's name precedes the arguments."""
+"""Describe tool calls whose name precedes the arguments, such as `<function=f>{"a": 1}`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from nereid_parsers.template.difference import MARKER
 from nereid_parsers.template.list_markup import ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# The types that declare arguments after a header. The header contains the function's name.
+# These types describe how a model writes the arguments, if the function's name precedes them.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
-# The pattern of ids such as `functions.f:0`. Some templates render such an id instead of the
-# function's name `f`.
+# Some templates render the id of a tool call, such as `functions.f:0`, in the place of the
+# function's name `f`. This string is the pattern of such ids.
 _NUMBERED_ID = "functions.{name}:{number}"
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    """Declare a tool call in which a header with the function's name precedes the arguments.
+    """Describe a tool call whose name precedes the arguments, such as `<function=f>{"a": 1}`.
 
     Such a tool call consists of an opening marker (`<call>`), a header (`<function=f>`), the
     arguments and a closing marker (`</call>`). In the declaration, the header is a pattern in which
@@ -48,8 +48,9 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     """
     before_name = _split_text_before_name(markup.item_open)
     if _starts_each_argument(before_name.marker.strip(), body):
-        # Example: `<|sep|>` precedes the name and each argument. This marker does not show where a
-        # tool call starts, so the marker is declared as a part of the header.
+        # Example: in `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` precedes the name and also each
+        # argument. Such a marker does not show where a tool call starts. So it becomes a part of
+        # the text before the arguments, and the tool call has no opening marker.
         before_name = _TextBeforeName(marker="", head_start=markup.item_open)
     head = _head_pattern(before_name.head_start, after_name)
     return tuple(
@@ -65,7 +66,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
 
 
 class _TextBeforeName(NamedTuple):
-    r"""The text before a function's name, such as "<call>\n<function=".
+    r"""The text before the function's name in a tool call, such as "<call>\n<function=".
 
     Attributes:
         marker: The opening marker of the tool call, with the white space around it: "<call>\n". If
@@ -78,7 +79,7 @@ class _TextBeforeName(NamedTuple):
 
 
 def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
-    """Return whether `body` declares that the tag of each argument starts with `marker`.
+    """Return whether the opening tag of each argument starts with `marker`, such as `<|sep|>`.
 
     >>> _starts_each_argument("<|sep|>", TaggedArguments("<|sep|>{key}=", "<|end|>"))
     True
@@ -87,7 +88,7 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
 
 
 class _HeadVariant(NamedTuple):
-    """Two patterns: one for a tool call's header, and one for the id of the tool call.
+    """The pattern of the text before a tool call's arguments, and the pattern of the call's id.
 
     Fields in braces replace the name, the number and the id of the tool call.
 
@@ -102,7 +103,7 @@ class _HeadVariant(NamedTuple):
 
 
 def _variants_of_head(head: str) -> list[_HeadVariant]:
-    """Return the forms in which a model may write a tool call's header, the text before the body.
+    """Return the patterns of all texts that may precede the arguments of a tool call.
 
     `head` is a pattern in which the field `{name}` replaces the name of the function. Most headers
     have only one form. But some templates render an id such as "functions.f:0" instead of the name
@@ -130,7 +131,7 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
 
 
 def _split_text_before_name(text: str) -> _TextBeforeName:
-    r"""Split the text before a function's name into the opening marker and the rest.
+    r"""Split the text before a function's name into a marker, such as `<call>`, and the rest.
 
     White space around the marker belongs to the marker. If there is no marker, the white space at
     the start of the text is returned in its place. If the whole text is white space, both parts of
@@ -150,7 +151,7 @@ def _split_text_before_name(text: str) -> _TextBeforeName:
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:
-    r"""Return the pattern of a tool call's header, such as `<call id={id} name={name}>`.
+    r"""Return the pattern of the text before the arguments, such as `<call id={id} name={name}>`.
 
     In the pattern, the fields `{name}`, `{number}` and `{id}` replace the name, the number and the
     id of the tool call. In rendered texts, the number is the placeholder character COUNTER_MARK,
@@ -163,7 +164,7 @@ def _head_pattern(before_name: str, after_name: str) -> str:
         before_name: The rendered text between the opening marker and the name.
         after_name: The rendered text between the name and the arguments.
     """
-    # A template may write the name twice. Then `after_name` contains the second name.
+    # A template may write the function's name twice. Then `after_name` contains the name once more.
     after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")
     head = f"{escape_braces(before_name)}{{name}}{after}"
     return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")

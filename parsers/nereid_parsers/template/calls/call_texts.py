@@ -1,4 +1,4 @@
-"""The input and the result of the tool call readers, and the functions that the readers share.
+"""The input, the result and the shared code of the functions that infer the syntax of tool calls.
 
 A reader is a function that infers a `CallFormat` from `CallTexts`, for example `read_json`.
 """
@@ -39,7 +39,7 @@ class CallTexts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The inferred format of the tool calls in a message.
+    """The inferred description of how a template writes the tool calls of a message.
 
     Attributes:
         form: The name of the form for the report, such as "JSON".
@@ -53,7 +53,7 @@ class CallFormat:
 
 
 def escape_braces(text: str) -> str:
-    """Double the braces in `text`, so that the braces are not read as fields of a pattern.
+    """Double each brace in `text`, because single braces enclose the fields of a pattern: `{name}`.
 
     >>> escape_braces("f{x}")
     'f{{x}}'
@@ -62,7 +62,7 @@ def escape_braces(text: str) -> str:
 
 
 def unescape_braces(pattern: str) -> str:
-    """Replace each doubled brace in a pattern with a single brace. The pattern has no fields.
+    """Replace `{{` with `{`, and `}}` with `}`, in a pattern without fields such as `{name}`.
 
     In a pattern, braces that do not enclose a field are doubled.
 
@@ -73,7 +73,7 @@ def unescape_braces(pattern: str) -> str:
 
 
 def split_at_words(text: str, *words: str) -> list[str] | None:
-    """Split `text` at the given words, which must occur in the given order.
+    """Split `text` at each of the given words. The words must occur in the given order.
 
     Return the pieces before, between and after the words. Return None if a word does not occur
     after the previous word.
@@ -94,7 +94,7 @@ def split_at_words(text: str, *words: str) -> list[str] | None:
 
 
 class TextAfterCalls(NamedTuple):
-    """The text after the tool calls of a message.
+    """The text after the tool calls of a message, split into two parts.
 
     Attributes:
         section_close: The text that closes the tool section.
@@ -106,7 +106,7 @@ class TextAfterCalls(NamedTuple):
 
 
 def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
-    """Split the text after the tool calls into the closing text and the markers that end the turn.
+    """Split the text after all tool calls: `</calls>` closes them, and `<|end|>` ends the message.
 
     The text after the tool calls is `markup.close`. Each marker that opens the tool calls
     (`markup.open`) has one closing marker. The markers after these closing markers end the turn.
@@ -124,7 +124,7 @@ def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
 
 
 def _num_closing_markers(opening: str) -> int:
-    """Return how many markers close the list of all tool calls of a message.
+    """Return the number of markers, such as `</calls>`, that close the list of all tool calls.
 
     `opening` is the text that opens the list. Each opening marker has one closing marker. If words
     without a marker open the list, one marker closes the list. If no text opens the list, no marker
@@ -146,7 +146,7 @@ def _num_closing_markers(opening: str) -> int:
 
 
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
-    r"""Replace the digits that number the tool calls in `texts` with a placeholder character.
+    r"""Replace the number of each tool call, such as `0` in `0 zqFirstTool`, with a placeholder.
 
     Some templates number the tool calls of a message: "0 zqFirstTool, 1 zqSecondTool". Comparing
     the two tool calls in `texts.two_calls` shows these digits. COUNTER_MARK replaces the digits, so
@@ -163,7 +163,7 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 
 
 class _NumberGaps(NamedTuple):
-    """The distances between the function's name and the digits that number the tool call.
+    """The number of characters between a function's name and the digit that numbers the call.
 
     Attributes:
         before_name: The number of characters between a digit before the name and the name. None if
@@ -177,7 +177,7 @@ class _NumberGaps(NamedTuple):
 
 
 def _find_number_gaps(two_calls: str) -> _NumberGaps:
-    """Find the digits that number the tool calls, by comparing the two tool calls of a message.
+    """Compare the two tool calls of a message, to find the digits that number the tool calls.
 
     The result contains the distances between such a digit and the function's name. In the examples,
     a space precedes the name "zqFirstTool", and ":" follows the name:
@@ -190,15 +190,16 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
     return _NumberGaps(
-        # `before_name` is the distance between the digit and the name after the digit. The reversed
-        # texts start at the name, so this distance is the index of the digit.
+        # `before_name` is the number of characters between the digit and the name. The two texts
+        # before the names are reversed. A reversed text starts at the name, so the index of the
+        # digit is `before_name`.
         before_name=_index_of_number(before_first_name[::-1], before_second_name[::-1]),
         after_name=_index_of_number(after_first_name, after_second_name),
     )
 
 
 def _index_of_number(first: str, second: str) -> int | None:
-    """Find where two texts first differ. If consecutive digits differ there, return the index.
+    """Return the first index at which two texts differ, if the digits there are `n` and `n + 1`.
 
     The texts are from a first and a second tool call. If the first tool call has the number 0, the
     second tool call has the number 1. Return None if the first differing characters are other
@@ -218,7 +219,7 @@ def _index_of_number(first: str, second: str) -> int | None:
 
 
 def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
-    r"""Replace each digit that numbers a tool call in `text` with the placeholder COUNTER_MARK.
+    r"""Replace the digit that numbers a tool call with COUNTER_MARK, everywhere in `text`.
 
     `gaps` contains the distance between such a digit and the function's name.
 
@@ -230,8 +231,9 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
         if not found_name:
             continue
         if gaps.before_name is not None:
-            # `gaps.before_name` counts characters from the end of `before`. The text is reversed,
-            # because `_mask_digit` counts characters from the start of a text.
+            # `gaps.before_name` counts characters from the end of `before`, but `_mask_digit`
+            # counts from the start of a text. So `before` is reversed, and the result is reversed
+            # again.
             before = _mask_digit(before[::-1], gaps.before_name)[::-1]
         if gaps.after_name is not None:
             after = _mask_digit(after, gaps.after_name)

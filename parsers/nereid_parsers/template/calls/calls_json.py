@@ -1,4 +1,4 @@
-"""Infer the format of tool calls that are written as JSON.
+"""Infer how a template writes tool calls in JSON, such as `{"name": "f", "arguments": {}}`.
 
 There are two forms. In `{"name": "f", "arguments": {"a": 1}}`, the JSON contains the function's
 name. In `f{"a": 1}`, the name precedes the JSON.
@@ -49,7 +49,7 @@ class _JsonInText(NamedTuple):
 
 
 def read_json(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls that are JSON objects or members of a JSON array.
+    """Infer how a template writes tool calls as JSON objects or as members of a JSON array.
 
     Return None if the text of a tool call contains no JSON with the function's name. Example: the
     result for the two tool calls
@@ -80,7 +80,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _compare_with_two_calls(
     texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonInText
 ) -> CallFormat | None:
-    """Infer the format of tool calls from a message with one call and a message with two calls.
+    """Compare messages with one and with two tool calls, to infer how the calls are written.
 
     In the message with one call, the tool call is a JSON object. The message with two calls has one
     of two forms:
@@ -95,7 +95,8 @@ def _compare_with_two_calls(
         keys: The keys of the name and the arguments in a JSON object.
         json_of_call: The object in `texts.one_call`.
     """
-    # FIRST_TOOL and SECOND_TOOL are the functions' names in the first and the second tool call.
+    # FIRST_TOOL is the name of the function in the first tool call. SECOND_TOOL is the name of the
+    # function in the second tool call.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
@@ -107,7 +108,8 @@ def _compare_with_two_calls(
     calls: tuple[Call, ...] = (_declare_call(JsonObject(keys), markup),)
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
     if is_call_enclosed:
-        # Some models write an array of several tool calls between the markers of one tool call.
+        # The template writes markers such as `<call>` and `</call>` around each single tool call.
+        # Some models write a JSON array of several tool calls between these markers.
         calls += (_declare_call(JsonArray(keys), markup),)
     return CallFormat("JSON", calls, markup)
 
@@ -115,7 +117,7 @@ def _compare_with_two_calls(
 def _read_object_or_array(
     keys: Keys | NameIsKey, json_object: _JsonInText, array: _JsonInText
 ) -> CallFormat:
-    """Return a format that accepts both a JSON object with one call and a JSON array of calls.
+    """Describe tool calls that are either one JSON object or several objects in a JSON array.
 
     The result declares the array and the object as two forms of tool calls. There are two cases.
     The columns show one tool call and two tool calls:
@@ -131,7 +133,7 @@ def _read_object_or_array(
     array_format = _read_one_array(keys, array)
     has_same_opening = json_object.before.strip() == array_format.markup.open.strip()
     if has_same_opening:
-        # The opening marker is already declared in `array_format.markup`.
+        # `array_format.markup` already contains the opening marker, so this `Call` has no marker.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)
@@ -139,7 +141,7 @@ def _read_object_or_array(
 
 
 def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonInText) -> CallFormat:
-    """Infer the format of tool calls that are objects in JSON arrays.
+    """Infer how a template writes tool calls as objects in one or several JSON arrays.
 
     A template writes one array for all tool calls, or one array for each tool call:
 
@@ -153,7 +155,8 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonIn
         keys: The keys of the name and the arguments in an object of the array.
         json_of_call: The array in `texts.one_call`.
     """
-    # FIRST_TOOL and SECOND_TOOL are the functions' names in the first and the second tool call.
+    # FIRST_TOOL is the name of the function in the first tool call. SECOND_TOOL is the name of the
+    # function in the second tool call.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None or first.start == second.start:
@@ -163,7 +166,7 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonIn
 
 
 def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
-    """Return the format of tool calls that are the members of one JSON array.
+    """Describe how a template writes all tool calls of a message as one JSON array.
 
     The list of all tool calls in a message is called the tool section. There are two cases:
 
@@ -186,7 +189,7 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
 
 
 def _markup_of_two(first: _JsonInText, second: _JsonInText) -> ListMarkup:
-    """Return the markup before, between and after the JSON of two tool calls.
+    """Return the texts before, between and after the JSON of two tool calls.
 
     Example: for `<c>{..}</c>, <c>{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and
     `separator` is ", ".
@@ -196,12 +199,12 @@ def _markup_of_two(first: _JsonInText, second: _JsonInText) -> ListMarkup:
 
 
 def _declare_call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
-    """Declare a tool call with the markers `item_open` and `item_close` of `markup`."""
+    """Return a `Call` with the markers `markup.item_open` and `markup.item_close` around `body`."""
     return Call(body, open=markup.item_open, close=markup.item_close)
 
 
 def _find_json_call(text: str, name: str) -> _JsonInText | None:
-    """Find the first JSON object or array that contains a tool call of the function `name`.
+    """Find the first JSON object or array that contains a call of the function `name`.
 
     Return None if there is no such object or array.
 
@@ -210,7 +213,7 @@ def _find_json_call(text: str, name: str) -> _JsonInText | None:
     ('<call>', {'name': 'f'}, '</call>')
     """
     name_start = text.find(name)
-    # A JSON object or array that contains the name starts with a bracket before the name.
+    # The name is inside the JSON object or array, so the opening bracket precedes the name.
     possible_starts = [index for index in range(name_start) if text[index] in "{["]
     for start in possible_starts:
         found = _decode_json(text, start)
@@ -220,7 +223,7 @@ def _find_json_call(text: str, name: str) -> _JsonInText | None:
 
 
 def _contains_call(value: object, name: str) -> bool:
-    """Return whether `value` is a tool call of the function `name`, or an array with such a call.
+    """Return whether `value` is a call of the function `name`, or an array with such a call.
 
     >>> _contains_call({"name": "f"}, "f"), _contains_call([{"name": "f"}], "f")
     (True, True)
@@ -243,7 +246,7 @@ def _decode_json(text: str, start: int) -> _JsonInText | None:
 
 
 def _is_call(member: object, name: str) -> bool:
-    """Return whether `member` is the JSON object of a tool call of the function `name`.
+    """Return whether `member` is a JSON object that calls the function `name`.
 
     The object contains the name as a string, or as the key of the object with the arguments.
 
@@ -261,7 +264,7 @@ def _is_call(member: object, name: str) -> bool:
 
 
 def read_json_arguments(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls that consist of a name and JSON, such as `f{"a": 1}`.
+    """Infer how a template writes tool calls as a name and JSON arguments, as in `f{"a": 1}`.
 
     Return None if no JSON object with the argument follows the name. Example: the result for
     `<call>f<args>{"a": 1}</call>` declares the opening marker `<call>`, the header `{name}<args>`
@@ -286,7 +289,7 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_named(two_calls: str) -> ListMarkup | None:
-    """Return the markup around two tool calls that consist of a name and JSON.
+    """Return the texts before, between and after two tool calls that look like `f{"a": 1}`.
 
     Return None if the JSON of one of the two tool calls is not found. Example: for
     `<c>f{..}</c>, <c>g{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and `separator` is
@@ -304,7 +307,7 @@ def _markup_of_two_named(two_calls: str) -> ListMarkup | None:
 
 
 def _find_json_arguments(text: str, name: str, key: str) -> _JsonInText | None:
-    """Find the JSON object with the arguments of a tool call: the first object after the name.
+    """Find the first JSON object after the name. It contains the arguments of the tool call.
 
     Return None if no JSON object follows the name, or if the object has no argument `key`.
 

@@ -1,4 +1,4 @@
-"""Infer the format of tool calls that are written like source code.
+"""Infer how a template writes tool calls that look like source code, such as `f(a="x")`.
 
 The forms are Python calls, `f(a="x")`, and objects with unquoted keys, `f{a:<q>x<q>}`.
 """
@@ -29,7 +29,7 @@ _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 
 
 def read_python(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls in Python syntax, such as `f(a="x")`.
+    """Infer how a template writes tool calls in Python syntax, such as `f(a="x")`.
 
     Return None if the tool calls have another syntax. There are two cases:
 
@@ -45,7 +45,8 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         return None
     if not texts.two_calls:
         around = _cut_out_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
-        # One tool call shows no separator, so the usual separator of a Python list is assumed.
+        # A message with only one tool call shows no separator. So the separator of a Python list is
+        # used.
         markup = ListMarkup(open=around.before, separator=", ", close=around.after)
         return _read_python_section(markup, suffix)
     markup = _markup_of_two_calls(texts.two_calls, last_character=")")
@@ -76,14 +77,14 @@ def _suffix_of_name(one_call: str) -> str | None:
 
 
 class _SectionMarkers(NamedTuple):
-    """The texts before and after all tool calls of a message, such as `<calls>` and `</calls>`."""
+    """The text before the first tool call of a message, and the text after the last tool call."""
 
     open: str
     close: str
 
 
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
-    """Return the format of tool calls that are written as a list of Python calls between markers.
+    """Describe a list of Python calls between two markers: `<calls>[f(a="x"), g()]</calls>`.
 
     Example: for `<calls>[f(a="x"), g(b="y")]</calls>`, the result declares the markers `<calls>`
     and `</calls>`. Between the markers, a model may write the calls with or without the brackets of
@@ -94,7 +95,7 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
     # A template may write white space before each call (`item_open`). The white space before the
-    # first call belongs to the text before all calls.
+    # first call is added to the text before the list of calls.
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
@@ -122,7 +123,7 @@ def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
 
 
 def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
-    """Declare the markers around all tool calls, and the forms in which a model writes the calls.
+    """Describe a list of Python calls: the text before it, the text after it, and its brackets.
 
     The list of all tool calls in a message is called the tool section. There are two cases:
 
@@ -145,7 +146,7 @@ def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) ->
 
 
 def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls whose arguments have unquoted keys, as in `f{a:"x"}`.
+    """Infer how a template writes tool calls with unquoted keys, as in `f{a:"x"}`.
 
     Some templates write a marker instead of the quotes around a string. Example: the result for
     `<call>f{a:<q>x<q>}</call>` declares the quote `<q>` and the markers `<call>` and `</call>`.
@@ -177,7 +178,7 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_calls(two_calls: str, last_character: str) -> ListMarkup:
-    """Return the markup before, between and after the two tool calls of a message.
+    """Return the texts before, between and after the two tool calls of a message.
 
     Example: for `[f(a="x"), g(b="y")]`, in which ")" is the last character of a tool call, `open`
     is "[", `separator` is ", " and `close` is "]".
@@ -195,7 +196,7 @@ class _TextAroundCall(NamedTuple):
 
 
 def _cut_out_call(text: str, name: str, value: str, last_character: str) -> _TextAroundCall:
-    """Find a tool call by its name and value. Return the texts before and after the tool call.
+    """Return the texts before and after the tool call that contains `name` and then `value`.
 
     The tool call starts with the name, and ends with the first `last_character` after the value.
 

@@ -1,4 +1,4 @@
-"""Infer the format of tool calls in which each argument is an element: `<city>Paris</city>`."""
+"""Infer how a template writes tool calls whose arguments are XML elements: `<a>1</a>`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
-# The tags of two arguments. The key of an argument is the name of its tags.
+# The XML tags of two arguments. The name in the tags is the key of the argument, as in
+# `<city>Paris</city>`.
 _FIRST_OPEN = f"<{FIRST_KEY}>"
 _FIRST_CLOSE = f"</{FIRST_KEY}>"
 _SECOND_CLOSE = f"</{SECOND_KEY}>"
 
 
 class _NestedCall(NamedTuple):
-    """The texts around the name and the arguments of a tool call. Each argument is an XML element.
+    """The texts before, between and after the name and the XML arguments of a tool call.
 
     The examples are the texts of `<c>f ~<a>1~</a>~<b>2~</b></c>`, in which the marker `~` precedes
     every tag.
@@ -47,7 +48,7 @@ class _NestedCall(NamedTuple):
 
 
 def read_nested(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls in which an argument is an element: `<city>Paris</city>`.
+    """Infer how a template writes tool calls whose arguments are XML elements: `<a>1</a>`.
 
     Return None if the arguments have another form. Some templates write a marker before every tag.
     Example: in `f ~<a>1~</a>~<b>2~</b>`, the marker is `~`, and the arguments are `a` and `b`.
@@ -68,7 +69,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
 
 def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
-    """Return the texts around a tool call's name and arguments. The two arguments are XML elements.
+    """Return the texts before, between and after the name and the XML arguments of a tool call.
 
     A template may write a marker before every tag. Example: the result for
     `<c>f ~<a>1~</a>~<b>2~</b></c>` is `_NestedCall("<c>", " ", "~", "</c>")`. Return None if the
@@ -91,7 +92,7 @@ def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
 
 
 def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
-    """Return the markup around tool calls whose arguments are XML elements.
+    """Return the texts around tool calls whose arguments are XML elements, such as `<a>1</a>`.
 
     Example: for the two tool calls `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`,
     `item_close` is `</c>` and `separator` is `;`. Return None unless an element follows the name in
@@ -112,7 +113,7 @@ def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """Move `marker` from the end of each tool call to the start of the text that follows.
+    """Move `marker` from the end of each tool call to the start of the text after the tool call.
 
     The function `list_markup` assigns a marker between two tool calls to the end of the first call.
     The result assigns such a marker to the start of the second call. Example: in the tool calls

@@ -1,4 +1,4 @@
-"""Infer the format of tool calls in which a tag contains the key of each argument.
+"""Infer how a template writes arguments whose key is inside a tag: `<arg key="a">1</arg>`.
 
 Example: `<arg key="a">1</arg>` is the argument `a` with the value 1. The module `calls_nested`
 infers the other form with tags, `<a>1</a>`.
@@ -35,7 +35,7 @@ _NUMBER_TEXT = str(NUMBER_VALUE)
 
 
 class _TaggedCall(NamedTuple):
-    """The texts around the name, the keys and the values of a tool call with two arguments.
+    """The texts before, between and after the name, the keys and the values in a tool call.
 
     The examples are the texts of `<c f><k>a</k>1<k>b</k>2</c>`, a call of `f` with the arguments
     `a` and `b`.
@@ -56,7 +56,7 @@ class _TaggedCall(NamedTuple):
 
 
 def read_tagged(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls in which a tag contains the key of each argument.
+    """Infer how a template writes arguments whose key is inside a tag: `<arg key="a">1</arg>`.
 
     Return None if the tool calls have another form. Example: the tool call
     `<call f><arg key="a">1</arg></call>` gives these declarations:
@@ -88,7 +88,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 
 
 def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
-    """Cut a tool call with two arguments at its name, its keys and its values.
+    """Remove the name, the keys and the values from a tool call. Return the texts around them.
 
     Example: `<c f><k>a</k>1<k>b</k>2</c>` is cut into `<c `, `><k>`, `</k>`, `<k>` and `</c>`. The
     text before the second value is omitted, because it is equal to the text before the first value.
@@ -108,7 +108,7 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
 
 
 def _markup_of_calls(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
-    """Return the markup around tool calls whose arguments are enclosed by tags.
+    """Return the texts around tool calls whose arguments are between tags: `<k a>1</k>`.
 
     Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `,
     `item_close` is `</k></c>` and `separator` is `;`. Return None unless each of the two tool calls
@@ -132,7 +132,7 @@ def _markup_of_calls(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
 def _infer_arguments(
     texts: CallTexts, arguments: ListMarkup, before_string: str
 ) -> TaggedArguments:
-    """Infer the tags around the value of an argument, and the quotes around strings with markup.
+    """Infer the tags around an argument's value, and any quotes around it, such as `<![CDATA[`.
 
     Args:
         texts: The rendered tool calls, with a string, a number or a string with markup as the value
@@ -146,7 +146,7 @@ def _infer_arguments(
 
 
 class _TextAroundArgument(NamedTuple):
-    """The texts around the key and the value of an argument.
+    """The texts before, between and after the key and the value of an argument.
 
     Example: `<json key="a">41</json></call>` has `before_key` `<json key="`, `before_value` `">`
     and `after_value` `</json></call>`.
@@ -160,7 +160,7 @@ class _TextAroundArgument(NamedTuple):
 def _infer_value_tags(
     texts: CallTexts, arguments: ListMarkup, before_string: str
 ) -> TaggedArguments:
-    """Infer the tags before and after the value of an argument, for strings and for numbers.
+    """Infer the tags around the value of an argument. Strings and numbers may have different tags.
 
     There are three kinds of templates. The table shows the argument `a` with the string "x" and
     with the number 41:
@@ -180,7 +180,7 @@ def _infer_value_tags(
         before_string: The text between a key and its value, if the value is a string.
     """
     string = _TextAroundArgument(arguments.item_open, before_string, _text_after_string(texts))
-    # The text between two arguments is declared as a part of the closing tag.
+    # The text between two arguments, such as a line break, becomes a part of the closing tag.
     close = arguments.item_close + arguments.separator
     tags = TaggedArguments(_open_pattern(string), close)
     number = _cut_at_number(texts.number, arguments)
@@ -208,7 +208,7 @@ def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> st
 
 
 def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | None:
-    """Cut the key and the number out of a tool call. Return the three texts around them.
+    """Remove the key and the number from a tool call. Return the three texts around them.
 
     The tool call in `text` has one argument, the number 41. Return None if the template does not
     render the number as "41". Example: if `arguments.open` is `>`, the tool call
@@ -230,7 +230,7 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
 
 
 def _open_pattern(around: _TextAroundArgument) -> str:
-    """Return the pattern of an opening tag. In the pattern, `{key}` stands for the argument's key.
+    """Return the pattern of an opening tag, such as `<arg key="{key}">`, with a field for the key.
 
     >>> _open_pattern(_TextAroundArgument('<arg key="', '">', "</arg>"))
     '<arg key="{key}">'
@@ -249,7 +249,7 @@ def _text_after_string(texts: CallTexts) -> str:
 
 
 def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgument) -> str | None:
-    """Return the pattern of an opening tag that names the type of the value.
+    """Return the pattern of an opening tag with a type, such as `<arg key="{key}" type="{type}">`.
 
     In the pattern, the field `{key}` replaces the key, and the field `{type}` replaces the type.
     The type is the only word that differs between the tag before a string and the tag before a
@@ -275,7 +275,7 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
 
 
 def _split_into_words(text: str) -> list[str]:
-    """Split `text` into words and single other characters.
+    """Split `text` into words. Each character outside the words becomes a separate string.
 
     >>> _split_into_words('type="a"')
     ['type', '=', '"', 'a', '"']
@@ -312,7 +312,7 @@ class _Quotes(NamedTuple):
 
 
 def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
-    """Find the quotes that a template writes only around strings that contain markup.
+    """Find the quotes, such as `<![CDATA[`, around strings that contain characters like `<`.
 
     Example: the plain string "x" is rendered as `<v>x</v></call>`, and the string with markup
     "x<&>y" is rendered as `<v><![CDATA[x<&>y]]></v></call>`. So the quotes are `<![CDATA[` and
@@ -341,7 +341,7 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
 
 
 def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
-    """Return tags with quotes around the value. The result also accepts the tags without quotes.
+    """Add quotes to the tags around a value. The tags without quotes remain as an alternative.
 
     The opening quote is added to the tag before the value, and the closing quote is added to the
     tag after the value. The attribute `also` of the result contains the alternatives.
@@ -350,8 +350,8 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
-    # The alternatives in `tags.also` become alternatives of the result, so `unquoted` itself has no
-    # alternatives.
+    # The result contains all alternatives in `tags.also`. So `unquoted`, which is one more
+    # alternative of the result, needs no alternatives.
     unquoted = replace(tags, also=())
     return TaggedArguments(
         open=tags.open + escape_braces(quotes.open),

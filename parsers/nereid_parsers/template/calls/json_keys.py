@@ -1,4 +1,4 @@
-"""Find the keys of the name, the arguments and the id in the JSON object of a tool call."""
+"""Find the JSON keys under which a tool call contains its name, its arguments and its id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nereid_parsers.template.probe import ID_MARK
 
 
 class _MemberPaths(NamedTuple):
-    """The paths of the name, the arguments and the id in the JSON object of a tool call.
+    """The paths to the name, the arguments and the id in the JSON object of a tool call.
 
     A path is the sequence of keys that leads to a value. Example: in
     `{"id": 1, "function": {"name": "f", "arguments": {}}}`, the path of the name is
@@ -29,7 +29,7 @@ class _MemberPaths(NamedTuple):
 
 
 def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
-    """Find the keys of the name, the arguments and the id in the JSON object of a tool call.
+    """Find the JSON keys under which a tool call contains its name, its arguments and its id.
 
     The object is a rendered call of the function "zqFirstTool" with the argument "zqKeyOne". Two
     examples of an object and the result:
@@ -42,7 +42,7 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         return NameIsKey()
     paths = _MemberPaths(
         name=name_path,
-        # If the arguments are not found, the usual key is assumed.
+        # If no key contains the arguments, the usual key "arguments" is assumed.
         arguments=find_path(call, _has_first_argument) or ("arguments",),
         id=_find_id_path(call, name_path),
     )
@@ -56,7 +56,7 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
 
 def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
-    """Return the keys that the parser ignores in the JSON object of a tool call.
+    """Return the keys of a tool call's JSON object that the parser ignores, such as "type".
 
     The result always contains the key "type".
 
@@ -88,15 +88,16 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
     if paths.id is not None:
-        # The id may be in the same inner object as the name or the arguments. Then `member_by_key`
-        # already contains the key of this object, and `setdefault` changes nothing.
+        # A JSON object inside `call` may contain the id together with the name or the arguments.
+        # Then `member_by_key` already contains the key of this inner object, and `setdefault`
+        # changes nothing.
         member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
     return order[:-1] if order[-1] == "id" else order
 
 
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the path of the id in `call`, the JSON object of a rendered tool call.
+    """Return the keys that lead to the id in `call`, the JSON object of a tool call.
 
     A path is the sequence of keys that leads to a value. The id is the first value that contains
     ID_MARK, a placeholder character for ids. If there is no such value, the id is the value of the
@@ -127,7 +128,7 @@ def _is_named_id(key: str) -> bool:
 
 
 def _has_first_argument(value: object) -> bool:
-    """Return whether `value`, a JSON object or a text with JSON, contains the key `FIRST_KEY`."""
+    """Return whether `value`, a JSON object or a string with JSON, contains the key `FIRST_KEY`."""
     return isinstance(value, str | dict) and FIRST_KEY in value
 
 

@@ -1,4 +1,4 @@
-r"""Split the regular expressions of response templates into literals and variable texts.
+r"""Split a regular expression into fixed texts and parts that match different texts.
 
 A response template declares a marker as a regular expression such as
 
@@ -42,12 +42,12 @@ _MAX_CHARACTERS = 4000  # Splitting a longer expression into tokens may take lon
 
 @dataclass(frozen=True, slots=True)
 class OptionalWhitespace:
-    r"""A piece of a regular expression that matches optional white space, such as `\s*`."""
+    r"""A part of a regular expression, such as `\s*`, that matches optional white space."""
 
 
 @dataclass(frozen=True, slots=True)
 class VariableText:
-    r"""An element of a regular expression that matches different texts, not one literal.
+    r"""A part of a regular expression, such as `\w+`, that matches different texts.
 
     Examples: `(?P<key>\w+)` becomes `VariableText("key")`, and `[^>]+` becomes `VariableText("")`.
     """
@@ -57,13 +57,13 @@ class VariableText:
 
 _UNNAMED_TEXT = VariableText("")  # for example `.` or `[^>]`
 
-# A piece of a regular expression. A str is a literal text, which the expression matches exactly.
+# A part of a regular expression. If the part is a str, it matches only this text.
 Piece = str | OptionalWhitespace | VariableText
 Pieces = tuple[Piece, ...]
 
-# Most escapes, such as `\.`, match the escaped character. This dict contains the pieces of the
-# other supported escapes. A boundary, such as `\b`, matches no character, so its piece is an empty
-# literal.
+# Most escapes, such as `\.`, match the escaped character. The keys of this dict are the other
+# supported escapes, and the values are what these escapes match. A boundary, such as `\b`, matches
+# no character, so its value is an empty text.
 _ESCAPES: dict[str, Piece] = {
     r"\s": OptionalWhitespace(),
     **dict.fromkeys((r"\w", r"\W", r"\d", r"\D", r"\S"), _UNNAMED_TEXT),
@@ -75,10 +75,10 @@ _ESCAPES: dict[str, Piece] = {
 
 
 def alternatives(regex: object) -> list[Pieces]:
-    r"""Split a regular expression into its alternatives, and each alternative into pieces.
+    r"""Split a regular expression into its alternatives, and each alternative into its parts.
 
-    A piece is a literal text, optional white space, or variable text such as a named group. The
-    caller builds the markers of a format from the pieces.
+    A part is called a piece. It is a literal text, optional white space, or variable text such as a
+    named group. The caller builds the markers of a format from the pieces.
 
     >>> alternatives(r"\s*<a (?P<name>\w+)>|<b>")
     [(OptionalWhitespace(), '<a ', VariableText(name='name'), '>'), ('<b>',)]
@@ -122,7 +122,7 @@ def _join_literals(pieces: Pieces) -> Pieces:
 
 
 def text_of_literals(pieces: Pieces) -> str:
-    """Return the joined literals of a regular expression, without its optional white space.
+    """Join the fixed texts of a regular expression. Optional white space is omitted.
 
     >>> text_of_literals(("<call>", OptionalWhitespace(), "<f>"))
     '<call><f>'
@@ -134,7 +134,7 @@ def text_of_literals(pieces: Pieces) -> str:
 
 
 def literal_text(piece: Piece) -> str:
-    """Return the literal text of one piece of a regular expression.
+    """Return the fixed text of one part of a regular expression, or "" for white space.
 
     The literal text of optional white space is "":
 
@@ -153,7 +153,7 @@ def literal_text(piece: Piece) -> str:
 
 
 def marker_spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    r"""Return all spellings of one marker that a response template declares.
+    r"""Return all spellings of a marker, such as `<a>`, that a `response_template` contains.
 
     Example: if `key` is "open", the member `open` contains one literal or a list of literals. If
     there is no member `open`, the member `open_pattern` contains a regular expression. If there is
@@ -182,7 +182,7 @@ def marker_spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _spellings_of_regex(regex: object) -> tuple[str, ...]:
-    r"""Return the literal text of each alternative of a regular expression, without duplicates.
+    r"""Return the text that each alternative of a regular expression matches, without duplicates.
 
     White space around the texts is removed, and empty texts are omitted.
 
@@ -198,7 +198,7 @@ def _spellings_of_regex(regex: object) -> tuple[str, ...]:
 
 
 class _Reader:
-    """A recursive-descent parser that splits a regular expression into pieces.
+    """A recursive-descent parser that splits a regular expression into its parts.
 
     The expression is first split into tokens. Example: the tokens of `(?:a|[bc]*)` are `(?:`, `a`,
     `|`, `[bc]`, `*` and `)`. A method whose name starts with `read_` removes the tokens that it
@@ -228,7 +228,7 @@ class _Reader:
         return FormatError(f"the regular expression {self.regex!r} cannot be used: {reason}")
 
     def next_token(self) -> str:
-        """Return the next token without removing it, or "" at the end of the expression."""
+        """Return the next token, but do not remove it. Return "" at the end of the expression."""
         return self.unread[0] if self.unread else ""
 
     def take_token(self) -> str:
@@ -257,7 +257,7 @@ class _Reader:
         return result
 
     def read_sequence(self) -> list[Pieces]:
-        """Read elements up to the next `|` or `)`. Return all combinations of their alternatives.
+        """Read a sequence up to the next `|` or `)`, and return all alternatives of the sequence.
 
         An element is, for example, a character or a group. In the expression below, the first
         element has two alternatives, and the second element has one alternative:
@@ -303,7 +303,7 @@ class _Reader:
                 return [(token,)]
 
     def read_group(self, opening: str) -> list[Pieces]:
-        """Read the rest of a group, and return the alternatives of the group.
+        """Read a group after its opening parenthesis, and return the alternatives of the group.
 
         A group has the alternatives between its parentheses. A named group instead has one
         alternative, which is variable text with the name of the group:
@@ -332,7 +332,7 @@ class _Reader:
         return inner_alternatives
 
     def skip_group(self) -> None:
-        """Remove the rest of a group, up to its closing parenthesis, from `unread`.
+        """Remove the tokens of a group from `unread`, up to the closing parenthesis of the group.
 
         The caller has already read the token that opens the group. The group may contain groups.
 
@@ -348,7 +348,7 @@ class _Reader:
                 num_open_groups -= 1
 
     def piece_of_escape(self, escape: str) -> Piece:
-        r"""Convert an escape, such as `\s`, into a piece: a literal, white space or variable text.
+        r"""Convert an escape, such as `\s`, into a literal text, white space or variable text.
 
         >>> [_Reader("").piece_of_escape(escape) for escape in (r"\s", r"\w", r"\b", r"\n", r"\.")]
         [OptionalWhitespace(), VariableText(name=''), '', '\n', '.']
@@ -364,7 +364,7 @@ class _Reader:
         return character
 
     def apply_quantifier(self, element: list[Pieces], quantifier: str) -> list[Pieces]:
-        r"""Return the alternatives of an element that is followed by a quantifier.
+        r"""Apply a quantifier, such as `?`, to the part of the regular expression before it.
 
         There are three cases:
 

@@ -1,4 +1,4 @@
-"""Convert the field `tool_calls` of a response template into the tool section of a Format.
+"""Convert the field `tool_calls` of a `response_template` into a `ToolSection` object.
 
 The field declares how the model writes tool calls. Example:
 
@@ -35,13 +35,13 @@ from nereid_parsers.template.response.regex_parts import (
 from nereid_parsers.template.response.response_transform import keys_of_transform
 from nereid_parsers.tool_declarations import Body
 
-# The keys are names of groups in a regular expression. The values are the placeholders that replace
-# these groups in a pattern of a format. Any other group is replaced by the placeholder {word}.
+# The keys are the names of groups in a regular expression. In a pattern such as `<f {name}>`, the
+# values replace these groups. The placeholder `{word}` replaces any other group.
 _PLACEHOLDERS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
 class _CallStart(NamedTuple):
-    """The declaration of the text before the body of a tool call.
+    """The text before the arguments of a tool call, such as `<call><f={name}>`, in two parts.
 
     The body contains the arguments. Example: the text `<call><f=save>` is declared by the marker
     `<call>` and the header `<f={name}>`.
@@ -57,7 +57,7 @@ class _CallStart(NamedTuple):
 
 
 def tool_section(field: Mapping[str, Any]) -> ToolSection:
-    """Convert the declaration of the field `tool_calls` into the tool section of a format.
+    """Convert the field `tool_calls` of a `response_template` into a `ToolSection` object.
 
     A tool section declares how a model writes all tool calls of a message. Example:
     {"open": ["<call>", "<tool>"], "close": "</call>", "content": "json"} gives a tool section with
@@ -72,7 +72,7 @@ def tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    r"""Return the possible starts of a tool call: the texts before the arguments.
+    r"""Return each text, such as `<call>`, that may precede the arguments of a tool call.
 
     `field` is the declaration of the field `tool_calls`. The member `open` contains the marker that
     opens a tool call, or a list of such markers. Instead of `open`, a declaration may contain the
@@ -99,7 +99,7 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 
 
 def _split_call_start(pieces: Pieces) -> _CallStart:
-    r"""Split the start of a tool call into a marker and a header, such as `<f={name}>`.
+    r"""Split the text before a tool call's arguments, such as `<call><f=save>`, into two parts.
 
     There are three cases. If there is no variable text, the start is only a marker:
 
@@ -142,14 +142,14 @@ def _split_call_start(pieces: Pieces) -> _CallStart:
 
 
 def _without_leading_whitespace(pieces: Pieces) -> Pieces:
-    """Remove the pieces for optional white space from the start of a regular expression."""
+    """Remove the parts that match optional white space from the start of a regular expression."""
     while pieces and isinstance(pieces[0], OptionalWhitespace):
         pieces = pieces[1:]
     return pieces
 
 
 def _pattern(pieces: Pieces) -> str:
-    r"""Convert the pieces of a regular expression into a pattern of a format, such as `<f {name}>`.
+    r"""Convert the parts of a regular expression into a pattern such as `<f {name}>`.
 
     A pattern contains placeholders in braces, so the braces of a literal are doubled. Optional
     white space becomes a line break, because a line break in a pattern matches any white space.
@@ -161,7 +161,7 @@ def _pattern(pieces: Pieces) -> str:
 
 
 def _pattern_text(piece: Piece) -> str:
-    r"""Return the text in a pattern that corresponds to one piece of a regular expression.
+    r"""Convert one part of a regular expression into text for a pattern such as `<f {name}>`.
 
     >>> _pattern_text(VariableText("name")), _pattern_text("{"), _pattern_text(OptionalWhitespace())
     ('{name}', '{{', '\n')
@@ -172,7 +172,7 @@ def _pattern_text(piece: Piece) -> str:
 
 
 def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Call:
-    """Return a `Call`, which declares how the model writes one tool call.
+    """Return a `Call`, which describes how the model writes one tool call.
 
     A tool call consists of an opening marker, a header with the function's name, a body with the
     arguments, and a closing marker. Example: `<call><f=save>{"path": "a"}</call>` has the header
@@ -186,14 +186,14 @@ def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Ca
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if is_name_in_body:
-        # In a `Call`, a header must contain the name. So the text of this header, which contains no
-        # name, is appended to the marker.
+        # The text in `Call.head` must contain the function's name. Here, `start.head` contains no
+        # name, so it is appended to the opening marker.
         return Call(body, open=start.marker + unescape_braces(start.head), close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
 
 
 def _declare_body(field: Mapping[str, Any], head: str) -> Body:
-    """Return the declaration of the body: the part of a tool call that contains the arguments.
+    """Return a description of how the model writes the arguments of a tool call.
 
     The member `content` of `field` names the form of the body, and the member `content_args`
     contains the options of this form. Example: {"content": "json"} declares a JSON body. If the
@@ -225,7 +225,7 @@ def _declare_body(field: Mapping[str, Any], head: str) -> Body:
 
 
 def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
-    """Declare that the JSON of a tool call contains both the function's name and the arguments.
+    """Describe JSON that contains both the function's name and the arguments of a tool call.
 
     The body is a JSON object with one tool call, or a JSON array with all tool calls of a message.
     `field` is the declaration of the field `tool_calls`. Three members of `field` show the kind of
@@ -249,7 +249,7 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
 
 
 def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
-    """Declare that the keys of the arguments have no quotes, as in `{a:<q>x<q>}`.
+    """Describe arguments whose keys have no quotes, as in `{a:<q>x<q>}`.
 
     The option `string_delims` is a list of pairs: the text before a string value, and the text
     after the string value. Only the first pair is used, because a template renders all strings with
@@ -273,7 +273,7 @@ def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
 
 
 def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
-    r"""Declare that each argument is enclosed in two tags, such as `<a=path>x</a>`.
+    r"""Describe arguments that are enclosed in two tags, such as `<a=path>x</a>`.
 
     The option `tag_pattern` is a regular expression that matches one argument with its tags. The
     group `key` matches the name of the argument, and the group `value` matches the value.
@@ -314,7 +314,7 @@ def _has_key_before_value(pieces: Pieces) -> bool:
 
 
 def _closing_tag(pieces: Pieces) -> str:
-    r"""Convert the pieces of a regular expression into the closing tag of an argument.
+    r"""Convert the end of a regular expression into the closing tag of an argument.
 
     A closing tag is a fixed text. Optional white space becomes a line break.
 

@@ -1,4 +1,4 @@
-r"""Convert a `response_template`, transformers' declaration of a chat format, into a Format.
+r"""Convert a `response_template`, which describes a model's output, into a `Format`.
 
 The declaration is in tokenizer_config.json (transformers 5.23, utils/chat_parsing). For each field
 of a message, the declaration contains the literal or the regular expression that opens the field,
@@ -27,7 +27,7 @@ _KNOWN_FIELDS = {*REASONING_FIELDS, "content", "tool_calls"}
 
 
 def format_of_response_template(spec: Mapping[str, Any]) -> Format:
-    """Convert a `response_template`, transformers' declaration of a chat format, into a Format.
+    """Convert a `response_template`, which describes a model's output, into a `Format`.
 
     A `Format` describes how a model writes reasoning, content and tool calls, so that the parser
     can read the generated text. Example: {"fields": {"reasoning": {"open": "<think>", "close":
@@ -91,7 +91,7 @@ def _validated_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _declare_reasoning(field: Mapping[str, Any]) -> Reasoning:
-    """Convert the declaration of the field for reasoning into the reasoning part of a format.
+    """Convert the field for reasoning in a `response_template` into a `Reasoning` object.
 
     Example: {"open": "<think>", "close": "</think>"} gives `Reasoning("<think>", "</think>")`. If
     the declaration contains several spellings of a marker, the first spelling is the main spelling
@@ -111,7 +111,7 @@ def _declare_reasoning(field: Mapping[str, Any]) -> Reasoning:
 
 
 class _ContentMarkers(NamedTuple):
-    """The markers in the declaration of the field `content`.
+    """The markers in the field `content` of a `response_template`, in two groups.
 
     Attributes:
         wrapper: The markers around the content, or None if there are none.
@@ -123,7 +123,7 @@ class _ContentMarkers(NamedTuple):
 
 
 def _content_markers(field: Mapping[str, Any]) -> _ContentMarkers:
-    """Separate the markers around the content from the markers that end the turn.
+    """Separate the markers around the content from the markers that end the message.
 
     `field` is the declaration of the field `content`, which contains both kinds of markers. The
     markers around the content are the wrapper. If `field` declares no opening marker, all closing

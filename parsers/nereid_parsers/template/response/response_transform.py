@@ -1,4 +1,4 @@
-"""Derive the JSON keys of a tool call from the member `transform` of a response template.
+"""Derive the JSON keys of a tool call from the field `transform` of a `response_template`.
 
 A transform describes how transformers builds a tool call from the JSON that the model has written.
 Placeholders refer to the keys of this JSON:

@@ -20,7 +20,7 @@ from nereid_parsers.template.sandbox.limits import Budget
 
 
 class Generation(ext.Extension):
-    """A Jinja extension for the block `{% generation %}`, and for the time limit of parsing.
+    """A Jinja extension that parses the block `{% generation %}` and limits the time of parsing.
 
     In a chat template, the block surrounds the text that a model generates, so that a trainer can
     find this text. Here the block only renders its body.
@@ -44,12 +44,12 @@ class Generation(ext.Extension):
         return nodes.CallBlock(self.call_method("_emit"), [], [], body).set_lineno(line)
 
     def _emit(self, caller: Callable[[], str]) -> str:
-        """Return the rendered body of a block. `caller` is the function that renders the body."""
+        """Return the rendered content of a block. The function `caller` renders the content."""
         return caller()
 
 
 class AddCounting(NodeTransformer):
-    """Adds counting filters to a template's syntax tree, and records constants and variables.
+    """Changes a template's syntax tree to count operations, and records constants and variables.
 
     Example: `{% for m in messages %}` becomes `{% for m in messages | _count_items %}`. The class
     `LimitedEnvironment` defines the filters. jinja2 calls the method `visit_X` for each node of
@@ -63,7 +63,7 @@ class AddCounting(NodeTransformer):
     """
 
     def __init__(self, budget: Budget) -> None:
-        """Create a transformer that calls `budget.check_time` at each node."""
+        """Create a node transformer, which calls `budget.check_time` at each node."""
         self._budget = budget
         self.literals: list[str] = []
         self.literal_size = 0
@@ -80,8 +80,8 @@ class AddCounting(NodeTransformer):
         self.generic_visit(node)
         node.iter = _apply_filter(node.iter, "_count_items")
         if node.recursive:
-            # The body of a recursive loop calls `loop(items)`. These items do not pass through the
-            # filter `_count_items`, so a statement at the start of the body counts the step.
+            # In a recursive loop, the template calls `loop(items)`. The filter `_count_items` does
+            # not see these items. So a statement at the start of the loop counts each step.
             step = _apply_filter(nodes.Const(0, lineno=node.lineno), "_count_step")
             node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return node
@@ -146,7 +146,7 @@ def _apply_filter(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401  # any 
 
 
 def _constants(node: nodes.Expr) -> list[nodes.Const]:
-    """Return the nodes of the constants on one side of a comparison.
+    """Return the constants on one side of a comparison, as nodes of the syntax tree.
 
     Example: the side `"fast"` contains one constant, `["fast", "slow"]` contains two constants, and
     the variable `mode` contains none.

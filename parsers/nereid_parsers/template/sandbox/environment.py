@@ -1,4 +1,4 @@
-"""Compile and render chat templates as the library transformers does, but within limits.
+"""Compile and render chat templates like the library transformers, but limit time and output.
 
 The environment is that of `apply_chat_template` in transformers 5.23
 (utils/chat_template_utils.py): an immutable sandbox, trimmed blocks, loop controls,
@@ -116,8 +116,8 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
-            # This step counts the literal text outside loops and macros. One rendering writes this
-            # text at most once.
+            # A rendering writes the text outside loops and macros at most once. This step counts
+            # this text.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.
@@ -167,7 +167,7 @@ def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, AddCountin
 
 
 def _generate_python(env: LimitedEnvironment, tree: nodes.Template) -> str:
-    """Return the text of a Python program that renders the template with this syntax tree.
+    """Convert the syntax tree of a template to a Python program that renders the template.
 
     Raises:
         LimitError: The program is too long, or takes too long to generate.

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.utils import Namespace
 
-# The largest number of characters of an error message that a template passes to `raise_exception`.
+# The maximum length, in characters, of an error message that a template passes to
+# `raise_exception`.
 _MAX_RAISED_MESSAGE = 500
 
 

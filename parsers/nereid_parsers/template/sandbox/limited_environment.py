@@ -36,7 +36,7 @@ from nereid_parsers.template.sandbox.operations import (
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
 # The filters that make one value from all items of a list or an iterator.
 _SUMMING_FILTERS = ("join", "sum")
-# The types whose values a template may write. The text of another value may be a memory address.
+# A template may write values of these types. The text of any other value may be a memory address.
 _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
 
 
@@ -84,7 +84,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         )
 
     def _allowed_filters(self) -> dict[str, Callable[..., Any]]:
-        """Return the filters that a template may use, by name.
+        """Return a dict that maps names to the filters that a template may use.
 
         A filter is a function that a template calls as in `items | join(", ")`. The returned
         functions count each call as one step, and reject large results.
@@ -98,7 +98,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def _counting_filters(self) -> dict[str, Callable[..., Any]]:
-        """Return the filters that `AddCounting` inserts into each template, by name.
+        """Return a dict that maps names to the filters that `AddCounting` adds to each template.
 
         The filters count the operations of a rendering, for example the items of a loop. The names
         start with an underscore, so they do not collide with the filters that templates use.

@@ -143,7 +143,7 @@ def _has_other_name(target: PoolingTarget, name: str | None) -> bool:
 
 
 async def select_language_model(request: Request, name: str | None) -> None:
-    """Store the language model and the LoRA adapter that a request selects with a name.
+    """Store the language model and the LoRA adapter for the model name in a request.
 
     The name belongs to a language model, or to an adapter of a language model.
 

@@ -50,7 +50,7 @@ class ChunkBuilder(ABC, Generic[ItemT]):
         return prompt * self.frame.num_choices + delta.get("index", 0)
 
     def record(self, prompt: int, delta: Delta) -> None:
-        """Record the usage and the finish reason of a delta for the prompt with this index.
+        """Record the usage and the finish reason in `delta`, which belongs to the given prompt.
 
         Mutates: `_usages` and `unfinished`, the numbers of the choices without a finish reason.
         """

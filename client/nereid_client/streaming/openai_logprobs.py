@@ -68,7 +68,7 @@ class CompletionLogprobs:
 
     def __init__(self, *, tokens_as_ids: bool = False, echo: str = "") -> None:
         self._tokens_as_ids = tokens_as_ids
-        # The part of the choice's text in which the next tokens are searched.
+        # The text of the choice, from the position where the search for the next token starts.
         self._text = echo
         self._text_start = 0  # the position of `_text` in the text of the choice
         self._next_position = 0  # the position after the last token that was found

@@ -95,8 +95,8 @@ class CallWriter:
         """
         # The settings of the writer. They do not change.
         self.tools = tools
-        # With the policy RAW, the arguments are never changed. The other policies may repair or
-        # discard the arguments, but only complete arguments, so the arguments are stored.
+        # The policy RAW never changes the arguments. The other policies may repair or discard the
+        # arguments when the arguments are complete. Until then, the arguments are stored.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._policy = policy
         self._events = events

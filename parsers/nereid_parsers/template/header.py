@@ -350,7 +350,7 @@ def _user_header(question: str) -> str:
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Remove the start of an answer, such as `<think>`, from the end of `header`.
+    r"""Remove text that belongs to the answer, such as `<think>`, from the end of `header`.
 
     A header is the text that opens a message. If every answer starts with `<think>`, the search for
     the header has included `<think>`. The header of an assistant message has the form of a user's

@@ -253,7 +253,7 @@ class CompiledTags:
         return NO_MATCH
 
     def start_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        """Return None if the arguments of a tool call can start at `text[pos]`.
+        """Return why the arguments of a tool call cannot start at `text[pos]`; None if they can.
 
         The caller has matched the header of the tool call, such as `<function=f>`, and this method
         shows whether the text after the header can belong to a tool call. Examples for arguments

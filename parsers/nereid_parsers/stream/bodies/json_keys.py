@@ -173,7 +173,7 @@ class KeyRoles:
         return KeyRole.IGNORED if may_be_ignored else KeyRole.INVALID
 
     def _may_deviate(self) -> bool:
-        """Return whether an unexpected key may still be the key of the arguments or of the call.
+        """Return whether a wrong key may contain the arguments or the whole tool call.
 
         The result is False if the arguments have already been read. It is also False if nothing
         distinguishes a tool call from an ordinary JSON object. A marker before the object, or the
@@ -184,7 +184,7 @@ class KeyRoles:
 
 
 def _deviation_of(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None:
-    """Return the role of an unexpected key that models often write, or None for any other key.
+    """Return what a wrong key such as `input` contains; None if models rarely write this key.
 
     Models sometimes write another key than the declared key of the arguments, or enclose the whole
     tool call in an object. Examples for the declared keys `name` and `arguments`:

@@ -20,9 +20,9 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_items import PoolingInfo
 from nereid_backend.text.prompt_encoder import PromptEncoder
 
-# The default limits on the number of tokens in a step. A new request waits until the current step
-# ends, so the limit for CPUs is small. On a CPU, the throughput changes by at most 3 % between
-# limits of 512 and 4096 tokens.
+# The default limits on the number of tokens that the engine computes in one step. A new request
+# waits until the current step ends, so the limit for CPUs is small. On a CPU, the throughput
+# changes by at most 3 % between limits of 512 and 4096 tokens.
 _CPU_TOKENS = 1024
 _GPU_TOKENS = 16384
 
@@ -70,15 +70,16 @@ def _path(loaded: LoadedModel) -> str:
     """Return the name of the method that computes batches (see PoolingInfo.path)."""
     if loaded.spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         return "single"
-    # If `forward` is None, the model has a text tower and an image tower, and computes padded
-    # batches. If `rows` is "whole", the head also needs padded batches (see `Head.rows`).
+    # `forward` is None if the model has a text tower and an image tower. Such a model computes
+    # padded batches. If `rows` is "whole", the classification head also needs padded batches (see
+    # `Head.rows`).
     if loaded.forward is None or (loaded.head is not None and loaded.head.rows == "whole"):
         return "padded"
     return loaded.forward.path
 
 
 def _dimension(loaded: LoadedModel) -> int:
-    """Return the size of the output vectors, or 0 for scores (see PoolingInfo.dimension).
+    """Return the size of the output vectors, or 0 if the model computes scores.
 
     Example: the token vectors have 768 numbers, and the model has two pooling methods and no
     further layers. Pooling concatenates two vectors, so the result is 1536.

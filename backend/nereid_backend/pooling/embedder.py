@@ -46,7 +46,7 @@ class _OfflineModel:
         return self._engine.info
 
     def _run(self, items: list[PoolingItem]) -> list[Value]:
-        """Compute the values of items, and return the values in the order of the items.
+        """Compute the output for each item, and return the outputs in the order of the items.
 
         The engine computes the items in several steps, and may return their results in another
         order.

@@ -107,7 +107,7 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
 
 @contextmanager
 def gpu_share(device: torch.device, share: float) -> Iterator[None]:
-    """Return a context that limits the GPU memory of this process.
+    """Return a context manager that limits the GPU memory of this process.
 
     The limit stays after the end of the context.
 
@@ -156,7 +156,8 @@ def _choose_methods(
     if spec.loader == TOWERS:
         return _Methods(None, None, check_towers(encoder, name, max_len))
     if spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
-        # These models compute all inputs one by one, so there is nothing to compare.
+        # These models compute all inputs one by one. Batches are not used, so there is no
+        # difference between the outputs for batches and the outputs for single inputs.
         return _Methods(None, None, 0.0)
     forward = choose_forward(encoder, hook, name, max_len)
     head = None

@@ -76,7 +76,7 @@ class PoolingEngine:
         self._queue.add(request_id, self._model.preparer.prepare(items))
 
     def step(self) -> list[PoolingResult]:
-        """Compute the next items of the waiting requests.
+        """Remove the next items from the queue, and compute their vectors or scores.
 
         Returns:
             One result for each computed item. The list is empty if no item is waiting. Every item

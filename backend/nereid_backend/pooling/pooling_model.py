@@ -129,7 +129,7 @@ class PoolingModel:
 
     @property
     def _is_packed(self) -> bool:
-        """Whether the token vectors and the output of the head are computed without padding."""
+        """Whether the model computes its outputs without padding."""
         forward = self._loaded.forward
         head = self._loaded.head
         has_padded_head = head is not None and head.rows in ("all", "whole")
@@ -205,7 +205,7 @@ class PoolingModel:
         self, forward: ChosenForward, head: Head, batch: TokenBatch, items: list[Prepared]
     ) -> list[Value | None]:
         """Compute scores of texts or of single tokens with the head of a classifier."""
-        # A head that runs the whole model computes the token vectors itself.
+        # If `head.rows` is "whole", `head.logits` runs the whole model and needs no token vectors.
         hidden = forward.forward(batch) if head.rows != "whole" else None
         logits = head.logits(hidden, batch).float()
         activation = self._loaded.spec.activation
@@ -309,14 +309,14 @@ def _answer_scores(reranker: GenerativeReranker, logits: Tensor) -> Tensor:
 
 
 def _vision_language_prompts(loaded: LoadedModel) -> Prompts | None:
-    """Return the object that prepares inputs for a vision-language model; None for other models."""
+    """Return the object that prepares inputs; None if the model is not a vision-language model."""
     if loaded.spec.takes_messages:
         return ChatPrompts(loaded.spec, loaded.reranker)
     return RetrievalPrompts(loaded.spec) if loaded.spec.loader == RETRIEVAL else None
 
 
 def _tower_images(loaded: LoadedModel) -> TowerImages | None:
-    """Return the object that prepares images for an image tower; None for other models."""
+    """Return the object that prepares images; None if the model has no image tower."""
     if loaded.spec.loader != TOWERS:
         return None
     return TowerImages(loaded.spec, num_image_tokens(loaded.encoder))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the inputs of a step into batches. The inputs of a batch are computed together."""
+"""Divides a batch of inputs into parts. Each part is computed by one method."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ _PADDING_TOKENS = 8
 
 
 class Part(NamedTuple):
-    """A part of a batch: the items that one method computes.
+    """The items of a batch that are computed by the same method.
 
     Attributes:
         method: "images" (the image tower computes the items as one batch), "alone" (the model
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 def split_batch(
     batch: Sequence[Prepared], *, computes_all_alone: bool, is_packed: bool
 ) -> list[Part]:
-    """Divide prepared items into parts, so that one method can compute each part.
+    """Divide prepared items into parts. All items of a part are computed by the same method.
 
     All images for an image tower form one part. All inputs that a vision-language model computes
     one by one form another part. All expanded queries (short queries with appended mask tokens)

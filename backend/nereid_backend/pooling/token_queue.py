@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the waiting items that the next step computes, up to a limit on the number of tokens."""
+"""Stores waiting items, and chooses the items that are computed next."""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class TokenQueue:
         self.num_items -= len(self._waiting.pop(request_id, ()))
 
     def take(self, budget: int) -> list[QueuedItem]:
-        """Remove the items of the next step from the queue, and return them.
+        """Choose the items that are computed next. Remove them from the queue, and return them.
 
         The requests take turns: each request gives one item, and is then the last request. Example:
         request a has items of 5, 6 and 7 tokens, and request b has one item of 9 tokens. `take(22)`
@@ -76,7 +76,7 @@ class TokenQueue:
         taken: list[QueuedItem] = []
         num_left = budget  # the number of tokens that further items may have
         while self._waiting:
-            # The first request in the dict is the request whose turn is next.
+            # The requests take turns. The first request in the dict has the next turn.
             request_id, waiting_items = next(iter(self._waiting.items()))
             if taken and waiting_items[0].prepared.num_tokens > num_left:
                 break

@@ -74,8 +74,9 @@ class Detokenizer:
                 prompt. The text of these tokens is not returned.
         """
         self._decode = decode
-        # The window has two parts: first the tokens whose text was returned, and then the tokens
-        # whose text was not returned yet. `_num_returned` is the length of the first part.
+        # `_window` contains first the tokens whose text was returned, and then the tokens whose
+        # text was not returned yet. `_num_returned` is the number of tokens whose text was
+        # returned.
         self._window = list(seed_token_ids)
         self._num_returned = len(self._window)
 
@@ -96,8 +97,8 @@ class Detokenizer:
         num_held = len(self._window) - self._num_returned
         can_wait = num_held <= _MAX_HELD_TOKENS
         ends_within_character = text.endswith(_REPLACEMENT)
-        # A token without text, such as a special token, also waits for the next tokens, because it
-        # is no useful context for decoding them.
+        # If the new tokens have no text (for example, special tokens), wait for the next tokens.
+        # Tokens without text are no useful context for decoding the tokens after them.
         has_new_text = len(text) != len(returned_text)
         if can_wait and (ends_within_character or not has_new_text):
             return ""
@@ -116,7 +117,7 @@ class Detokenizer:
         return text[len(returned_text) :]
 
     def _returned_text(self) -> str:
-        """Decode the first `_num_returned` tokens of the window. Their text has been returned."""
+        """Decode the tokens whose text was already returned, and return this text again."""
         if self._num_returned == 0:
             return ""
         return self._decode(self._window[: self._num_returned])
@@ -142,7 +143,9 @@ class Detokenizer:
         return text[len(returned_text) :]
 
     def _mark_returned(self, end: int) -> None:
-        """Mark the tokens before the index `end` as returned. Remove tokens marked earlier.
+        """Record that the text of the tokens before the index `end` has been returned.
+
+        The tokens whose text was returned earlier are removed from the window.
 
         Example: the window is [5, 6, 7, 8], and its first 2 tokens have been returned. After
         `_mark_returned(3)`, the window is [7, 8], and its first token has been returned.

@@ -49,8 +49,8 @@ def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]
     for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
         key = str(token_id)
         if key in entry:
-            # `token_id` is the token of the text, which is also one of the most likely tokens. Keep
-            # the entry that was added first.
+            # `token_id` occurs twice: as the token in the text, and as one of the most likely
+            # tokens. Keep only the entry that was added first.
             continue
         entry[key] = {
             "logprob": max(logprob, LOWEST),

@@ -8,12 +8,14 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Most texts have at most this number of characters for each token. The tokens of a text are counted
-# in advance only if the text has more characters than the token limit times this number.
+# Most texts have at most `_USUAL_TOKEN_CHARS` characters for each token. The tokens of a text are
+# counted in advance only if the text has more than `_USUAL_TOKEN_CHARS` characters for each token
+# that the limit allows.
 _USUAL_TOKEN_CHARS = 8
 _PIECE_CHARS = 32_768
-# The pieces of a text can have more tokens than the whole text. A text is therefore rejected only
-# if its pieces have more tokens than the limit multiplied by this factor.
+# To count the tokens of a long text in advance, the text is divided into pieces of `_PIECE_CHARS`
+# characters. The pieces can have more tokens than the whole text. Therefore a text is rejected only
+# if its pieces have more than `_MARGIN` times as many tokens as the limit allows.
 _MARGIN = 1.1
 
 

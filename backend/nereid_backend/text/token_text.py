@@ -36,7 +36,8 @@ class TokenText:
         }
         # Converts an entry of the vocabulary to bytes; None if the representation is unknown.
         self._bytes_of_piece = _piece_reader(tokenizer)
-        # Two caches. The keys are token ids, and the values are the results of `data` and `text`.
+        # Two caches, whose keys are token ids. `_bytes` contains the results of the method `data`,
+        # and `_texts` contains the results of the method `text`.
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 
@@ -94,14 +95,14 @@ def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
 
 
 def _replaces_with_space(step: dict[str, Any]) -> bool:
-    """Return whether a step of a decoder replaces "▁" by a space."""
+    """Return whether `step`, one operation of a tokenizer's decoder, replaces "▁" by a space."""
     if step["type"] != "Replace" or step.get("content") != " ":
         return False
     return SPACE in str(step["pattern"])
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the steps of a tokenizer's decoder as a flat list."""
+    """Return all operations of a tokenizer's decoder as a flat list."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":

@@ -198,7 +198,7 @@ class ChatProcessor:
         raise first_error
 
     def prepare_text(self, text: str, found: list[Found]) -> ImagePrompt:
-        """Convert a rendered text and its media to a prompt.
+        """Convert the text of a chat, and its images, videos and audio, to an `ImagePrompt`.
 
         The text contains one placeholder for each image, video and audio file, unless the processor
         inserts the placeholders.

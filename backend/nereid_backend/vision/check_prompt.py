@@ -30,15 +30,16 @@ class PromptCheck:
     def __init__(self, model: Any, features: FeatureCache, attention: OwnAttention) -> None:  # noqa: ANN401 - a model of transformers
         self._model = model
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-        # The inputs of the decoder are recorded by a hook on the decoder's module. If the model has
-        # no separate module for the decoder, the inputs cannot be recorded.
+        # The inputs of the decoder are read by a hook. The hook is a function that torch calls when
+        # the decoder's module is called. If the model has no separate module for the decoder, the
+        # inputs cannot be read.
         self._decoder = decoder if isinstance(decoder, Module) and decoder is not model else None
         self._features = features
         self._attention = attention
 
     @torch.inference_mode()
     def __call__(self, token_ids: list[int], images: ImageInputs) -> None:
-        """Raise a RequestError if the model's code cannot compute a prompt.
+        """Raise a RequestError if the model's code fails for a prompt with images.
 
         The prompt is computed until the inputs of the decoder are known. These inputs are then
         discarded.
@@ -49,7 +50,7 @@ class PromptCheck:
             with self._attention.used(), self._features.serving(images.digest):
                 record_inputs(self._model, self._decoder, token_ids, images)
         except UnfitError:
-            # The inputs cannot be recorded, so this prompt cannot be checked.
+            # The inputs of the decoder cannot be read, so this prompt cannot be checked.
             return
         except Exception as error:
             # A model's code can raise any exception. Convert the exception to a RequestError, so

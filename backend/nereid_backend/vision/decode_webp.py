@@ -47,7 +47,7 @@ def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images 
     num_bytes = row_bytes * image.height
     if not library.WebPDecodeRGBAInto(data, len(data), memory.address, num_bytes, row_bytes):
         return None
-    # The info contains the EXIF data, which may contain a rotation.
+    # `image.info` contains the EXIF data of the file. The EXIF data may contain a rotation.
     decoded.info = image.info
     return decoded
 
@@ -65,7 +65,8 @@ def _without_metadata(data: bytes) -> bytes:
     start = _HEADER_BYTES
     while start + _CHUNK_HEADER_BYTES <= len(data):
         name, num_bytes = struct.unpack_from("<4sI", data, start)
-        # A chunk with an odd number of bytes is followed by one padding byte.
+        # A WebP file consists of chunks. If a chunk has an odd number of bytes, one padding byte
+        # follows.
         end = start + _CHUNK_HEADER_BYTES + num_bytes + num_bytes % 2
         if name in _PIXEL_CHUNKS:
             kept.append(content[start:end])

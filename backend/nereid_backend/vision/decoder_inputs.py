@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the inputs of a model's decoder for prompts that contain images.
+"""Computes the inputs of a model's decoder for prompts that contain images.
 
 The model's code encodes the images, replaces the embeddings of the placeholder tokens by image
 features, and computes the positions. The embeddings and the positions are inputs of the decoder. A
@@ -19,8 +19,8 @@ from torch.nn import Module
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.paths.model_call import UnfitError
 
-# These recorded arguments of the decoder are ignored. The engine computes some of these arguments
-# itself. The other arguments have no effect on the result.
+# The model's code calls the decoder with these arguments, but they are ignored. The engine itself
+# computes some of them. The others have no effect on the result.
 _IGNORED = (
     "input_ids",
     "attention_mask",
@@ -90,7 +90,7 @@ class DecoderInputs:
 
 
 class _RecordedError(Exception):
-    """Raised to stop a forward pass as soon as the inputs of the decoder are recorded."""
+    """Raised to stop the run of a model as soon as the inputs of the decoder are known."""
 
 
 def record_inputs(
@@ -151,7 +151,7 @@ def first_inputs(
 
 
 def _read(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
-    """Convert the recorded arguments of a decoder to DecoderInputs.
+    """Create `DecoderInputs` from the arguments with which a model called its decoder.
 
     Args:
         recorded: the arguments by name. `inputs_embeds` is a tensor [1, num_tokens, hidden_size].
@@ -202,7 +202,7 @@ def _with_text_rows(features: Tensor, mask: Tensor, embeddings: Tensor) -> Tenso
 
 
 def _next_positions(axes: Tensor) -> Tensor:
-    """Return the position of the first token that follows a prompt, [num_axes].
+    """Return the position of the token that follows a prompt: one number for each axis.
 
     `axes` contains the positions of the prompt's tokens, [num_axes, num_tokens].
 

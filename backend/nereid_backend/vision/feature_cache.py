@@ -52,8 +52,9 @@ class FeatureCache:
         # The stored features, with the least recently used features first, and their total size.
         self._features: OrderedDict[_Key, Any] = OrderedDict()
         self._num_bytes = 0
-        # The images for which the model currently runs, and the number of calls of its encoders for
-        # these images. The digest is None outside of the context `serving`.
+        # `_digest` is the hash of the images for which the model currently runs. Outside the `with`
+        # block of `serving`, `_digest` is None. `_num_calls` counts the calls of the model's
+        # encoders for these images.
         self._digest: bytes | None = None
         self._num_calls = 0
         # Whether an encoder is currently running.
@@ -61,7 +62,10 @@ class FeatureCache:
         self._replace_methods(model)
 
     def _replace_methods(self, model: Module) -> None:
-        """In all modules, replace the methods that compute features. See the constructor."""
+        """Replace each method of the model that computes features by a method with a cache.
+
+        The constructor describes an exception for the method `get_audio_features`.
+        """
         replaced: set[str] = set()
         for module in model.modules():
             for name in _METHODS:
@@ -79,7 +83,7 @@ class FeatureCache:
 
     @contextmanager
     def serving(self, digest: bytes) -> Iterator[None]:
-        """Return a context in which the features of images are stored and reused.
+        """Return a context manager. In its `with` block, the features of images are cached.
 
         `digest` is the hash of the images for which the model is run.
         """

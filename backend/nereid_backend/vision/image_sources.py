@@ -204,7 +204,8 @@ class ImageSources:
             )
         content = None
         if url.netloc in ("", "localhost"):
-            # One more byte than allowed shows that the file is too large.
+            # Read at most `limit + 1` bytes. If the file has more than `limit` bytes, the file is
+            # refused below.
             content = _read_in_folder(unquote(url.path), self._folder, limit + 1)
         if content is None:
             raise RequestError(

@@ -33,7 +33,8 @@ from nereid_backend.process_limits import limit_child
 from nereid_backend.vision.large_messages import Message, receive_message
 
 _MAX_CHILD_BYTES = 768 * 2**20
-# A child that has answered this many requests is replaced, so that lost memory cannot add up.
+# A child process that has answered `_MAX_REQUESTS` requests is replaced. Otherwise, memory that the
+# child process does not free could add up.
 _MAX_REQUESTS = 100
 # The largest number of characters of a data URL that are searched for the beginning of the base64
 # text, such as "data:image/png;base64,".
@@ -57,7 +58,8 @@ def serve(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
             children.close()
             return
         children.answer(request).send(connection)
-        # An open request would occupy up to 32 MiB of memory until the next request arrives.
+        # A request occupies up to 32 MiB of memory. Free this memory before the next request
+        # arrives.
         request.close()
 
 
@@ -70,7 +72,7 @@ class Children:
     """
 
     def __init__(self, prepare: Prepare, timeout_s: float) -> None:
-        """Store the arguments. The first request forks a child.
+        """Store the arguments. The first child process starts when the first request arrives.
 
         Args:
             prepare: prepares the images of a request.
@@ -81,13 +83,13 @@ class Children:
         self._child: _Child | None = None
 
     def answer(self, request: Message) -> Message:
-        """Answer a packed request, and return the packed answer."""
+        """Answer a request in a child process. Request and answer are packed with msgpack."""
         if self._child is not None:
             try:
                 return self._ask(self._child, request)
             except (EOFError, OSError):
-                # Earlier requests may have used up the memory or the CPU time of the child, so a
-                # new child gets the request, too.
+                # Earlier requests may have used up the memory or the CPU time of the child process.
+                # Therefore a new child process gets the request.
                 self.close()
         self._child = _Child(self._prepare, self._timeout_s, request)
         try:
@@ -151,7 +153,7 @@ class _Child:
         child_end.close()
 
     def ask(self, request: Message, timeout_s: float) -> Message | None:
-        """Return the packed answer to a request; None if there is no answer within the time limit.
+        """Return the answer of the child, or None if there is no answer within the time limit.
 
         Raises:
             EOFError, OSError: the child has ended.
@@ -171,7 +173,9 @@ class _Child:
 
 
 def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
-    """Limit this child process, and answer requests until the parent process closes the connection.
+    """Answer requests in this child process until the parent process closes the connection.
+
+    The memory and the CPU time of the child process are limited.
 
     The child ends after a request that it has refused. This function never returns.
     """
@@ -193,14 +197,16 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
 
 
 def _answer(prepare: Prepare, connection: Connection) -> Message:
-    """Receive a packed request, and prepare its images. Return the packed result, or a refusal.
+    """Receive a request, and prepare its images. Return the result or a refusal.
+
+    The request, the result and the refusal are packed with msgpack.
 
     Raises:
         EOFError, OSError: the parent process has closed the connection.
         MemoryError: the images need more memory than this process may use.
     """
-    # The packed request is not stored in a variable, so its memory is freed before the images are
-    # prepared.
+    # The bytes of the request are not stored in a variable. Therefore their memory is freed before
+    # the images are prepared.
     text, images = msgpack.unpackb(receive_message(connection).read())
     try:
         return Message(msgpack.packb(prepare(text, images)))
@@ -214,14 +220,17 @@ def _answer(prepare: Prepare, connection: Connection) -> Message:
 
 
 def _refusal(message: str) -> Message:
-    """Pack the refusal of a request with msgpack. The refusal contains the error message."""
+    """Return an answer that refuses a request and contains the error message.
+
+    The answer is packed with msgpack.
+    """
     return Message(msgpack.packb(["refused", f"messages: {message.rstrip('.')}."]))
 
 
 def _load(folder: Path) -> Prepare:
     """Load the processor of a checkpoint, and return a function that prepares a request."""
     # The modules are imported here, because declare_operators must run before transformers is
-    # imported. The context `importing` makes the import of torch and transformers faster.
+    # imported. In the block `with importing():`, the import of torch and transformers is faster.
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()

@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection
 
 # Smaller messages are sent through the socket, because a file takes longer to create.
 _MIN_FILE_BYTES = 2**18
-# A larger message is an error of the sender.
+# A correct sender never sends a message of more than `_MAX_BYTES` bytes.
 _MAX_BYTES = 2**31
-# An empty message announces that the descriptor of a file follows. A packed request or a packed
-# answer is never empty.
+# An empty message announces that a file descriptor follows. Requests and answers are packed with
+# msgpack, so they are never empty.
 _FILE_FOLLOWS = b""
 
 
@@ -43,7 +43,7 @@ class Message:
             self._close = weakref.finalize(self, os.close, descriptor)
 
     def close(self) -> None:
-        """Free the memory of the message in this process."""
+        """Free the memory that the message occupies in this process."""
         if self._descriptor is not None:
             self._close()
 
@@ -73,7 +73,7 @@ class Message:
         return os.pread(self._descriptor, len(prefix), 0) == prefix
 
     def send(self, connection: Connection) -> None:
-        """Send the message. The message can be sent again.
+        """Send the message to another process. A message can be sent several times.
 
         Raises:
             OSError: the other process has ended.

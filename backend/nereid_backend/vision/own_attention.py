@@ -44,7 +44,7 @@ class OwnAttention:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Return a context in which the model uses its own attention."""
+        """Return a context manager. In its `with` block, the model uses its own attention."""
         before = [choice.config._attn_implementation_internal for choice in self._choices]
         for choice in self._choices:
             choice.config._attn_implementation_internal = choice.attention

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Enables the forward path `packed` to compute prompts that contain images."""
+"""Adds images to the method `packed`, which computes the tokens of several sequences in one run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ from nereid_backend.vision.own_attention import OwnAttention
 
 @dataclass(frozen=True, slots=True)
 class _ImageChunk:
-    """The tokens that a step computes for one sequence with images.
+    """Consecutive tokens of one sequence with images. One run of the model computes them.
 
     Attributes:
         first_row: the index of the chunk's first token among all tokens of the step.
@@ -46,27 +46,27 @@ class _ImageChunk:
 
     @property
     def rows(self) -> slice:
-        """The rows that contain the chunk's tokens in the tensors of the step."""
+        """The slice that selects the tokens of this `_ImageChunk` from all tokens of the batch."""
         return slice(self.first_row, self.first_row + self.end - self.start)
 
     @property
     def has_prompt_tokens(self) -> bool:
-        """Whether the chunk contains at least one token of the prompt."""
+        """Whether at least one token of this `_ImageChunk` belongs to the prompt."""
         return self.prompt_end > self.start
 
     @property
     def prompt_rows(self) -> slice:
-        """The rows that contain the chunk's prompt tokens in the tensors of the step."""
+        """The slice that selects the prompt tokens of this `_ImageChunk` from the batch."""
         return slice(self.first_row, self.first_row + self.prompt_end - self.start)
 
     @property
     def prompt_tokens(self) -> slice:
-        """The rows that contain the chunk's prompt tokens in the tensors of `inputs`."""
+        """The slice that selects the prompt tokens of this `_ImageChunk` from `inputs`."""
         return slice(self.start, self.prompt_end)
 
 
 class PackedImages:
-    """Replaces some inputs of a model's decoder in every step with images.
+    """Passes the embeddings and the positions of prompts with images to a model's decoder.
 
     In a step with images, at least one sequence has a prompt that contains an image.
     """
@@ -90,14 +90,14 @@ class PackedImages:
         self._decoder = decoder
         self._features = features
         self._attention = attention
-        # Contains the recorded decoder inputs of each running sequence that has images. The
+        # `_inputs` contains the decoder's inputs for each running sequence that has images. The
         # embeddings are freed when the whole prompt has been computed. The position ids are freed
         # when the sequence ends.
         self._inputs: WeakKeyDictionary[Sequence, DecoderInputs] = WeakKeyDictionary()
 
     @contextmanager
     def injecting(self, plan: StepPlan, batch: StepBatch) -> Iterator[None]:
-        """Return a context in which the recorded inputs replace the inputs of the decoder.
+        """Return a context manager that replaces the decoder's inputs for sequences with images.
 
         At least one sequence of the plan must have images. Inputs are replaced only for sequences
         with images. At the end of the context, the recorded embeddings of each prompt that has been
@@ -120,7 +120,7 @@ class PackedImages:
         self._drop_embeddings(plan)
 
     def _image_chunks(self, plan: StepPlan) -> list[_ImageChunk]:
-        """Return the chunks of sequences with images, each with its recorded decoder inputs."""
+        """Return an `_ImageChunk` for each chunk in `plan.chunks` whose sequence has images."""
         image_chunks = []
         first_row = 0
         for chunk in plan.chunks:
@@ -133,7 +133,7 @@ class PackedImages:
         return image_chunks
 
     def _inputs_of(self, chunk: Chunk, images: ImageInputs) -> DecoderInputs:
-        """Return the decoder inputs for the prompt of the sequence to which `chunk` belongs.
+        """Return the inputs of the decoder for the whole prompt of `chunk.sequence`.
 
         The inputs are recorded once. They are recorded again if the chunk contains prompt tokens,
         but the embeddings have been freed. This happens after a preemption.
@@ -149,7 +149,7 @@ class PackedImages:
         return inputs
 
     def _drop_embeddings(self, plan: StepPlan) -> None:
-        """Free the recorded embeddings of each prompt that has been computed completely."""
+        """Free the embeddings of each prompt whose last token has been computed."""
         for chunk in plan.chunks:
             inputs = self._inputs.get(chunk.sequence)
             is_done = chunk.start + chunk.num_tokens >= chunk.sequence.num_prompt_tokens
@@ -160,7 +160,7 @@ class PackedImages:
     def _new_arguments(
         self, batch: StepBatch, chunks: list[_ImageChunk], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments of the decoder that must be replaced in a step with images.
+        """Return the decoder's arguments that are replaced because some sequences have images.
 
         Args:
             batch: the inputs of the step.
@@ -186,7 +186,7 @@ class PackedImages:
 
 
 def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
-    """Return the positions of all tokens of a step, [1, num_tokens] or [num_axes, 1, num_tokens].
+    """Return the positions of all tokens of a batch, [1, num_tokens] or [num_axes, 1, num_tokens].
 
     A token of a sequence without images has the same position on all axes. Return None if the
     decoder computes the positions itself.
@@ -210,7 +210,7 @@ def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> 
     [num_image_tokens, hidden_size].
     """
     mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-    # One list for each chunk. The list contains the features of the chunk for each layer.
+    # Each inner list belongs to one `_ImageChunk`, and contains the image features for each layer.
     features_of_chunks: list[list[Tensor]] = []
     for chunk in prompt_chunks:
         inputs = chunk.inputs
@@ -223,6 +223,7 @@ def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> 
         )
     if not features_of_chunks:
         return {}
-    # `zip` groups the features by layer instead of by chunk.
+    # `features_of_chunks` has one list for each `_ImageChunk`. `zip` yields one tuple for each
+    # layer.
     features_of_layers = [torch.cat(features) for features in zip(*features_of_chunks, strict=True)]
     return {DEEPSTACK_MASK: mask, DEEPSTACK: features_of_layers}

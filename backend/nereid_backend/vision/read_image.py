@@ -173,7 +173,8 @@ def _decode_pixels(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of 
             return decoded
     image.load()
     if image.format == "WEBP":
-        # The decoder of an animation contains two more images of the same size.
+        # Pillow's decoder of an animation keeps two more images of the same size in memory. The
+        # decoder is no longer needed.
         image._decoder = None
     return image
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes WAV files that may be hostile, and changes their sampling rate.
+"""Decodes WAV files from untrusted clients, and changes the sampling rate of the audio.
 
 A WAV file consists of chunks. The chunk "fmt " describes the samples, and the chunk "data" contains
 them. A sample is one number for each channel. The Python module `wave` reads no samples that are
@@ -128,12 +128,13 @@ def _chunks(data: bytes, field: str) -> Iterator[tuple[bytes, memoryview]]:
                 f"{len(data) - start} bytes follow. Send the complete file."
             )
         yield name, view[start : start + size]
-        # A chunk with an odd number of bytes is followed by one more byte.
+        # A WAV file consists of chunks. If a chunk has an odd number of bytes, one padding byte
+        # follows.
         start += size + size % 2
 
 
 def _read_format(content: memoryview, field: str) -> _Format:
-    """Return the content of the chunk "fmt ".
+    """Return the content of a WAV file's chunk "fmt ". This chunk describes the samples.
 
     Raises:
         RequestError: the chunk is damaged, or the format is not supported.
@@ -162,7 +163,7 @@ def _read_format(content: memoryview, field: str) -> _Format:
 
 
 def _decode(content: memoryview, layout: _Format, field: str, limits: ImageLimits) -> Samples:
-    """Convert the content of the chunk "data" to samples."""
+    """Convert the content of a WAV file's chunk "data" to samples."""
     frame_bytes = layout.num_bits // 8 * layout.num_channels
     num_samples, num_left = divmod(len(content), frame_bytes)
     if num_left:

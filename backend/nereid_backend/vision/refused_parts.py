@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of content parts that are refused, and the alternatives for clients."""
+"""Refuses certain types of content parts, and tells the client an alternative."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -70,8 +70,9 @@ class PixelMemory:
         # freed.
         _, self._capsule = image.__arrow_c_array__()
         array = _ArrowArray.from_address(_get_pointer(self._capsule, b"arrow_array"))
-        # The array's child contains the bytes of all pixels, four bytes for each pixel. The child's
-        # first buffer would mark missing values, and its second buffer contains the bytes.
+        # `array` has one child, which contains the bytes of all pixels (four bytes for each pixel).
+        # The child has two buffers. The first buffer would mark missing values. The second buffer
+        # contains the bytes.
         if array.n_children != 1 or array.children[0].contents.offset != 0:
             raise ValueError("the image has no pixels of four bytes")
         self.address: int = array.children[0].contents.buffers[1]
@@ -153,7 +154,8 @@ def share_pixels(max_pixels: int) -> None:
         max_pixels: the number of pixels of the largest image whose memory is shared.
     """
     try:
-        # The modules have no type annotations for the functions that are replaced.
+        # The imported modules get the type `Any`, because the functions that are replaced below
+        # have no type annotations.
         pillow: Any = import_module("PIL.Image")
         backends: Any = import_module("transformers.image_processing_backends")
         transforms: Any = import_module("transformers.image_transforms")

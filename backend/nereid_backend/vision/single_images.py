@@ -23,7 +23,7 @@ _TOKEN_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")
 
 
 class GeneratedPath:
-    """A forward path that calls the model's method `generate` once for each new token.
+    """Computes each new token by one call of the model's method `generate`.
 
     Some models prepare images in their own method `generate`. For each new token, the model
     computes the whole sequence again.
@@ -35,15 +35,21 @@ class GeneratedPath:
         self._vocab_size = checkpoint.vocab_size
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step. `sampled` must be None. See `ForwardPath.forward`."""
+        """Return the logits for all sequences of `plan`. `sampled` must be None.
+
+        See `ForwardPath.forward`.
+        """
         assert sampled is None
         return join_logits([self._logits(chunk) for chunk in plan.chunks], self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
-        """Do nothing, because this forward path has no state."""
+        """Do nothing, because a `GeneratedPath` stores nothing about a sequence."""
 
     def _logits(self, chunk: Chunk) -> Tensor | None:
-        """Return the next-token logits at a chunk's last positions, [num_logits, vocab_size]."""
+        """Return the logits after each of the last `chunk.num_logits` tokens of `chunk`.
+
+        The shape is [num_logits, vocab_size]. Return None if `chunk.num_logits` is 0.
+        """
         if chunk.num_logits == 0:
             return None
         end = chunk.start + chunk.num_tokens
@@ -82,7 +88,7 @@ class GeneratedPath:
 
 
 class SplitPath:
-    """Combines two forward paths: one for sequences with images, and one for other sequences."""
+    """Computes sequences with images by one method, and all other sequences by another method."""
 
     def __init__(
         self,
@@ -106,7 +112,7 @@ class SplitPath:
         self._attention = attention
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step; see `ForwardPath.forward`."""
+        """Return the logits for all sequences of `plan`; see `ForwardPath.forward`."""
         has_images = [chunk.sequence.images is not None for chunk in plan.chunks]
         if not any(has_images):
             return self._text.forward(plan, sampled)
@@ -119,7 +125,7 @@ class SplitPath:
         return _interleave(plan, has_images, parts)
 
     def _image_logits(self, plan: StepPlan) -> Tensor:
-        """Return the logits of sequences with images, in the order of the plan's chunks.
+        """Return the logits of sequences with images, in the order of `plan.chunks`.
 
         Each call of the forward path computes one chunk, so that the cache of image features can
         store the features under the digest of the chunk's images.
@@ -132,35 +138,38 @@ class SplitPath:
                 chunk_plan = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.serving(images.digest):
                     logits_of_chunks.append(self._images.forward(chunk_plan))
-        # If a chunk needs no logits, `forward` returns a tensor with 0 rows. This tensor can have
-        # more columns than the tensors of other chunks, because some models have more embeddings
-        # than logits. Such tensors cannot be concatenated with the others.
+        # If a call of `forward` computes no logits, the call returns a tensor with 0 rows. Such a
+        # tensor can have more columns than the other tensors, because some models have more
+        # embeddings than logits. It could then not be concatenated with the other tensors, so it is
+        # left out.
         nonempty = [logits for logits in logits_of_chunks if len(logits)]
         return torch.cat(nonempty) if nonempty else logits_of_chunks[0]
 
     def clear(self, sequence: Sequence) -> None:
-        """Overwrite the state of a sequence; see `ForwardPath.clear`."""
+        """Clear the data that is stored for a sequence; see `ForwardPath.clear`."""
         path = self._text if sequence.images is None else self._images
         path.clear(sequence)
 
 
 def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPlan:
-    """Return a copy of a plan. The copy contains only some of the plan's chunks.
+    """Copy `plan`, and keep only the sequences with images or only those without images.
 
     If `is_image` is true, the copy contains the chunks of sequences with images. Otherwise, the
     copy contains the chunks of sequences without images.
     """
     chunks = [chunk for chunk, has in zip(plan.chunks, has_images, strict=True) if has == is_image]
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    # Only sequences without images store tokens in blocks. Therefore the plan for sequences with
-    # images contains no copies of blocks.
+    # Copies of blocks are needed only for sequences without images, because only these sequences
+    # store tokens in blocks.
     copies = [] if is_image else plan.copies
     snapshots = None if is_image else _renumber(plan.snapshots, has_images)
     return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)
 
 
 def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> SnapshotPlan | None:
-    """Return the snapshots of the chunks without images. The chunks get new indices.
+    """Return a copy of `snapshots` for only the sequences without images.
+
+    In the copy, the chunks get new indices.
 
     The new index counts only the chunks without images. Example: with has_images [True, False], the
     index 1 becomes 0.
@@ -169,14 +178,15 @@ def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> Snapsho
         return None
     text_indices = [index for index, has in enumerate(has_images) if not has]
     new_indices = {index: new_index for new_index, index in enumerate(text_indices)}
-    # Each item of `loads` and `saves` is a pair: the index of a chunk, and the id of a snapshot.
+    # Each item of `loads` and `saves` is a pair: the index of a chunk in `plan.chunks`, and the id
+    # of a snapshot (a stored copy of the recurrent state of a sequence).
     loads = [(new_indices[index], id_) for index, id_ in snapshots.loads if index in new_indices]
     saves = [(new_indices[index], id_) for index, id_ in snapshots.saves if index in new_indices]
     return SnapshotPlan(loads, saves, snapshots.deleted)
 
 
 def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor]) -> Tensor:
-    """Merge the logits of all sequences in the order of the plan's chunks."""
+    """Merge the logits of sequences with and without images, in the order of `plan.chunks`."""
     next_rows = {False: 0, True: 0}
     rows = []
     for chunk, has in zip(plan.chunks, has_images, strict=True):

@@ -33,7 +33,8 @@ def declare_operators() -> None:
 
     if torch.version.cuda is not None:
         return  # torch has the CUDA libraries, so torchvision can load its own operators.
-    # torch has no type annotations for the constructor.
+    # The constructor of `torch.library.Library` has no type annotations, so the class gets the type
+    # `Any`.
     library_class: Any = torch.library.Library
     # torchvision itself creates the namespace `torchvision`. A library of the type FRAGMENT adds
     # operators to such a namespace.

@@ -148,7 +148,7 @@ def _read_frame(frame: Any, field: str) -> Any:  # noqa: ANN401 - a text, bytes 
 
 
 def _read_fps(value: Any, field: str) -> float:  # noqa: ANN401 - any JSON value
-    """Convert `value` to a number of frames per second. If it is None, return `DEFAULT_FPS`."""
+    """Convert `value` to the number of frames per second. Return `DEFAULT_FPS` for None."""
     if value is None:
         return DEFAULT_FPS
     try:

@@ -116,8 +116,8 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     """
     check = _prepare_self_check(encoder, hook, name, max_len)
     prepack_linears(encoder.model)
-    # Maps the name of each method to the reason why the method is not exact. The initial reason for
-    # "packed" applies only if this method is not tried.
+    # For each method of computing a batch, this dict contains the reason why the method is not
+    # used. The reason for the method "packed" is replaced if this method is tried.
     reasons = {"packed": "it does not use transformers' attention interface"}
     for method, forward in _methods(encoder, hook, is_causal=check.is_causal):
         difference, reason = _compare(forward, check)
@@ -134,7 +134,7 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
 def _prepare_self_check(
     encoder: Encoder, hook: AttentionHook, name: str, max_len: int
 ) -> _SelfCheck:
-    """Compute the vectors of some texts one by one, as a reference for the methods.
+    """Return some test texts, and the vectors that result from computing each text alone.
 
     If the model has sliding windows, some of the texts are longer than the windows.
     `choose_forward` describes the arguments and the errors.
@@ -249,7 +249,7 @@ def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
 def _lens_beyond_windows(
     encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool, max_len: int
 ) -> list[int]:
-    """Return the lengths of additional texts that are needed to test the sliding windows.
+    """Return the lengths of further test texts, which are longer than the model's sliding windows.
 
     For each sliding window, the result contains the length of a text that is longer than the
     window. A length is left out if `batch` already contains such a text, or if the length exceeds
@@ -307,7 +307,7 @@ def _compare(forward: Forward, check: _SelfCheck) -> _Comparison:
 
 @contextmanager
 def own_attention(encoder: Encoder, chosen: ChosenForward) -> Iterator[None]:
-    """Return a context in which the model uses its own attention.
+    """Return a context manager. In its `with` block, the model uses its own attention.
 
     If the chosen method already uses the model's own attention, the context changes nothing.
     """

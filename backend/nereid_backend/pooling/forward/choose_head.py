@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the method by which the output of a classifier's head is computed."""
+"""Chooses the method of computing the output of a model's classification head."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from nereid_backend.pooling.loading.load_encoder import Encoder
 def choose_head(
     encoder: Encoder, chosen: ChosenForward, name: str, max_len: int, *, per_token: bool
 ) -> Head:
-    """Choose the method of computing the output of a model's head.
+    """Choose the method of computing the output of a model's classification head.
 
     Some heads need only the vector of each text's first or last token. Other heads need the vectors
     of all tokens, or a run of the whole model. The cheapest method with a correct output is chosen.
@@ -45,8 +45,9 @@ def choose_head(
     batch = random_batch(encoder, self_check_lens(max_len))
     hidden = chosen.forward(batch)
     expected = _whole_model_logits(encoder, chosen, batch)
-    # Possible values of `Head.rows`. "first" and "last" are tried before "all", because these two
-    # values need only one token vector for each text.
+    # Possible values of `Head.rows`, which says which token vectors the classification head needs.
+    # "first" and "last" are tried before "all", because they need only one token vector for each
+    # text.
     methods = ("tokens",) if per_token else ("first", "last", "all")
     for rows in methods:
         head = Head(encoder, rows, per_token)
@@ -62,7 +63,7 @@ def choose_head(
 
 
 def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor) -> str | None:
-    """Return the reason why the output of a head is wrong, or None if the output is correct.
+    """Return why the output of a classification head is wrong, or None if the output is correct.
 
     Example: "its output has the shape (2, 3)".
 
@@ -100,7 +101,8 @@ def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBat
                 arguments["token_type_ids"] = text.type_ids[None]
             logits = encoder.model(**arguments).logits.float()
             if logits.ndim == 3:
-                # A head that classifies single tokens returns [1, length, num_labels].
+                # A classification head for single tokens returns logits of the shape [1, length,
+                # num_labels].
                 logits = logits[0]
             logits_of_texts.append(logits)
     return torch.cat(logits_of_texts)

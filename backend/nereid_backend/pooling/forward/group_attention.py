@@ -32,7 +32,7 @@ class GroupAttention:
     masks: dict[tuple[int, int, int, int | None], Tensor]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute the attention within each text of a group.
+        """Compute the attention within each text. All texts have the same length.
 
         Shapes: query [count, num_heads, length, key_dim], key and value [count, num_kv_heads,
         length, dim]; returns [count, num_heads, length, value_dim].
@@ -79,7 +79,7 @@ class GroupAttention:
         return length
 
     def _needs_mask(self, query: Tensor, block: int) -> bool:
-        """Return whether an attention call for `block` queries needs a mask."""
+        """Return whether the attention of `block` queries must be computed with a mask."""
         length = query.shape[2]
         if self.options.window is not None and length > self.options.window:
             return True
@@ -95,7 +95,7 @@ class GroupAttention:
         return self.options.softcap is not None or self.options.sinks is not None
 
     def _mask(self, ahead: int, rows: int, columns: int, device: torch.device) -> Tensor:
-        """Return the mask of a block, bool [rows, columns]. True means a visible key.
+        """Return the mask for a block of queries, bool [rows, columns]. True means a visible key.
 
         Args:
             ahead: the index of the key that has the same position as the first query.
@@ -119,7 +119,7 @@ class GroupAttention:
     def _attend_block(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Compute the attention of a block of queries.
+        """Compute the attention of `query`, which contains consecutive queries of each text.
 
         The docstring of `attend` describes the shapes.
         """

@@ -78,7 +78,7 @@ class TokenBatch:
         return [0, *itertools.accumulate(self.lens)]
 
     def groups(self) -> list[tuple[int, int, int]]:
-        """Return the groups of neighbouring texts with the same length.
+        """Group neighbouring texts that have the same length, and return the groups.
 
         Each group is (index of the group's first token, number of texts, length of each text).
         Example: texts with 5, 5 and 13 tokens return [(0, 2, 5), (10, 1, 13)].
@@ -134,7 +134,10 @@ class TokenBatch:
         return torch.arange(max(self.lens), device=ends.device) < ends[:, None]
 
     def pad(self, values: Tensor, filling: float = 0) -> Tensor:
-        """Convert packed values [num_tokens, ...] to a padded batch [num_texts, longest, ...].
+        """Convert a tensor with one row for each token to a padded batch.
+
+        The shape of `values` is [num_tokens, ...]. The shape of the result is [num_texts, longest,
+        ...].
 
         Example: the lens (2, 1) and the values [5, 6, 7] return [[5, 6], [7, 0]].
         """
@@ -205,7 +208,7 @@ class PackedAttention:
                 _texts_of_group(key, group),
                 _texts_of_group(value, group),
             )
-            # Each item of `parts` has the shape [count * length, num_heads, value_dim].
+            # Each tensor in `parts` has the shape [count * length, num_heads, value_dim].
             parts.append(output.transpose(1, 2).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -245,7 +248,9 @@ def _uses_kernels(query: Tensor, options: TextAttention) -> bool:
 
 
 def _texts_of_group(tensor: Tensor, group: tuple[int, int, int]) -> Tensor:
-    """Select the queries, keys or values of one group, [count, num_heads, length, dim].
+    """Return the queries, keys or values of `group`, [count, num_heads, length, dim].
+
+    A group consists of neighbouring texts with the same length.
 
     Args:
         tensor: the queries, keys or values of all texts, [1, num_heads, num_tokens, dim].

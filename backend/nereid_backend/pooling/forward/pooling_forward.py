@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the token vectors and the output of a model's head for a batch of texts.
+"""Computes the token vectors of texts, and the output of a model's classification head.
 
 There are three methods of computing token vectors: packed batches, padded batches, and batches of
 texts with equal lengths. Each method returns packed token vectors. The head of a model, such as a
@@ -28,7 +28,7 @@ _LOGIT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PackedForward:
-    """Runs the base model on one packed row that contains the tokens of all texts.
+    """Computes token vectors by running the model once on the joined tokens of all texts.
 
     Attributes:
         encoder: the model. The model must use the attention implementation of `hook`.
@@ -95,7 +95,7 @@ class RowsForward:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Computes the output of a model's head from token vectors.
+    """Computes the output of a model's classification head from token vectors.
 
     Attributes:
         encoder: the model.
@@ -133,30 +133,31 @@ class Head:
         return self._logits_of_one_token(hidden, batch)  # the first or the last token
 
     def _logits_of_whole_model(self, batch: TokenBatch) -> Tensor:
-        """Compute the logits of a head that cannot be separated from the base of the model."""
+        """Compute the logits by running the whole model, including its classification head."""
         logits: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
         return logits[batch.mask()] if self.is_per_token else logits
 
     def _logits_of_tokens(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Compute the logits of each token with a head that needs only the token's own vector."""
-        # All tokens form one row, because the head does not mix the tokens of a row.
+        """Compute the logits of each token with a classification head for single tokens."""
+        # Treat all tokens as one text, because the classification head computes each token
+        # separately.
         ids = batch.token_ids[None]
         return self._run(hidden[None], ids, torch.ones_like(ids))[0]
 
     def _logits_of_padded(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Compute the logits of a head that needs the vectors of all tokens of each text."""
+        """Compute the logits of a classification head that needs all token vectors of a text."""
         padding = self.encoder.model.config.get_text_config().pad_token_id or 0
         ids = batch.pad(batch.token_ids, padding)
         return self._run(batch.pad(hidden), ids, batch.mask().long())
 
     def _logits_of_one_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Compute the logits of a head that needs only one token vector for each text."""
+        """Compute the logits of a classification head that needs one token vector of each text."""
         index = torch.tensor(self._token_indices(batch), device=hidden.device)
         ids = batch.token_ids[index][:, None]
         return self._run(hidden[index][:, None], ids, torch.ones_like(ids))
 
     def _run(self, rows: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """Run the head on token vectors, and return the logits, [num_texts, num_labels].
+        """Run the classification head on token vectors. Return logits [num_texts, num_labels].
 
         The token ids are needed because some heads search them for the last token that is not the
         padding token.
@@ -168,7 +169,7 @@ class Head:
         return logits
 
     def _token_indices(self, batch: TokenBatch) -> list[int]:
-        """For each text, return the index of the one token that the head needs.
+        """For each text, return the index of the one token that the classification head needs.
 
         The attribute `rows` determines whether the head needs the first or the last token of the
         text.
@@ -209,7 +210,9 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
 
 @contextmanager
 def base_returns(encoder: Encoder, rows: Tensor) -> Iterator[None]:
-    """Return a context in which calls of the base model return `rows` without computing anything.
+    """Return a context manager that makes the base model return the token vectors `rows`.
+
+    In the `with` block, the base model computes nothing.
 
     Shapes: rows [num_texts, length, hidden_size].
     """
@@ -219,7 +222,8 @@ def base_returns(encoder: Encoder, rows: Tensor) -> Iterator[None]:
     output = BaseModelOutputWithPoolingAndCrossAttentions(
         last_hidden_state=rows, pooler_output=pooled
     )
-    # While this attribute exists, Python calls it instead of the method `forward` of the class.
+    # Python calls this attribute instead of the method `forward` of the class. The attribute is
+    # deleted in the `finally` block below.
     base.forward = lambda *_, **__: output
     try:
         yield
@@ -228,7 +232,7 @@ def base_returns(encoder: Encoder, rows: Tensor) -> Iterator[None]:
 
 
 def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> Any:  # noqa: ANN401 - a model's output
-    """Run a model, such as the base of `encoder`, on a padded batch."""
+    """Run `model` on a padded batch, and return the output of `model`."""
     padding = getattr(encoder.tokenizer, "pad_token_id", None) or 0
     types = None if batch.type_ids is None else batch.pad(batch.type_ids)
     arguments = _arguments(model, batch.pad(batch.token_ids, padding), types)
@@ -236,7 +240,7 @@ def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> 
 
 
 def _arguments(model: torch.nn.Module, ids: Tensor, types: Tensor | None) -> dict[str, Any]:
-    """Return the arguments for a call of `model`.
+    """Return the keyword arguments with which `model` is called.
 
     Arguments that `model` does not accept are left out.
 

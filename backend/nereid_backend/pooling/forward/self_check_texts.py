@@ -46,8 +46,8 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     types: list[list[int] | None] = [None] * len(lens)
     num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
     if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
-        # In the model, the type id distinguishes the two texts of a pair. Use both type ids in each
-        # text. Otherwise, a method that confuses the two type ids could pass the test.
+        # A type id tells the model to which text of a pair a token belongs. Each test text contains
+        # both type ids. Otherwise, a method that confuses the two type ids could pass the test.
         types = [[0] * (length // 2) + [1] * (length - length // 2) for length in lens]
     return TokenBatch.of(texts, types, encoder.device)
 
@@ -76,7 +76,7 @@ def _special_ids(encoder: Encoder) -> set[int]:
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest relative error of all rows (see row_errors)."""
+    """Return the largest of the relative errors that `row_errors` computes."""
     return row_errors(actual, expected).max().item()
 
 

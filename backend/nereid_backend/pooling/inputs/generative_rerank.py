@@ -200,7 +200,7 @@ class GenerativeReranker:
         return not accepts_any_role
 
     def _render_roles(self, query: str, document: str, roles: tuple[str, str] = _ROLES) -> str:
-        """Render a query and a document with the roles `roles`. Return "" if the template fails."""
+        """Return the rendered query and document; "" if the template does not support `roles`."""
         try:
             return self._template(
                 _role_messages(roles, query, document, None), **self._template_kwargs

@@ -37,7 +37,7 @@ def load_image_processor(folder: Path, config: PretrainedConfig) -> ImageProcess
 
 
 def load_page_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - a processor of transformers
-    """Load the processor of a model such as ColPali. It prepares pages and queries.
+    """Load the processor of a model such as ColPali. The processor prepares pages and queries.
 
     Raises:
         ModelError: the processor is missing or broken, or has no prompts for retrieval.

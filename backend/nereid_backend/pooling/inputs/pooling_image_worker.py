@@ -18,7 +18,7 @@ from nereid_backend.vision.image_worker import Prepare, run_worker
 def _load(folder: Path) -> Prepare:
     """Load the processor of a checkpoint, and return a function that prepares an image file."""
     # The modules are imported here, because declare_operators must run before transformers is
-    # imported. The context `importing` makes the import of torch and transformers faster.
+    # imported. In the block `with importing():`, the import of torch and transformers is faster.
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()

@@ -102,7 +102,7 @@ class ItemPreparer:
         # The process that decodes images; None if the model accepts no images.
         image_source = images or prompts
         self._image_process = image_source.process if image_source is not None else None
-        # Validates an item, and fills in its missing fields.
+        # Checks that an item is valid, and fills in the missing fields of the item.
         truncation_side = (reranker or tokenizer).truncation_side
         text_limit = TextLimit(info.max_model_len, info.max_token_bytes, truncation_side)
         self._checker = ItemChecker(spec, info, text_limit, is_vision_language=prompts is not None)
@@ -330,7 +330,7 @@ class ItemPreparer:
     def _check_truncation(
         item: PoolingItem, length: int, limit: int, limit_name: str = "max_model_len"
     ) -> None:
-        """Raise a RequestError unless an item that is too long may be truncated.
+        """Raise a RequestError if an item that is too long must not be truncated.
 
         The item has `length` tokens, which is more than `limit`.
         """
@@ -357,7 +357,7 @@ class ItemPreparer:
 
 @contextmanager
 def _error_index(index: int, count: int) -> Iterator[None]:
-    """Return a context that adds the index of an input to the message of a RequestError.
+    """Add the index of an input to the message of a RequestError that the `with` block raises.
 
     Example: with several inputs, "input: the text is empty" becomes "input 3: input: the text is
     empty". With one input, the message does not change.

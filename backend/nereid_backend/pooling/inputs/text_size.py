@@ -102,8 +102,9 @@ class TextLimit:
         if self.fits(text):
             return text
         limit = self.max_text_bytes
-        # Each character has at least one byte, so `limit` characters contain at least `limit`
-        # bytes. Cutting the characters first avoids encoding the whole text.
+        # `limit` characters have at least `limit` bytes, because each character has at least one
+        # byte. The text is first shortened to `limit` characters, so that a long text is not
+        # encoded completely.
         if self.truncation_side == "left":
             encoded = text[-limit:].encode("utf-8", "surrogatepass")[-limit:]
         else:

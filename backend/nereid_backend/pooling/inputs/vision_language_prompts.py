@@ -26,8 +26,9 @@ from nereid_backend.vision.image_process import ImageProcess
 
 # The worker for checkpoints with a chat template. The worker expects images in base64.
 _CHAT_IMAGE_WORKER = "nereid_backend.vision.image_worker"
-# A text that does not occur in queries. If the document is an image, a message is first built with
-# this text as the document. Then this text is replaced by a placeholder for the image.
+# This marker text does not occur in queries. If a document is an image, the message is first built
+# with the marker text in place of the document. Then the marker text is replaced by a placeholder
+# for the image.
 _IMAGE_MARK = "mark7image7mark"
 _TRUNCATE = "truncate: prompts of vision-language models cannot be truncated."
 

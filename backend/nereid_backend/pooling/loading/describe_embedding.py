@@ -130,7 +130,8 @@ def _describe_multi_vector(
     _check_multi_vector_modules(root, later, is_colbert=is_colbert)
     token_modules = base.token_modules
     if is_colbert:
-        # ColBERT scales its vectors to length 1, but its files do not name the module Normalize.
+        # ColBERT scales its vectors to length 1, although the checkpoint's files contain no module
+        # with the name Normalize.
         dense = tuple(module for module in later if module.kind == "Dense")
         token_modules = (*dense, ModuleSpec("Normalize", root, {}))
     settings = read_settings(base.folder)

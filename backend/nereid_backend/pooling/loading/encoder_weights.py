@@ -86,7 +86,7 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Return a context in which transformers shows no progress bars and no warnings."""
+    """Return a context manager that hides the progress bars and the warnings of transformers."""
     was_shown = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -137,7 +137,8 @@ def _is_ignored(spec: CheckpointSpec, name: str) -> bool:
 
     This function is for checkpoints whose class does not exist in transformers.
     """
-    # Nereid itself loads the projection of Stanford's checkpoints, and does not use poolers.
+    # Stanford's checkpoints contain a projection, which Nereid itself loads. A pooler is a layer
+    # that follows the token vectors. Nereid does not use poolers.
     is_projection = spec.architecture == STANFORD_ARCHITECTURE and name == STANFORD_PROJECTION
     return is_projection or "pooler." in name or name.endswith(_NOT_SAVED)
 
@@ -181,7 +182,8 @@ def _loading_function_without_head(
     A pooler is a layer that follows the token vectors. Nereid does not use the pooler, and the
     weights of a pooler are often untrained.
     """
-    # If an encoder-decoder model has no head, only the encoder computes the token vectors.
+    # If an encoder-decoder model has no classification head, only the encoder is loaded. The
+    # encoder computes the token vectors.
     if getattr(spec.config, "is_encoder_decoder", False):
         model_class = _encoder_alone(spec, model_class)
     has_pooler = "add_pooling_layer" in inspect.signature(model_class.__init__).parameters

@@ -60,8 +60,8 @@ def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) 
     """
     vocabulary = tokenizer.get_vocab()
     for _, marker in spec.late_interaction.markers:
-        # The marker ends with a space. The vocabulary may contain the marker with or without this
-        # space.
+        # A marker, such as "[Q] ", ends with a space. The vocabulary may contain the marker either
+        # with the space or without the space.
         entry = marker if marker in vocabulary else marker.strip()
         if entry in vocabulary and tokenizer.tokenize(entry) != [entry]:
             token = AddedToken(entry, normalized=False, special=True)

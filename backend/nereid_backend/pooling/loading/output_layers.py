@@ -64,7 +64,8 @@ def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> Ou
     token_layers = [load_layer(module, device) for module in spec.token_modules]
     if spec.architecture == STANFORD_ARCHITECTURE:
         token_layers.insert(0, load_projection(root, STANFORD_PROJECTION, device))
-    # A SPLADE model (MASKED) computes its sparse output with its own head.
+    # In a SPLADE model, the layers for masked language modelling compute the sparse output. The
+    # loader of such a model is MASKED.
     has_sparse_layer = "sparse" in spec.kinds and spec.loader != MASKED
     sparse = load_linear(root / SPARSE_FILE, device) if has_sparse_layer else None
     # If the model has only multi-vector output, the token vectors themselves are the output.

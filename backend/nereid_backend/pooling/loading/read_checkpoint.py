@@ -236,6 +236,7 @@ def _takes_messages(
     if modalities is not None and "message" not in modalities:
         return False
     has_images = getattr(config, "vision_config", None) is not None
-    # A model with separate towers has the class name of a base model, such as CLIPModel.
+    # A model with separate encoders for texts and images is not generative. The class name of such
+    # a model is the name of a base model, such as CLIPModel.
     is_generative = architecture.endswith(GENERATIVE)
     return has_images and is_generative and has_processor(folder) and has_chat_template(folder)

@@ -9,9 +9,9 @@ from typing import Any
 
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
-# A model with dense output may have these additional files. Each file contains one linear layer.
-# The layer of the first file computes a sparse output. The layer of the second file computes a
-# multi-vector output.
+# If a model has dense output, its checkpoint may also contain these two files. Each file contains
+# one linear layer, which computes another kind of output from the token vectors. The layer in
+# SPARSE_FILE computes sparse output. The layer in MULTI_VECTOR_FILE computes multi-vector output.
 SPARSE_FILE = "sparse_linear.pt"
 MULTI_VECTOR_FILE = "colbert_linear.pt"
 # The file with the settings of the whole checkpoint, such as its prompts.

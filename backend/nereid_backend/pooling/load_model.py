@@ -36,7 +36,7 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded checkpoint, and the chosen methods of computing its outputs.
+    """A loaded checkpoint, and the methods by which its outputs are computed.
 
     Attributes:
         spec: the description of the checkpoint.
@@ -131,7 +131,7 @@ def gpu_share(device: torch.device, share: float) -> Iterator[None]:
 
 
 class _Methods(NamedTuple):
-    """The chosen methods of computing outputs. See `LoadedModel` for the meaning of the fields."""
+    """The chosen methods of computing outputs. `LoadedModel` describes the fields."""
 
     forward: ChosenForward | None
     head: Head | None

@@ -17,7 +17,7 @@ from nereid_backend.pooling.token_queue import QueuedItem, TokenQueue
 
 
 class PoolingEngine:
-    """Queues requests and computes them with a model. All calls must come from one thread.
+    """Queues requests, and computes results with a model. All calls must come from one thread.
 
     Attributes:
         config: the settings.
@@ -109,7 +109,7 @@ class PoolingEngine:
         self._model.close()
 
     def _compute(self, queued_items: list[QueuedItem]) -> list[PoolingResult]:
-        """Compute items as one batch, and return one result for each item.
+        """Compute the outputs for all items in one batch, and return one result for each item.
 
         If the model raises an error for several items, compute each item alone. Then only the items
         that cause the error fail. The result of such an item contains the error message.
@@ -132,7 +132,7 @@ class PoolingEngine:
 def _pooling_result(
     queued: QueuedItem, *, value: Value | None = None, error: str | None = None
 ) -> PoolingResult:
-    """Return the result of a queued item. Either `value` or `error` is not None."""
+    """Return the result of a queued item: either the output `value`, or the message `error`."""
     return PoolingResult(
         request_id=queued.request_id,
         index=queued.index,

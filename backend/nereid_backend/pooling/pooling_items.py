@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs and the results of a pooling engine."""
+"""The inputs and the results of embedding models and rerankers."""
 
 from dataclasses import dataclass, field
 

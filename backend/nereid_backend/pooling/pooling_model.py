@@ -124,7 +124,7 @@ class PoolingModel:
 
     @property
     def _computes_all_alone(self) -> bool:
-        """Whether the model computes only one input at a time, even if all inputs are texts."""
+        """Whether the model computes all inputs one by one, even inputs that are texts."""
         return self._image_forward is not None and self._loaded.forward is None
 
     @property

@@ -43,7 +43,7 @@ def split_batch(
         computes_all_alone: whether the model computes all inputs one by one, even texts.
         is_packed: whether texts are computed as one packed batch.
     """
-    # Each list contains the indices of the items in one part of the batch.
+    # The index of each item is added to one of these lists.
     images = []
     alone = []
     expanded = []

@@ -44,7 +44,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> StopMatch:
-        """Add a piece of text and return the text that may be sent to the client.
+        """Process the next part of an answer, and return the text that may be sent to the client.
 
         The end of the text is kept back if it may be the beginning of a stop string. Do not call
         this method again after a stop string was found.

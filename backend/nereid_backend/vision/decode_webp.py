@@ -53,7 +53,7 @@ def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images 
 
 
 def _without_metadata(data: bytes) -> bytes:
-    """Return a WebP file without the chunks that libwebp does not need to decode the pixels.
+    """Return a WebP file without its metadata chunks, such as EXIF.
 
     libwebp detects that the pixels of a damaged file are incomplete only if no other chunk follows
     them.

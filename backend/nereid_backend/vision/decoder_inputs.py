@@ -19,8 +19,8 @@ from torch.nn import Module
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.paths.model_call import UnfitError
 
-# The model's code calls the decoder with these arguments, but they are ignored. The engine itself
-# computes some of them. The others have no effect on the result.
+# The model's code calls the decoder with these arguments, but the arguments are ignored. The engine
+# itself computes some of these arguments. The other arguments have no effect on the result.
 _IGNORED = (
     "input_ids",
     "attention_mask",
@@ -187,7 +187,7 @@ def _read(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
 
 
 def _with_text_rows(features: Tensor, mask: Tensor, embeddings: Tensor) -> Tensor:
-    """Return image features with one row for each token. The rows of text tokens are 0.
+    """Return features for all tokens: image features for image tokens, and 0 for text tokens.
 
     With one row for each token, the engine can divide the features into chunks.
 

@@ -19,7 +19,10 @@ _METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 
 
 class _Key(NamedTuple):
-    """The key of stored features: the digest of the images, and the index of the encoder call."""
+    """The key of cached features: the hash of the images, and the number of the encoder call.
+
+    A model can call its encoders several times for the same images.
+    """
 
     digest: bytes
     call: int
@@ -49,7 +52,8 @@ class FeatureCache:
         self.num_encoded = 0
         self.num_reused = 0
         self._max_bytes = max_bytes
-        # The stored features, with the least recently used features first, and their total size.
+        # `_features` contains the stored features. The features that were used least recently come
+        # first. `_num_bytes` is the total size of the stored features.
         self._features: OrderedDict[_Key, Any] = OrderedDict()
         self._num_bytes = 0
         # `_digest` is the hash of the images for which the model currently runs. Outside the `with`
@@ -70,9 +74,9 @@ class FeatureCache:
         for module in model.modules():
             for name in _METHODS:
                 method = getattr(module, name, None)
-                # A method with the parameter `input_ids` is not cached, because its result also
-                # depends on the text of the prompt. The keys of the cache do not depend on the
-                # text.
+                # If a method has the parameter `input_ids`, its result also depends on the text of
+                # the prompt. The keys of the cache do not depend on the text, so such a method is
+                # not cached.
                 if callable(method) and "input_ids" not in signature(method).parameters:
                     setattr(module, name, self._cached(method))
                     replaced.add(name)
@@ -107,8 +111,8 @@ class FeatureCache:
         # choose the arguments.
         @wraps(method)
         def get_features(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
-            # The method of an outer module may call the method of an inner module. The inner call
-            # then runs without the cache, so that only the result of the outer call is stored.
+            # A cached method may call another cached method. Such an inner call does not use the
+            # cache, so that only the result of the outer call is stored.
             if self._digest is None or self._is_encoding:
                 return method(*args, **kwargs)
             key = _Key(self._digest, self._num_calls)

@@ -47,7 +47,7 @@ _TRANSLATED = [
 
 @dataclass(slots=True)
 class _Budget:
-    """The number of bytes and the time that remain for the images of one request."""
+    """The number of bytes and the time that remain for reading the images of one request."""
 
     num_bytes: int
     deadline_s: float  # in the time of `time.monotonic`

@@ -39,8 +39,8 @@ _MAX_REQUESTS = 100
 # The largest number of characters of a data URL that are searched for the beginning of the base64
 # text, such as "data:image/png;base64,".
 _MAX_URL_PREFIX = 100
-# The beginning of a packed answer that is no refusal: a list of three values, whose first value is
-# the text "done".
+# An answer that contains prepared images begins with these bytes. The answer is a list of three
+# values, which is packed with msgpack. The first value is the text "done".
 _DONE = b"\x93\xa4done"
 
 # Prepares the images of a request. The arguments are a text and the images. The function may remove
@@ -189,8 +189,8 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
         # The parent process has closed the connection.
         return
     except MemoryError:
-        # There may be too little memory to send an error message. If the parent process gets no
-        # message, the parent process refuses the images.
+        # There may be too little memory to send an error message. Without a message, the parent
+        # process refuses the images.
         return
     finally:
         os._exit(0)

@@ -66,7 +66,7 @@ KIND_OF = {FoundImage: "images", FoundVideo: "videos", FoundAudio: "audio"}
 def split_messages(
     messages: Sequence[Mapping[str, Any]], limits: ImageLimits
 ) -> tuple[list[dict[str, Any]], list[Found]]:
-    """Replace each image, video and audio file in messages by a placeholder.
+    """Replace each image, video and audio file in chat messages by a placeholder.
 
     Return the new messages, and a list of the images, videos and audio files in their order.
 

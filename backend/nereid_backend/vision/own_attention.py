@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 class _Choice(NamedTuple):
-    """A config, and the attention implementation for all modules that use the config."""
+    """A config object, and the attention implementation for the modules that use this object."""
 
     config: Any
     attention: str
@@ -31,8 +31,8 @@ class OwnAttention:
         thousands of patches. With "eager", which writes all attention weights to memory, 5,000
         patches take six times as long as with "sdpa".
         """
-        # Maps the `id` of each config to the modules that use the config. The `id` distinguishes
-        # equal configs, because each of them must be changed.
+        # Maps the `id` of each config object to the modules that use this object. The keys are `id`
+        # values, because two equal config objects must both be changed.
         modules_of_configs: dict[int, list[Module]] = {}
         for module in model.modules():
             if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):

@@ -174,7 +174,8 @@ def share_pixels(max_pixels: int) -> None:
         return convert_to_rgb(image, *args, **kwargs) if pixels is None else pixels
 
     def shared_to_pil_image(image: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        # The two arguments that could change the pixels are `do_rescale` and `image_mode`.
+        # The arguments `do_rescale` and `image_mode` can change the pixels. A positional argument
+        # could be one of these arguments.
         changes_pixels = args or kwargs.get("do_rescale") or kwargs.get("image_mode")
         if isinstance(image, np.ndarray) and not changes_pixels:
             found = shared_image(image)

@@ -18,7 +18,7 @@ from nereid_backend.runner import ForwardPath
 from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.own_attention import OwnAttention
 
-# The image arguments that contain one value for each token.
+# These arguments of the model contain one value for each token of the prompt.
 _TOKEN_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -169,17 +169,15 @@ def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPl
 def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> SnapshotPlan | None:
     """Return a copy of `snapshots` for only the sequences without images.
 
-    In the copy, the chunks get new indices.
-
-    The new index counts only the chunks without images. Example: with has_images [True, False], the
-    index 1 becomes 0.
+    In the copy, the chunks get new indices. The new index counts only the chunks without images.
+    Example: with has_images [True, False], the index 1 becomes 0.
     """
     if snapshots is None:
         return None
     text_indices = [index for index, has in enumerate(has_images) if not has]
     new_indices = {index: new_index for new_index, index in enumerate(text_indices)}
-    # Each item of `loads` and `saves` is a pair: the index of a chunk in `plan.chunks`, and the id
-    # of a snapshot (a stored copy of the recurrent state of a sequence).
+    # Each item of `loads` and `saves` is a pair: the index of a chunk in `StepPlan.chunks`, and the
+    # id of a snapshot (a stored copy of the recurrent state of a sequence).
     loads = [(new_indices[index], id_) for index, id_ in snapshots.loads if index in new_indices]
     saves = [(new_indices[index], id_) for index, id_ in snapshots.saves if index in new_indices]
     return SnapshotPlan(loads, saves, snapshots.deleted)

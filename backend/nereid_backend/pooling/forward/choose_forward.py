@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the method by which a model computes a batch of texts.
+"""Chooses the fastest of the methods that compute correct vectors for a batch of texts.
 
 The methods are tested with short texts of random tokens. First, each text is computed alone, with
 the model's own attention. Then the texts are computed as one batch with each method in turn:
@@ -41,9 +41,10 @@ _BEYOND_WINDOW = 6
 # The texts that test a sliding window have at most `_LONGEST_TEXT` tokens. If a window can only be
 # tested with a longer text, the window is not tested.
 _LONGEST_TEXT = 160
-# To test whether a model is causal, the last token of a text is changed. The model is causal if the
-# relative error (see `row_errors`) of the other tokens' vectors is less than `_CAUSAL_TOLERANCE`,
-# which depends on the data type.
+# To test whether a model is causal, the last token of a text is changed. In a causal model, the
+# vectors of the earlier tokens stay the same. The model counts as causal if the relative error of
+# these vectors (see `row_errors`) is less than `_CAUSAL_TOLERANCE`. This limit depends on the data
+# type.
 _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 
 Forward = PackedForward | PaddedForward | RowsForward
@@ -83,7 +84,7 @@ class _SelfCheck:
 
 
 class _Comparison(NamedTuple):
-    """The difference between a method's vectors and the expected vectors.
+    """The difference between the vectors that a method computes and the expected vectors.
 
     Attributes:
         difference: the relative difference; infinity if the method failed or if its vectors have a
@@ -153,7 +154,7 @@ def _prepare_self_check(
 def _methods(
     encoder: Encoder, hook: AttentionHook, *, is_causal: bool
 ) -> Iterator[tuple[str, Forward]]:
-    """Yield a name and a function for each method of computing a batch, the fastest method first.
+    """Yield the name and the function of each method of computing a batch, the fastest first.
 
     Mutates: the model's attention implementation. Before a function is yielded, the model gets the
     attention implementation that the function needs. The caller must therefore test a function
@@ -182,7 +183,7 @@ def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
 
 
 def _offsets(encoder: Encoder) -> list[int]:
-    """Return the possible position ids of a text's first token. The most likely id is first.
+    """Return the possible position ids of a text's first token, beginning with the most likely id.
 
     In some models, the first position follows the index of the padding embedding. Example: a table
     of position embeddings with padding_idx 1 returns [2, 0].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs several texts into one row of tokens. Attention is computed within each text.
+"""Writes several texts one after another, and computes the attention within each text.
 
     tokens   a a a | b b b | c c c c c c        lens 3 3 6, groups (0, 2, 3) (6, 1, 6)
 
@@ -48,7 +48,7 @@ class TokenBatch:
         types: Sequence[Sequence[int] | None],
         device: torch.device,
     ) -> "TokenBatch":
-        """Pack several texts into a batch: write their tokens one after another.
+        """Create a batch in which the tokens of all texts are written one after another.
 
         If only some texts have type ids, the tokens of the other texts get the type id 0. Example:
         [[5, 6], [7]] returns a batch with the token_ids [5, 6, 7] and the lens (2, 1).
@@ -126,7 +126,7 @@ class TokenBatch:
         return self._mask_of(self.attended_lens or self.lens)
 
     def _mask_of(self, lens: tuple[int, ...]) -> Tensor:
-        """Return a mask [num_texts, longest] that is True for the first lens[i] tokens of text i.
+        """Return a mask [num_texts, longest]. True marks the first `lens[i]` tokens of text i.
 
         `longest` is the number of tokens of the longest text.
         """

@@ -75,7 +75,7 @@ class PaddedForward:
 
 @dataclass(frozen=True, slots=True)
 class RowsForward:
-    """Runs the base model on several batches. All texts of a batch have the same length.
+    """Computes token vectors in several batches. All texts of a batch have the same length.
 
     This class is for models whose output changes if texts are padded.
     """

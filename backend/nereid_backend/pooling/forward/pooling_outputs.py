@@ -157,7 +157,7 @@ def _sum_of_log1p(parts: Iterator[tuple[int, Tensor]], num_texts: int, num_log1p
 def _logits_of_texts(
     logit_slices: Iterator[tuple[int, Tensor]], batch: TokenBatch
 ) -> Iterator[tuple[int, Tensor]]:
-    """Split the logits of a batch into parts, so that each part belongs to only one text.
+    """Split the logits of a batch, so that each part contains logits of only one text.
 
     Yield pairs: the number of a text, and the float32 logits of some of its tokens. The logits of a
     text may be divided into several parts. Example: a slice that begins with token 4 has the logits

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short texts of random tokens. They are used to test different ways of computing a batch.
+"""Short texts of random tokens, with which the methods of computing a batch are tested.
 
 The module also compares the vectors of these texts.
 """
@@ -12,12 +12,11 @@ from torch import Tensor
 from nereid_backend.pooling.forward.packed_texts import TokenBatch
 from nereid_backend.pooling.loading.load_encoder import Encoder
 
-# A method of computing a batch is exact if its outputs differ by at most `TOLERANCE` from the
-# outputs of the same texts computed one by one. The limits are relative errors (see `row_errors`),
-# one for each data type.
+# A method of computing a batch counts as exact if the relative errors of its outputs (see
+# `row_errors`) do not exceed `TOLERANCE`. The expected outputs are the outputs of the same texts
+# computed one by one. Each data type has its own limit.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# A model's code raises one of the errors in `MODEL_ERRORS` if the code does not support a method or
-# an input.
+# If a model's code does not support a method or an input, the code raises one of these errors.
 MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
 # The number of tokens in each text that is used to test the methods.
 _SELF_CHECK_LENS = (5, 5, 13, 21)

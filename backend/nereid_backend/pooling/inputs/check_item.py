@@ -55,8 +55,8 @@ class ItemChecker:
         for field, text in (("prompt", prompt), ("instruction", item.instruction)):
             if text is not None:
                 self._text_limit.check(f"{field}: the {field}", text)
-        # A client can send an empty prompt to turn off the checkpoint's default prompt. The item's
-        # prompt is then None.
+        # An empty prompt turns off the default prompt of the checkpoint. In this case, the item's
+        # field `prompt` becomes None.
         return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
 
     def _check_kind(self, kind: str) -> None:
@@ -107,7 +107,7 @@ class ItemChecker:
             )
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
-        """Raise a RequestError if the model does not accept an option of an item."""
+        """Raise a RequestError if an option of the item, such as `dimensions`, is not allowed."""
         if item.dimensions is not None:
             self._check_dimensions(item.dimensions, kind)
         if item.activation is not None and item.activation not in ACTIVATIONS:
@@ -191,7 +191,7 @@ class ItemChecker:
         return item
 
     def _limit_text(self, text: str, *, truncate: bool) -> str:
-        """Return `text`, truncated to the size limit if `truncate` is True.
+        """Return `text`. If `truncate` is True, first truncate the text to the size limit.
 
         Raises:
             RequestError: the text exceeds the limit, but `truncate` is False.

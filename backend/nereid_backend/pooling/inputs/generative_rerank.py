@@ -191,8 +191,8 @@ class GenerativeReranker:
             return False
         if not must_be_known:
             return True
-        # A template that accepts any role renders the same text for unknown roles, except for the
-        # names of the roles.
+        # If a template accepts any role, the rendered texts for known and unknown roles differ only
+        # in the names of the roles.
         unknown_text = self._render_roles(*probes, _UNKNOWN_ROLES)
         for role, unknown_role in zip(_ROLES, _UNKNOWN_ROLES, strict=True):
             unknown_text = unknown_text.replace(unknown_role, role)

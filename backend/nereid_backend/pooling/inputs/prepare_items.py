@@ -79,7 +79,7 @@ class ItemPreparer:
         images: TowerImages | None,
         prompts: Prompts | None = None,
     ) -> None:
-        """Store the arguments. Check that the model supports the checkpoint's rules for queries.
+        """Store the arguments. Check that the model supports the checkpoint's query expansion.
 
         Args:
             spec: the description of the checkpoint.
@@ -110,7 +110,8 @@ class ItemPreparer:
         self._rules = TextRules.check_and_create(
             spec.late_interaction, info.max_model_len, tokenizer
         )
-        # Maps the text of a prompt to the number of its tokens; a cache of `_prompt_len`.
+        # The results of the method `_prompt_len`. The keys are prompts, and the values are the
+        # lengths of the prompts in tokens.
         self._prompt_lens: dict[str, int] = {}
         # Whether the tokenizer returns type ids, and the model uses them. Some tokenizers return
         # type ids although the model has no embedding for them.
@@ -159,7 +160,7 @@ class ItemPreparer:
         return [prepared[index] for index in range(len(items))]
 
     def _prepare_alone(self, item: PoolingItem) -> Prepared | None:
-        """Prepare an item that is not tokenised together with other items.
+        """Prepare an item that cannot be tokenised together with others, such as an image.
 
         Return None for a text or a pair that is tokenised together with other texts.
         """
@@ -195,7 +196,8 @@ class ItemPreparer:
             self._check_truncation(item, len(ids), limit)
             ids = ids[:limit]
         self._check_token_ids(ids)
-        # The input has no text, so no characters belong to the tokens.
+        # `offsets` contains the range of characters of each token. The input consists of token ids
+        # without a text, so all ranges are empty.
         offsets = np.zeros((len(ids), 2), dtype=np.int32)
         return Prepared(item, list(ids), num_tokens=len(ids), offsets=offsets)
 
@@ -221,8 +223,8 @@ class ItemPreparer:
         if self._reranker is not None:
             yield from self._rerank_tokens(self._reranker, items)
             return
-        # One call of the tokenizer accepts either single texts or pairs, so two calls may be
-        # necessary.
+        # In one call, the tokenizer accepts either single texts or pairs. If the request contains
+        # both, two calls are necessary.
         single_texts = {index: item for index, item in items.items() if item.pair is None}
         pairs = {index: item for index, item in items.items() if item.pair is not None}
         for uniform_items in (single_texts, pairs):
@@ -236,8 +238,8 @@ class ItemPreparer:
             items: the items by their index in the request. All items are single texts, or all items
                 are pairs. There is at least one item.
         """
-        # For texts, the tokenizer gets one list. For pairs, the tokenizer gets the list of the
-        # first texts and the list of the second texts.
+        # For single texts, the tokenizer gets one list. For pairs, the tokenizer gets two lists:
+        # the first text of each pair, and the second text of each pair.
         texts = [_texts_of(item) for item in items.values()]
         lists = [list(column) for column in zip(*texts, strict=True)]
         encoded: Any = self._tokenizer(

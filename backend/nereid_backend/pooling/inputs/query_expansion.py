@@ -45,7 +45,7 @@ class TextRules:
     def check_and_create(
         cls, late: LateInteraction, max_model_len: int, tokenizer: PreTrainedTokenizerBase
     ) -> "TextRules":
-        """Check that the model supports the rules for queries and documents. Return the rules.
+        """Check that the model supports the rule of query expansion. Return all rules for texts.
 
         Only the rule of query expansion is checked. This rule appends mask tokens to each short
         query, until the query has a certain length, such as 32 tokens.
@@ -83,7 +83,7 @@ class TextRules:
         return cls(late, max_model_len, vocabulary[token])
 
     def limit(self, item: PoolingItem) -> tuple[int, str]:
-        """Return the largest number of tokens of an item's text, and the name of this limit."""
+        """Return the token limit for the text of an item, and the name of this limit."""
         role = _role_of(item)
         length = self.late.length(role)
         if length is None or length > self.max_model_len:

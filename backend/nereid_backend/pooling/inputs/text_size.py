@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits on the size of a text and on the number of inputs.
+"""Limits the size of texts and the number of inputs.
 
 These limits are checked before anything is tokenised.
 
@@ -34,7 +34,7 @@ _TOKEN_ID_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class TextLimit:
-    """The limit on the size of a text.
+    """Checks the size of texts, and truncates texts that are too large.
 
     Attributes:
         max_model_len: the length limit of inputs in tokens.

@@ -24,7 +24,7 @@ from nereid_backend.pooling.pooling_items import PoolingItem
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
 from nereid_backend.vision.image_process import ImageProcess
 
-# The worker for checkpoints with a chat template. The worker expects images in base64.
+# The worker process for checkpoints with a chat template. The process expects images in base64.
 _CHAT_IMAGE_WORKER = "nereid_backend.vision.image_worker"
 # This marker text does not occur in queries. If a document is an image, the message is first built
 # with the marker text in place of the document. Then the marker text is replaced by a placeholder

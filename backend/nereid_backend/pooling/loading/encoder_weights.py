@@ -49,8 +49,8 @@ _AUTO: dict[str, Any] = {
     IMAGE_CAUSAL: AutoModelForImageTextToText,
     TOWERS: AutoModel,
 }
-# A tensor whose name ends with one of these texts is constant. If a checkpoint lacks such a tensor,
-# or contains one that the model does not need, this is not an error.
+# If the name of a tensor ends with one of these suffixes, the tensor is constant. It is no error if
+# a checkpoint lacks such a tensor, or contains such a tensor that the model does not need.
 _NOT_SAVED = ("position_ids", "token_type_ids", "inv_freq")
 
 
@@ -156,7 +156,8 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
             passes the weights as a dict. An auto class accepts no dict of weights.
     """
     if spec.loader == RETRIEVAL:
-        # transformers has no auto class for these models.
+        # An auto class of transformers chooses the class of a model from the config. There is no
+        # auto class for RETRIEVAL models.
         retrieval_class = getattr(transformers, spec.architecture, None)
         if retrieval_class is None:
             raise ValueError(f"transformers has no class {spec.architecture}")

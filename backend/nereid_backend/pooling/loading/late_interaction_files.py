@@ -130,7 +130,7 @@ def read_late_interaction(
     saved: Mapping[str, Any],
     modules: Sequence[ModuleSpec],
 ) -> LateInteraction:
-    """Read the rules for queries and documents from the files of a checkpoint.
+    """Read a checkpoint's rules for queries and documents, such as a length limit for queries.
 
     A checkpoint with late interaction, such as ColBERT, computes one vector for each token. Its
     rules are, for example, a length limit for queries, and a marker such as "[Q] " that precedes
@@ -295,7 +295,7 @@ def _expansion(root: Path, value: Any) -> QueryExpansion | None:  # noqa: ANN401
 
 
 def _skip_roles(value: Any) -> tuple[str, ...]:  # noqa: ANN401 - JSON
-    """Convert the entry `skiplist_tasks` of a MultiVectorMask to `LateInteraction.skip_roles`.
+    """Convert the setting `skiplist_tasks` of a checkpoint to `LateInteraction.skip_roles`.
 
     Examples: ["query", "document"] returns ("query", "document"), "query" returns ("query",), and
     None returns ("document",).

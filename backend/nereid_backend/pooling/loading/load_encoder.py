@@ -110,7 +110,7 @@ def load_encoder(
 
 
 def _set_missing_padding_token(model: PreTrainedModel) -> None:
-    """Set the padding token to -1 in the config of a model with a head, if the config has none.
+    """If the config of a model contains no padding token, set the padding token to -1.
 
     Some heads use the vector of the last token that is not padding. Such a head fails if the config
     has no padding token. No text contains the id -1, so with this id the head uses the last token

@@ -73,8 +73,8 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     base = replace(_read_base(folder, config, architecture, task, saved), has_modules=bool(modules))
     if task != "embed":
         return _describe_scoring(base, modules, saved)
-    # Ignore the checkpoint's modules if the setting `pooling` is set, because the setting replaces
-    # the modules. Also ignore modules that are for a task other than embedding.
+    # The setting `pooling` replaces the modules in the checkpoint's files. If the setting is set,
+    # these modules are ignored. They are also ignored if they are for a task other than embedding.
     uses_modules = settings.pooling is None and is_embedder(modules)
     return describe_embedding(base, settings, root, modules if uses_modules else [])
 
@@ -100,7 +100,7 @@ def _read_base(
     task: str,
     saved: dict[str, Any],
 ) -> CheckpointSpec:
-    """Return a description that contains only the fields that are needed for every task.
+    """Return a description of the checkpoint with only those fields that every task needs.
 
     Args:
         folder: the folder of the transformers model.

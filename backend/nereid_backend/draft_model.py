@@ -102,8 +102,9 @@ class DraftModel:
         """
         self.lengths = DraftLengths(sizes.max_draft_tokens)
         self._path = path
-        # The same object as `_path` if the draft model is an MTP layer. If the draft model is a
-        # small model, `_mtp` is None. An MTP layer also needs the hidden states of the large model.
+        # If the draft model is an MTP layer (a multi-token prediction layer of the large model),
+        # `_mtp` is the same object as `_path`. If the draft model is a separate small model, `_mtp`
+        # is None. An MTP layer also needs the hidden states of the large model.
         self._mtp = path if isinstance(path, MtpPath) else None
         self._hook = hook
         self._sizes = sizes
@@ -112,18 +113,18 @@ class DraftModel:
         pool = BlockPool(sizes.num_blocks)
         cache = PrefixCache(pool, sizes.block_size) if sizes.enable_prefix_caching else None
         self._tables = BlockTables(pool, sizes.block_size, cache)
-        # The rows of the draft model's batch that no sequence uses.
+        # The free rows of the draft model's batch. Each sequence with draft tokens uses one row.
         self._free_rows = list(range(sizes.max_num_seqs))
-        # Maps a sequence of the large model to its draft. Sequences without a row in the draft
-        # model are not included.
+        # Maps a sequence of the large model to its `SequenceDraft` object. A sequence is missing if
+        # it has no row in the batch of the draft model.
         self._drafts: dict[Sequence, SequenceDraft] = {}
-        # The draft tokens of each sequence for the next step.
+        # The draft tokens of each sequence for the next forward pass of the large model.
         self._proposals: dict[Sequence, list[int]] = {}
         # Whether the draft model has failed. If True, no more draft tokens are generated.
         self._is_broken = False
 
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Generate draft tokens for the next step. `propose` returns them.
+        """Generate draft tokens for the next forward pass of the large model; see `propose`.
 
         If the draft model fails, it is never used again, and all requests continue without draft
         tokens.
@@ -137,7 +138,7 @@ class DraftModel:
         self._proposals = {}
         if self._is_broken:
             return
-        # The cost of a draft token depends on the number of sequences in the step.
+        # The time for a draft token depends on the number of sequences in the batch.
         self.lengths.begin_step(len(sequences))
         self._release_preempted()
         prepared = [self._prepare_draft(target) for target in sequences]
@@ -158,7 +159,7 @@ class DraftModel:
         return self._proposals.get(sequence, [])[: max(0, limit)]
 
     def forget(self, sequence: Sequence) -> None:
-        """Release the row and the blocks of an ended sequence."""
+        """Release what an ended sequence uses: a row of the batch, and blocks of the KV cache."""
         self.lengths.forget(sequence)
         if self._mtp is not None:
             self._mtp.hidden.forget(sequence)
@@ -171,13 +172,13 @@ class DraftModel:
             self._hook.remove()
 
     def _release_preempted(self) -> None:
-        """Release the rows and the blocks of all sequences that the large model has preempted."""
+        """Release the batch rows and the KV cache blocks of all sequences that were preempted."""
         preempted = [target for target in self._drafts if target.row is None]
         for target in preempted:
             self._release(target)
 
     def _prepare_draft(self, target: Sequence) -> SequenceDraft | None:
-        """Update the draft of a sequence, and allocate blocks for the next draft tokens.
+        """Update the `SequenceDraft` of a sequence, and allocate blocks for new draft tokens.
 
         The draft is the state of the sequence in the draft model. It is created if it does not
         exist yet. Its tokens become the tokens that the large model has chosen.
@@ -208,7 +209,7 @@ class DraftModel:
         return draft
 
     def _draft_length(self, target: Sequence) -> int:
-        """Return how many draft tokens a sequence may get in this step.
+        """Return how many draft tokens a sequence may get now.
 
         The result is 0 or negative if the sequence gets no draft tokens. A sequence gets draft
         tokens only after its first output token, and only if it has no images.
@@ -227,7 +228,7 @@ class DraftModel:
         )
 
     def _admit(self, target: Sequence) -> SequenceDraft | None:
-        """Create the draft of a sequence, with a row and blocks in the draft model.
+        """Create the `SequenceDraft` of a sequence, with a batch row and KV cache blocks.
 
         Return None if there are not enough free blocks.
         """
@@ -250,7 +251,7 @@ class DraftModel:
         return draft
 
     def _release(self, target: Sequence) -> None:
-        """Release the row and the blocks of a sequence in the draft model."""
+        """Release the batch row and the KV cache blocks of a sequence in the draft model."""
         own = self._drafts.pop(target).own
         assert own.row is not None
         if self._mtp is not None:
@@ -260,7 +261,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def _generate(self, drafts: list[SequenceDraft], num_sequences: int) -> None:
-        """Generate the draft tokens of a step, and store them in `_proposals`.
+        """Generate the draft tokens of all sequences, and store the draft tokens in `_proposals`.
 
         Each pass adds one token to each draft, until all drafts are complete. The measured time
         helps to choose the number of draft tokens in later steps.
@@ -283,7 +284,7 @@ class DraftModel:
             self.lengths.costs.add_drafting(num_sequences, num_tokens, seconds)
 
     def _run_pass(self, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
-        """Run one pass of the draft model, and sample the next draft token of each sequence.
+        """Run one forward pass of the draft model, and sample a draft token for each sequence.
 
         If a draft has more uncomputed tokens than one pass may compute, several steps compute these
         tokens. The draft gets no draft token before the last of these steps.
@@ -305,7 +306,7 @@ class DraftModel:
         return self._sample(logits, sampling) if sampling else []
 
     def _plan_pass(self, drafts: list[SequenceDraft]) -> list[tuple[SequenceDraft, Chunk]]:
-        """Choose how many tokens of each draft the next forward pass of the draft model computes.
+        """Choose which tokens of each draft the next forward pass of the draft model computes.
 
         Drafts with few uncomputed tokens come first, so that many drafts get their next token.
 
@@ -330,13 +331,14 @@ class DraftModel:
                 num_logits=int(has_last_token),
             )
             planned.append((draft, chunk))
-        # The attention code expects that chunks of one token come before longer chunks. The token
-        # budget of the pass can shorten the last chunk, so the chunks are sorted again.
+        # The attention code expects that sequences with one new token come before sequences with
+        # several new tokens. The token budget can reduce the last chunk (the new tokens of a
+        # sequence) to one token. Therefore, the chunks are sorted again.
         planned.sort(key=lambda pair: pair[1].num_tokens)
         return planned
 
     def _sample(self, logits: torch.Tensor, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
-        """Append one sampled token to each draft, and return the drafts that need more tokens.
+        """Append a sampled token to each draft. Return those drafts that need more tokens.
 
         A draft needs no more tokens if it ends with a stop token or has its planned length. If the
         sampler reports an error for a draft, the draft gets no token and is not returned.

@@ -38,7 +38,7 @@ _SCIPY_FUNCTION = "linear_sum_assignment"
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Return a context in which torch and transformers are imported faster.
+    """Make the imports of torch and transformers in the `with` block faster.
 
     transformers reads the index of its models from a file, and does not import scipy. Garbage is
     not collected.
@@ -64,7 +64,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_scipy() -> Iterator[None]:
-    """Return a context in which a placeholder replaces the module `_SCIPY_MODULE`.
+    """Let the `with` block use a placeholder module in place of the module `_SCIPY_MODULE`.
 
     If the module has already been imported, it is not replaced.
     """

@@ -92,7 +92,7 @@ class MappedFiles:
 
     @contextlib.contextmanager
     def discard_after_use(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which a module's pages are discarded after the module has run."""
+        """In the `with` block, discard the memory pages of a module's weights after each call."""
 
         def discard(module: nn.Module, *_: object) -> None:
             for weight in module.parameters(recurse=False):

@@ -122,7 +122,7 @@ def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> No
 
 
 def _num_references(storage: torch.UntypedStorage) -> int:
-    """Return the number of references to a storage, without the reference `storage` itself."""
+    """Return the number of other references to a storage. The object `storage` is not counted."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
@@ -134,8 +134,9 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
         mapped: bytes, uint8.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
-    # The storage of `mapped` may begin before `mapped` does, so the offset of `mapped` is added.
-    # `set_` takes offsets in items, not in bytes.
+    # `set_` counts from the start of the storage, and `start` counts from the start of `mapped`.
+    # Therefore, the offset of `mapped` in the storage is added. `set_` takes offsets in items, not
+    # in bytes.
     start_of_copy = (mapped.storage_offset() + start) // tensor.itemsize
     # torch distinguishes inference tensors from normal tensors. The new tensor must be of the same
     # type as the old tensor.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path of an MTP (multi-token prediction) layer. The layer generates draft tokens.
+"""Runs an MTP (multi-token prediction) layer, which generates draft tokens.
 
 An MTP layer belongs to the checkpoint of the large model. Its inputs are a token, and the hidden
 state of the large model at the previous token. Example for the tokens a b c (the large model has
@@ -55,7 +55,7 @@ class _StoredStates:
         return self.start + len(self.states)
 
     def copy_into(self, rows: Tensor, rows_start: int) -> None:
-        """Write the hidden states at the positions of `rows` into `rows`. Mutates: `rows`.
+        """Copy hidden states into those rows of `rows` with the same positions. Mutates: `rows`.
 
         `rows_start` is the position of the first row. Example: the object has the hidden states at
         the positions 4 to 9, and `rows` has 5 rows for the positions 2 to 6. The last 3 rows become
@@ -76,17 +76,17 @@ class HiddenStates:
     """
 
     def __init__(self, path: ForwardPath, decoder: torch.nn.Module) -> None:
-        """Wrap the forward path of the large model, and record the outputs of its decoder."""
+        """Wrap `path`, which runs the large model, and record the outputs of the decoder."""
         self._path = path
-        # The outputs of the decoder during the running step.
+        # The outputs of the decoder during the forward pass that is running.
         self._outputs: list[Tensor] = []
         self._handle = decoder.register_forward_hook(self._record)
-        # Maps each sequence to its stored hidden states, which consist of several parts. If two
-        # parts contain the same position, the later part is valid.
+        # Maps each sequence to a list. Each item of the list contains the hidden states of
+        # consecutive tokens. If two items contain the same position, the later item is valid.
         self._parts: dict[Sequence, list[_StoredStates]] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step with the large model; see `ForwardPath.forward`.
+        """Run the large model, and return the logits; see `ForwardPath.forward`.
 
         Also store the hidden states that the decoder of the large model computes.
         """
@@ -101,7 +101,7 @@ class HiddenStates:
         return logits
 
     def clear(self, sequence: Sequence) -> None:
-        """Reset the state of a sequence; see `ForwardPath.clear`."""
+        """Delete the hidden states of a sequence, and clear the sequence in the large model."""
         self._parts.pop(sequence, None)
         self._path.clear(sequence)
 
@@ -137,7 +137,7 @@ class HiddenStates:
         self._outputs.append(output.last_hidden_state)
 
     def _add(self, chunks: list[Chunk], output: Tensor) -> None:
-        """Split the hidden states of a step by sequence, and store the hidden states.
+        """Store the hidden states that a forward pass has computed, separately for each sequence.
 
         Args:
             chunks: the chunks of the step. A chunk is the tokens of one sequence that the step
@@ -179,20 +179,20 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
 
 
 def _delete_oldest(parts: list[_StoredStates]) -> None:
-    """Delete the oldest parts as long as at least `_MAX_STATES` hidden states remain."""
+    """Delete the oldest items of `parts`, but keep at least `_MAX_STATES` hidden states."""
     num_stored = sum(len(part.states) for part in parts)
     while num_stored - len(parts[0].states) >= _MAX_STATES:
         num_stored -= len(parts.pop(0).states)
 
 
 def _can_extend(part: _StoredStates, start: int) -> bool:
-    """Return whether hidden states from the position `start` on may be added to a stored part."""
+    """Return whether hidden states that begin at the position `start` may be appended to `part`."""
     is_adjacent = part.start <= start <= part.end
     return is_adjacent and len(part.states) < _MAX_APPENDED
 
 
 class MtpPath:
-    """The forward path of an MTP layer. It implements the interface `ForwardPath`.
+    """Runs an MTP (multi-token prediction) layer. Implements the interface `ForwardPath`.
 
     A sequence of this path contains the tokens of a sequence of the large model, from the second
     token on. The first token is left out, because no hidden state precedes it.
@@ -229,9 +229,9 @@ class MtpPath:
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        # Maps each sequence of this path to the corresponding sequence of the large model.
+        # Maps each sequence of the MTP layer to the corresponding sequence of the large model.
         self._targets: dict[Sequence, Sequence] = {}
-        # Maps each sequence of this path to the output of the MTP layer for the last token of the
+        # Maps each sequence of the MTP layer to the output of this layer for the last token of the
         # sequence, [hidden_size].
         self._last_outputs: dict[Sequence, Tensor] = {}
 
@@ -245,7 +245,7 @@ class MtpPath:
         self._last_outputs.pop(own, None)
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a pass of the MTP layer; see `ForwardPath.forward`.
+        """Compute the logits of the MTP layer in one forward pass; see `ForwardPath.forward`.
 
         Mutates: `_last_outputs`, because the next pass may need the last output of each sequence.
         """
@@ -278,7 +278,7 @@ class MtpPath:
         self._cache.clear(sequence.block_table)
 
     def _inputs(self, chunk: Chunk) -> Tensor:
-        """For each token of a chunk, return the hidden state of the token before it.
+        """For each token that is computed, return the hidden state of the previous token.
 
         The hidden states before known tokens come from the large model. If the large model has no
         hidden state for a token, the result contains zeros. The hidden state before a draft token
@@ -287,8 +287,8 @@ class MtpPath:
         The shape is [num_tokens, hidden_size].
         """
         target = self._targets[chunk.sequence]
-        # A sequence of the MTP path leaves out the first token of `target`, so it has one token
-        # less than `target`.
+        # The MTP layer leaves out the first token of each sequence. Therefore, the layer knows one
+        # token less than `target` contains.
         num_known = len(target.token_ids) - 1
         is_draft_token = chunk.start >= num_known
         if is_draft_token:
@@ -301,7 +301,7 @@ class MtpPath:
 
 
 def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401
-    """Run the first MTP layer on a row of tokens, and return the hidden states of these tokens.
+    """Run the first MTP layer on consecutive tokens, and return a hidden state for each token.
 
     Args:
         mtp_model: an MtpModel of transformers.

@@ -36,7 +36,7 @@ class ForwardPath(Protocol):
     """
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Run the forward pass of a plan that has at least one chunk.
+        """Run a forward pass for the sequences in `plan`, which contains at least one sequence.
 
         Args:
             plan: the plan.
@@ -52,7 +52,7 @@ class ForwardPath(Protocol):
         """
 
     def clear(self, sequence: Sequence) -> None:
-        """Reset the state of a sequence whose computation failed.
+        """Reset the stored data of a sequence whose computation failed.
 
         The blocks of the sequence may contain NaN. Without this call, the NaN would reach the next
         sequence that gets these blocks.
@@ -61,7 +61,7 @@ class ForwardPath(Protocol):
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step that was started and has not finished yet.
+    """A forward pass that was started, and whose sampled tokens are not known yet.
 
     Attributes:
         plan: the plan of the step.
@@ -93,7 +93,7 @@ class _Report:
 
 
 class Runner:
-    """Executes the plan of each step: runs the forward pass of the model and samples tokens."""
+    """Runs the forward passes of the model, and samples the next tokens of the sequences."""
 
     def __init__(self, path: ForwardPath, *, sampling_kernel: bool = False) -> None:
         """Create a runner.
@@ -105,13 +105,13 @@ class Runner:
         self._path = path
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
-        # The size of the vocabulary, which is unknown before the first forward pass. Therefore, the
-        # masks of the first step are filled after its forward pass. The masks of later steps are
-        # filled during the forward pass.
+        # The size of the vocabulary. None before the first forward pass, because only the logits
+        # show the size. Therefore, the token masks of the first forward pass are filled after this
+        # forward pass. Later masks can be filled during the forward pass.
         self._vocab_size: int | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run the forward pass of a plan, sample its tokens, and wait for the tokens."""
+        """Run the forward pass that `plan` describes, sample tokens, and wait for the tokens."""
         step = self.start(plan)
         self.sample(step, plan)
         return self.finish(step)
@@ -135,7 +135,8 @@ class Runner:
         mask_jobs: abc.Sequence[Job] | None = None
         if before is None and self._vocab_size is not None:
             mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
-        # The tokens of the previous step, on the device. The decodes of this step read them.
+        # The tokens that were sampled after the previous forward pass, on the device. They are
+        # inputs of this forward pass.
         previous_token_ids = None
         if before is not None and before.pending is not None:
             previous_token_ids = before.pending.token_ids
@@ -143,8 +144,8 @@ class Runner:
             try:
                 logits = self._path.forward(plan, previous_token_ids)
             except BaseException:
-                # The threads that fill the masks still use the guides. Wait for these threads, and
-                # then raise the error.
+                # Other threads may still be filling token masks for the grammars of the requests.
+                # Wait for these threads before the error is raised again.
                 self._masks.join(mask_jobs or ())
                 raise
         self._vocab_size = logits.shape[1]
@@ -152,7 +153,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: RunningStep, plan: StepPlan) -> None:
-        """Launch the sampling of a step whose forward pass was launched.
+        """Start to sample tokens from the logits of a forward pass that has been started.
 
         If the step was planned ahead, call this method only after the previous step was committed,
         because the token masks depend on the tokens of the previous step.
@@ -171,7 +172,7 @@ class Runner:
             self._launch_sampling(step)
 
     def _filled_masks(self, step: RunningStep) -> StepMasks:
-        """Return the token masks of a step. If `start` has not filled the masks, fill them now."""
+        """Return the token masks for sampling. If `start` has not filled them, fill them now."""
         jobs = step.mask_jobs
         if jobs is None:
             assert step.logits is not None
@@ -181,7 +182,7 @@ class Runner:
 
     @torch.inference_mode()
     def finish(self, step: RunningStep) -> StepResult:
-        """Wait for the tokens of a step and return the result of the step.
+        """Wait until the tokens of a forward pass have been sampled, and return the result.
 
         The result contains the new tokens of each sequence, and the log-probabilities of prompt
         tokens if requests ask for them.
@@ -201,7 +202,7 @@ class Runner:
         return StepResult(sampled, reports, device_token_ids)
 
     def _clear_not_finite(self, plan: StepPlan, sampled: list[Sampled]) -> None:
-        """Clear the state of sequences whose logits contain NaN or infinity.
+        """Reset the stored data of sequences whose logits contain NaN or infinity.
 
         Args:
             plan: the plan of the step.
@@ -213,7 +214,7 @@ class Runner:
                 self._path.clear(chunk.sequence)
 
     def _launch_sampling(self, step: RunningStep) -> None:
-        """Launch the sampling of tokens and the ranking of prompt tokens.
+        """Start to sample tokens and to compute the log-probabilities of prompt tokens.
 
         Ranking computes the log-probabilities of prompt tokens that requests have asked for.
 
@@ -234,7 +235,7 @@ class Runner:
 
     @contextmanager
     def _clearing(self, plan: StepPlan) -> Iterator[None]:
-        """If the `with` block raises an error, clear the state of each sequence in the plan."""
+        """If the `with` block raises an error, reset the stored data of all sequences in `plan`."""
         try:
             yield
         except BaseException:
@@ -284,7 +285,7 @@ def _predicted_prompt_tokens(chunk: Chunk) -> list[int]:
 
 
 def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
-    """Wait for the log-probabilities of a chunk's prompt tokens, and return them."""
+    """Wait for the log-probabilities of the prompt tokens of a sequence, and return the values."""
     logprobs: list[TokenLogprobs] = []
     for report in reports:
         logprobs += report.ranked.read(*report.copy.wait())

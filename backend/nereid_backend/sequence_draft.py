@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one sequence in the draft model."""
+"""Data about one sequence for which the draft model generates tokens."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from nereid_backend.core.updates import common_prefix_len
 
 @dataclass(slots=True)
 class SequenceDraft:
-    """The state of one sequence in the draft model.
+    """Data about one sequence for which the draft model generates tokens.
 
     Attributes:
         target: the sequence in the large model.
@@ -30,7 +30,7 @@ class SequenceDraft:
 
     @property
     def tokens(self) -> list[int]:
-        """The draft tokens that the draft model has generated for the next step."""
+        """The draft tokens for the next forward pass of the large model."""
         return self.own.token_ids[self.num_known :]
 
     @property

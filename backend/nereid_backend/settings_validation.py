@@ -195,7 +195,7 @@ def check_names(names: Iterable[str], known: Sequence[str], *, prefix: str = "")
 
 @contextmanager
 def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
-    """Return a context in which a ValidationError of pydantic is converted to a ConfigError.
+    """Convert a ValidationError of pydantic in the `with` block to a ConfigError.
 
     Example of a message: "max_num_seqs: the value must be greater than 0, but it is 0."
     """

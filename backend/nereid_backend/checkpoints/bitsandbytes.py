@@ -122,7 +122,7 @@ def _read_state(content: Tensor) -> dict[str, Any]:
 
 
 def _block_factors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-    """Return the factor of each block of weights, float32 [blocks].
+    """Return one scale (a factor) for each block of weights, float32 [blocks].
 
     If the factors are quantised, dequantise them.
     """

@@ -60,11 +60,11 @@ class LazyWeight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A weight, and the placeholder that transformers loads in place of the weight.
+    """A weight, and an empty tensor that transformers loads in place of the weight.
 
     Attributes:
         weight: the weight.
-        tensor: the placeholder, which takes no memory.
+        tensor: the empty tensor (the placeholder), which takes no memory.
     """
 
     weight: LazyWeight
@@ -173,10 +173,10 @@ def linear_names(model: nn.Module) -> set[str]:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Return a copy of `weights` in which placeholders replace integer weights of linear layers.
+    """Return a copy of `weights` in which tensors without data replace the integer weights.
 
-    transformers loads a placeholder, which takes no memory, in place of the weight. Afterwards,
-    `fill_placeholders` stores the integers in the layers.
+    transformers loads a tensor without data (a placeholder) in place of each integer weight of a
+    linear layer. Afterwards, `fill_placeholders` stores the integers in the layers.
 
     Args:
         weights: the weights of a checkpoint by name.
@@ -202,9 +202,9 @@ def use_placeholders(
 
 
 def _placeholder(weight: LazyWeight, shape: torch.Size, dtype: torch.dtype) -> Placeholder:
-    """Return a placeholder for a weight. Its tensor has the shape `shape`, but takes no memory."""
-    # `expand` repeats a single number without memory for the copies. The number is NaN, so that the
-    # self-check fails if a placeholder was never replaced.
+    """Return a `Placeholder`: the weight, and a tensor of shape `shape` that takes no memory."""
+    # `expand` makes all elements of the tensor refer to one number in memory. The number is NaN. If
+    # the real weight never replaces the tensor, the logits become NaN, and the self-check fails.
     tensor = torch.full((1, 1), float("nan"), dtype=dtype).expand(shape)
     return Placeholder(weight, tensor)
 
@@ -213,7 +213,7 @@ def _placeholder(weight: LazyWeight, shape: torch.Size, dtype: torch.dtype) -> P
 def fill_placeholders(
     model: nn.Module, weights: Iterable[object], progress: Callable[[str], None]
 ) -> int:
-    """Replace each placeholder in a model by the integers of its weight.
+    """Store the integers of quantised weights in the layers, in place of tensors without data.
 
     transformers has loaded the placeholders: tensors without memory, in place of quantised weights.
     A panel is a block of a weight matrix that is contiguous in memory. The CPU kernels read the
@@ -231,8 +231,9 @@ def fill_placeholders(
     Raises:
         ModelError: if a weight cannot be read, or if a placeholder is not the weight of a layer.
     """
-    # Maps the memory address of each placeholder to the placeholder. The layer of a placeholder is
-    # the layer whose weight has the same address.
+    # transformers has loaded a tensor without data in place of each quantised weight. The dict maps
+    # the memory address of this tensor to a `Placeholder` object. The weight of the layer has the
+    # same address.
     placeholders = {
         weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
     }
@@ -285,7 +286,7 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
 
 
 def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
-    """Store a weight of integers in a layer. Return whether the layer keeps the integers.
+    """Store an integer weight in a layer. Return False if the weight was dequantised instead.
 
     A panel is a block of a weight matrix that is contiguous in memory. If panels cannot store the
     weight exactly, the layer gets the dequantised weight.
@@ -298,7 +299,8 @@ def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
         layer.weight = nn.Parameter(numbers, requires_grad=False)
         return False
     grouped = change_class(layer, GroupedLinear)
-    # A panel has integers of 4 or 8 bits.
+    # `GroupedLinear` stores integers with 4 or 8 bits: with 4 bits if they have at most 4 bits,
+    # otherwise with 8 bits.
     panel_bits = 4 if weight.bits <= 4 else 8
     grouped.set_quantised(
         weight.values, weight.scales, weight.zeros, weight.group_size, bits=panel_bits
@@ -316,7 +318,7 @@ def _check_shape(shape: Sequence[int], layer: nn.Linear) -> None:
 
 
 def _fits_panels(weight: IntegerWeight) -> bool:
-    """Return whether the panels of the CPU kernels can store a weight without further rounding."""
+    """Return whether the CPU kernels can store and read a weight without further rounding."""
     if weight.input_groups is not None:
         # The kernels support only groups of consecutive inputs.
         return False

@@ -141,10 +141,10 @@ def _keep_integers(
     dtype: torch.dtype,
     rounded_bits: int | None,
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Return a copy of `weights` in which placeholders replace integer weights of linear layers.
+    """Return a copy of `weights` in which tensors without data replace the integer weights.
 
-    transformers loads the placeholders, which take no memory. `fill_placeholders` then stores the
-    integers in the layers. `load_model` describes `rounded_bits`.
+    transformers loads the tensors without data (placeholders). `fill_placeholders` then stores the
+    integers in the linear layers. `load_model` describes `rounded_bits`.
     """
     with torch.device("meta"):
         empty_model = model_class(config)(config)
@@ -269,7 +269,7 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
 
 @contextmanager
 def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
-    """Return a context in which transformers calls `progress` and shows no progress bars.
+    """Let transformers call `progress` instead of showing progress bars in the `with` block.
 
     `progress` is called with one line of text every few seconds.
     """

@@ -25,7 +25,7 @@ from torch.nn import functional
 from nereid_backend.attention.cpu.cpu_library import NativeGroupedWeights, has_kernels, kernels
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# The number of outputs in one panel of packed weights.
+# The CPU kernels read a weight in panels. A panel contains the weights of `LANES` outputs.
 LANES = 16
 # The number of inputs that a kernel multiplies at once. Every group size is a multiple of `UNIT`.
 UNIT = 8
@@ -131,7 +131,8 @@ class GroupedLinear(nn.Linear):
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features)
-        # If a group is too large, it is divided into `_repeats` smaller groups with the same scale.
+        # If a group of weights is too large for the kernel, it is divided into `_repeats` smaller
+        # groups. The smaller groups all have the scale of the large group.
         self._repeats = _divide_up(min(group_size, in_features), self.group_size)
         num_panels = _divide_up(self.out_features, LANES)
         num_groups = _divide_up(in_features, self.group_size)
@@ -177,8 +178,8 @@ class GroupedLinear(nn.Linear):
         A number is repeated for each smaller group into which a group of the checkpoint is divided.
         """
         repeated = of_groups.repeat_interleave(self._repeats, dim=1)
-        # An incomplete last group needs fewer than `_repeats` smaller groups. The slice removes the
-        # numbers of the groups that it does not need.
+        # `_repeats` is the number of copies for a complete group. The last group can be incomplete
+        # and then needs fewer copies. The slice removes the unneeded copies.
         num_stored_groups = self.scales.shape[1]
         return _panels_of_groups(repeated[:, :num_stored_groups])
 
@@ -298,8 +299,8 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
     # `pad` copies the values, so it is called only if padding is needed.
     padded = functional.pad(values, padding) if any(padding) else values.contiguous()
-    # The shape becomes [panels, inputs / 4, 16, 4]. A unit contains the integers of four inputs for
-    # all 16 outputs of a panel.
+    # A panel contains the integers of 16 outputs. The new shape is [panels, inputs / 4, 16, 4]. The
+    # last two dimensions contain the integers of four consecutive inputs for all 16 outputs.
     units = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 8:
         return units.contiguous()
@@ -309,7 +310,10 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
 
 
 def unpack_values(packed: Tensor, bits: int) -> Tensor:
-    """Undo `pack_values`. The result is uint8 [panels * 16, padded inputs]."""
+    """Convert packed integers back to a matrix, uint8 [panels * 16, padded inputs].
+
+    This is the inverse of `pack_values`. A panel contains the integers of 16 outputs.
+    """
     if bits == 4:
         packed = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1, 2)
     return packed.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
@@ -349,7 +353,7 @@ def dequantise_rows(
 
 
 def _panels_of_groups(of_groups: Tensor) -> Tensor:
-    """Rearrange scales or zeros from [out_features, groups] to [panels, groups, 16].
+    """Rearrange scales or zeros from [out_features, groups] to [panels, groups, 16 outputs].
 
     A panel contains 16 outputs. The last panel is padded with zeros.
     """

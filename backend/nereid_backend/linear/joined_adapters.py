@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins the matrices of several LoRA adapters, and masks the adapters that a row does not use.
+"""Concatenates the matrices of several LoRA adapters, so that one product computes all of them.
+
+Each row of an input uses at most one adapter. The products of all other adapters are masked, which
+means that they are set to 0.
 
 The docstring of lora_layers.py explains the computation.
 """
@@ -25,7 +28,7 @@ Ranks = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True, eq=False)
 class JoinedGroup:
-    """Linear layers with the same input, and the adapters' first matrices for these layers.
+    """Linear layers with the same input, and the concatenated `lora_A` matrices of their adapters.
 
     Attributes:
         down: a layer whose weight contains the first matrices of all linear layers and adapters.
@@ -40,7 +43,7 @@ class JoinedGroup:
     hidden: Tensor | None = None
 
     def clear(self) -> None:
-        """Delete the last input and the last product, so that their memory is freed."""
+        """Set `input` and `hidden` to None, so that the memory of the tensors is freed."""
         self.input = self.hidden = None
 
 
@@ -60,7 +63,7 @@ class JoinedLayer:
 
 
 def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
-    """Join the matrices of several adapters for linear layers with the same input.
+    """Concatenate the matrices of several adapters for linear layers with the same input.
 
     The first matrices (`down`) of all linear layers are concatenated to one matrix. The second
     matrices (`up`) are concatenated separately for each linear layer. Example: two adapters with
@@ -104,7 +107,7 @@ def _packed_linears(matrices: list[Tensor]) -> list[nn.Linear]:
 
 
 class AdapterStep:
-    """Describes which adapter each row and each chunk of a running step uses.
+    """Describes which LoRA adapter each input row and each sequence of a forward pass uses.
 
     An adapter is represented by its index among the joined adapters. The number -1 represents a row
     or a chunk without an adapter.
@@ -120,11 +123,12 @@ class AdapterStep:
         """
         self._row_adapters = row_adapters
         self._chunk_adapters = chunk_adapters
-        # The masks that this step has already computed. The keys are the arguments of `mask`.
+        # The masks that the method `mask` has already computed for this forward pass. A mask marks
+        # the numbers that are set to 0. The keys are the arguments of `mask`.
         self._masks: dict[tuple[Ranks, int], Tensor] = {}
 
     def mask(self, ranks: Ranks, num_rows: int) -> Tensor:
-        """Return a mask of the numbers that must be set to 0. The mask is computed only once.
+        """Return a boolean mask of the numbers that must be set to 0. Compute each mask only once.
 
         A number is masked if its row does not use the adapter to which its column belongs. Example:
         the rows have the adapters [0, 1], and `ranks` is ((1, 2),). The mask is
@@ -145,7 +149,7 @@ class AdapterStep:
         return self._masks[key]
 
     def _adapters_of_rows(self, num_rows: int) -> Tensor:
-        """Return the adapter of each row, for a layer that computes `num_rows` rows.
+        """Return the adapter of each input row, for a layer whose input has `num_rows` rows.
 
         Most layers compute one row for each token of the step. A model that stores compressed keys
         and values has a layer that expands the keys and values of the whole context in every step.
@@ -158,7 +162,7 @@ class AdapterStep:
 
 
 def _adapters_of_columns(ranks: tuple[int, ...]) -> Tensor:
-    """For each column of a joined product, return the index of its adapter.
+    """Return the index of the adapter for each column of a product with several adapters.
 
     `ranks` contains the number of columns of each adapter. Example: (1, 2) gives [0, 1, 1].
     """
@@ -166,7 +170,7 @@ def _adapters_of_columns(ranks: tuple[int, ...]) -> Tensor:
 
 
 def masked_down(group: JoinedGroup, layer_input: Tensor, step: AdapterStep) -> Tensor:
-    """Multiply the input of a layer by the adapters' `down` matrices, and mask the product.
+    """Return the product of `layer_input` and the `lora_A` matrices, with 0 for unused adapters.
 
     The layers of a group have the same input, so the product is computed for the first layer, and
     stored in `group` for the other layers. Mutates: `group`.

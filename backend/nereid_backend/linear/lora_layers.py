@@ -52,12 +52,12 @@ from nereid_backend.linear.native_adapters import (
     adapter_bytes,
 )
 
-# For each layer that `NativeAdapters` does not contain, `_COPIES` copies of an adapter's matrices
-# are in memory.
+# Each adapter matrix is `_COPIES` times in memory, if `NativeAdapters` does not contain the layer
+# of the matrix.
 _COPIES = 2
-# The matrices that an earlier step has joined can contain more adapters than the present step
-# needs. They are reused if their total rank is at most `_MAX_UNUSED` times the total rank of the
-# needed adapters.
+# An earlier forward pass may have concatenated the matrices of more adapters than the present
+# forward pass needs. The concatenated matrices are used again if their total rank is at most
+# `_MAX_UNUSED` times the total rank of the needed adapters.
 _MAX_UNUSED = 2
 
 
@@ -88,10 +88,12 @@ class LoraLayers:
         self._loaded: dict[Adapter, _LoadedAdapter] = {}
         # The forward hooks, by layer name.
         self._hooks: dict[str, RemovableHandle] = {}
-        # The adapters whose matrices are joined at present, and the joined matrices by layer name.
+        # The adapters whose matrices are concatenated at present. `_joined` maps the name of each
+        # layer to the concatenated matrices for this layer.
         self._joined_adapters: tuple[Adapter, ...] = ()
         self._joined: dict[str, JoinedLayer] = {}
-        # None while no step is running, and also if the running step needs no joined matrices.
+        # Describes the running forward pass. None if no forward pass is running, or if the running
+        # forward pass needs no concatenated matrices.
         self._step: AdapterStep | None = None
 
     @cached_property
@@ -121,7 +123,7 @@ class LoraLayers:
         )
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Store the matrices of an adapter, and register the forward hooks that the layers need.
+        """Store the matrices of an adapter, and register forward hooks in the layers that need one.
 
         The keys of `weights` are the names of linear layers.
         """
@@ -140,13 +142,13 @@ class LoraLayers:
             self._add_hook(name, self._native.adapt)
 
     def _add_hook(self, name: str, add_product: Callable[..., None]) -> None:
-        """Let a layer call `add_product` after each forward pass, unless it already has a hook."""
+        """Register `add_product` as a forward hook of a layer, unless a hook already exists."""
         if name not in self._hooks:
             layer = self._model.get_submodule(name)
             self._hooks[name] = layer.register_forward_hook(partial(add_product, name))
 
     def remove(self, adapter: Adapter) -> None:
-        """Free the matrices of an adapter, and remove the hooks that no other adapter needs."""
+        """Free the matrices of an adapter. Remove the forward hooks that no other adapter needs."""
         self._native.remove(adapter)
         del self._loaded[adapter]
         self._join(())
@@ -156,7 +158,7 @@ class LoraLayers:
 
     @contextmanager
     def serving(self, chunks: Iterable[Chunk]) -> Iterator[bool]:
-        """Return a context in which each chunk of a forward pass uses the adapter of its request.
+        """Let the forward pass in the `with` block apply the adapter of each request.
 
         Args:
             chunks: the chunks of one forward pass, in the order of its rows.
@@ -184,13 +186,13 @@ class LoraLayers:
 
     @contextmanager
     def serving_all(self, adapter: Adapter | None) -> Iterator[None]:
-        """Return a context in which every forward pass applies one adapter to all rows."""
+        """Let every forward pass in the `with` block apply the LoRA adapter `adapter`."""
         if adapter is None:
             yield
             return
         if self._joined_adapters != (adapter,):
             self._join((adapter,))
-        # The only adapter has the index 0. All rows and the only chunk use this adapter.
+        # There is only one adapter, and it has the index 0. All rows of an input use this adapter.
         row_adapters = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._step = AdapterStep(row_adapters, np.zeros(1, dtype=np.int64))
         try:
@@ -200,7 +202,7 @@ class LoraLayers:
             self._end_step()
 
     def _make_step(self, owners: list[Adapter | None], counts: list[int]) -> AdapterStep:
-        """Return an object that describes which adapter each row and each chunk of a step uses.
+        """Return an `AdapterStep`, which contains the adapter of each input row and each sequence.
 
         Args:
             owners: the adapter of each chunk; None for a chunk without an adapter.
@@ -212,7 +214,7 @@ class LoraLayers:
         return AdapterStep(upload(chunk_adapters.repeat(counts), self._device), chunk_adapters)
 
     def _use(self, adapters: tuple[Adapter, ...]) -> None:
-        """Join the matrices of `adapters`. Reuse the present joined matrices if possible."""
+        """Concatenate the matrices of `adapters`, unless suitable concatenated matrices exist."""
         if set(adapters) <= set(self._joined_adapters):
             needed_rank = sum(self._loaded[adapter].total_rank for adapter in adapters)
             joined_rank = sum(self._loaded[adapter].total_rank for adapter in self._joined_adapters)
@@ -221,9 +223,9 @@ class LoraLayers:
         self._join(adapters)
 
     def _join(self, adapters: tuple[Adapter, ...]) -> None:
-        """Join the matrices of some adapters, separately for each linear layer."""
-        # Free the old joined matrices first, so that the old and the new matrices are not in memory
-        # at the same time.
+        """For each linear layer, concatenate the matrices of several adapters."""
+        # Free the old concatenated matrices first. Otherwise, the old and the new matrices would be
+        # in memory at the same time.
         self._joined = {}
         self._joined_adapters = adapters
         for names in self._names_by_input(adapters):
@@ -247,7 +249,7 @@ class LoraLayers:
         return groups.values()
 
     def _end_step(self) -> None:
-        """Delete the data of the step that has just ended."""
+        """Delete the data that this object has stored for the last forward pass."""
         self._step = None
         for joined in self._joined.values():
             joined.group.clear()

@@ -57,12 +57,15 @@ class _Group:
         """
         self._sizes = sizes
         self._is_native = is_native
-        # The input of the last call of `compute`, and the outputs that `take` has not returned yet.
+        # `_input` is the argument `x` of the last call of `compute`. `_outputs` contains the
+        # outputs of the layers. `take` replaces an output by None when it returns the output.
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
     def compute(self, x: Tensor, merged: Tensor, bias: Tensor | None) -> None:
-        """Compute and store the outputs of all layers of the group.
+        """Compute the outputs of several linear layers in one product, and store the outputs.
+
+        The layers form a group: they have the same input.
 
         Args:
             x: [..., in_features], the input.
@@ -77,7 +80,7 @@ class _Group:
             output = torch.ops.nereid.packed_linear(x, merged, bias, size)
         else:
             output = linear(x, merged, bias, size)
-        # `take` compares its argument with this tensor object.
+        # `take` checks whether its argument `x` is this tensor object.
         self._input = x
         self._outputs = list(torch.split(output, self._sizes, dim=-1))
 
@@ -104,7 +107,9 @@ class _Group:
 
 
 class _Merged(nn.Linear):
-    """A linear layer of a merged group. Only one forward pass may run at a time.
+    """A linear layer that is computed together with other layers in one matrix product.
+
+    These layers form a group. Only one forward pass may run at a time.
 
     The first layer has a buffer with the concatenated weights of all layers. The weight of each
     layer is a view into this buffer.
@@ -130,11 +135,11 @@ class _Merged(nn.Linear):
 
 
 class MergedLinear(_Merged):
-    """A merged layer whose weights have torch's own layout."""
+    """A merged layer: one product computes several layers. The weights have torch's layout."""
 
 
 class MergedNativeLinear(_Merged, NativeLinear):
-    """A merged layer whose weights have the packed layout of the CPU kernels."""
+    """A merged layer: one product computes several layers. The weights have the kernels' layout."""
 
 
 def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
@@ -253,7 +258,8 @@ def _can_merge(last: _Call, call: _Call) -> bool:
         and type(last.layer) is type(call.layer)
         and weight.dtype == next_weight.dtype
         and weight.device == next_weight.device
-        # The weights of each packed layer must begin at the start of a panel.
+        # The CPU kernels read a weight in panels of `LANES` outputs. The first output of each
+        # merged layer must be the first output of a panel.
         and (not isinstance(last.layer, NativeLinear) or last.layer.out_features % LANES == 0)
     )
 

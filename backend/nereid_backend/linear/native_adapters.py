@@ -75,13 +75,14 @@ class NativeAdapters:
         """
         groups = _groups(model)
         layers = {name: layer for group in groups for name, layer in group.items()}
-        # Maps the name of each layer to its number. Merged layers have consecutive numbers.
+        # Maps the name of each layer to its number. Layers that one matrix product computes
+        # together have consecutive numbers.
         self._layer_numbers = {name: number for number, name in enumerate(layers)}
         # The number of outputs of each layer, in the order of the layer numbers.
         sizes = [_num_outputs(layer) for layer in layers.values()]
         self._layer_outputs = (ctypes.c_int64 * len(sizes))(*sizes)
-        # Maps the name of each layer that needs a hook to the key by which the kernels identify the
-        # layer.
+        # Maps the name of each layer that needs a forward hook to a key. The kernels identify the
+        # layer by this key.
         self._hook_keys = {
             name: _kernel_key(layer) for name, layer in layers.items() if _address(layer) is None
         }
@@ -97,7 +98,7 @@ class NativeAdapters:
         return name in self._layer_numbers
 
     def needs_hook(self, name: str) -> bool:
-        """Return whether the layer `name` needs a forward hook. The hook must call `adapt`."""
+        """Return whether the layer `name` needs a forward hook that calls the method `adapt`."""
         return name in self._hook_keys
 
     def adapt(
@@ -161,7 +162,7 @@ class NativeAdapters:
 
     @contextmanager
     def serving(self, owners: Sequence[Adapter | None], counts: Sequence[int]) -> Iterator[None]:
-        """Return a context in which layers that this thread runs use the adapter of each chunk.
+        """Let layers that this thread runs in the `with` block use the adapter of each sequence.
 
         Args:
             owners: the adapter of each chunk; None for a chunk without an adapter.
@@ -193,7 +194,7 @@ class NativeAdapters:
     def _describe_step(
         self, owners: Sequence[Adapter | None], counts: Sequence[int]
     ) -> tuple[NativeAdapterStep, tuple[object, ...]]:
-        """Return the description of a step for the kernels, and the buffers to which it points.
+        """Return a struct that tells the kernels the adapter of each row, and the struct's buffers.
 
         `serving` describes the arguments. Example of the buffers: the chunks have the adapters
         [a, None, b] and the counts [1, 1, 2]. The owners of the chunks are [0, -1, 1], and the
@@ -250,7 +251,7 @@ def _padded_sizes(pair: LayerPair) -> tuple[int, int, int]:
 
 
 def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
-    """Return the linear layers of a model on a CPU in groups. Merged layers form one group.
+    """Return the linear layers of a model in groups. One matrix product computes a whole group.
 
     A group maps the names of layers to the layers. Merged layers are in the order in which they
     were merged. Every other layer has its own group. Example: `[{"q_proj": q, "k_proj": k,
@@ -270,7 +271,7 @@ def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _merge_position(item: tuple[str, nn.Module]) -> int:
-    """Return the index of a layer in its merged group; 0 if the layer is not merged.
+    """Return the position of a layer in its group of merged layers; 0 for an unmerged layer.
 
     `item` is the name of the layer, and the layer.
     """
@@ -279,7 +280,7 @@ def _merge_position(item: tuple[str, nn.Module]) -> int:
 
 
 def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeAdaptedProduct]:
-    """Return the matrix products of all layers. The kernels add the adapters' products to them.
+    """Return an array of the matrix products to which the kernels add the products of adapters.
 
     Each layer has one product. Merged layers also have a common product, because the kernels can
     compute the whole group at once. The kernels search for the address of the weights, so the

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from nereid_backend.attention.cpu.cpu_library import has_kernels, kernels
 
-# The number of outputs in one panel of packed weights.
+# The CPU kernels read a weight in panels. A panel contains the weights of `LANES` outputs.
 LANES = 16
 # The number of outputs that are packed at a time. It must be a multiple of LANES.
 _SLICE_ROWS = 1024
@@ -81,7 +81,7 @@ def pack(weight: Tensor, release: Callable[[Tensor], None] = lambda _: None) -> 
     """
     num_rows, dim = weight.shape
     num_panels = -(-num_rows // LANES)
-    # The inputs of a bfloat16 weight are stored in pairs.
+    # If the weight is bfloat16, the last dimension contains two consecutive inputs of one output.
     inputs = (dim // 2, 2) if weight.dtype == torch.bfloat16 else (dim,)
     packed = weight.new_empty(num_panels, inputs[0], LANES, *inputs[1:])
     # The rows are packed in slices, so that the memory never contains a large weight twice.
@@ -107,7 +107,8 @@ def unpack_rows(packed: Tensor, indices: Tensor) -> Tensor:
         [..., in_features], with the dtype of the weight.
     """
     rows = packed[indices // LANES, :, indices % LANES]
-    # The two inputs of a pair of a bfloat16 weight are adjacent.
+    # If the weight is bfloat16, the last dimension contains two consecutive inputs. `flatten` joins
+    # the two dimensions of the inputs.
     return rows.flatten(-2) if packed.dim() == 4 else rows
 
 

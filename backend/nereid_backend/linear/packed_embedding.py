@@ -27,7 +27,7 @@ _EMBEDDING_BITS = 8
 
 
 class _PackedEmbedding(nn.Embedding):
-    """An embedding whose rows are in panels. The attribute `weight` contains only NaN.
+    """An embedding that reads packed weights. The attribute `weight` contains only NaN.
 
     Some model code reads `weight` instead of calling the embedding. The result of such code is NaN,
     and `pack_embedding` detects the NaN.
@@ -70,7 +70,7 @@ class GroupedEmbedding(_PackedEmbedding):
     group_size: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the dequantised rows [..., embedding_dim] for the indices [...]."""
+        """Return the embedding vectors of the given indices as floating-point numbers."""
         rows = grouped_linear.dequantise_rows(
             input, self.values, self.scales, self.zeros, bits=self.bits, group_size=self.group_size
         )
@@ -132,7 +132,7 @@ def pack_embedding(
 def _layer_with_rows(
     model: PreTrainedModel, embedding: nn.Embedding, *, can_round: bool
 ) -> NativeLinear | GroupedLinear | None:
-    """Return a packed linear layer. The weights of its output i are row i of the embedding.
+    """Return a linear layer with packed weights. Output i has the weights of the embedding's row i.
 
     The result is the output layer, if it shares its weight with the embedding. Otherwise, the
     result is a new layer with rounded weights. Return None if the embedding must stay unchanged.
@@ -165,7 +165,7 @@ def _change_embedding(embedding: nn.Embedding, layer: NativeLinear | GroupedLine
 def _packed_class(
     original_class: type[nn.Embedding], packed_class: type[_PackedEmbedding]
 ) -> type[_PackedEmbedding]:
-    """Create a class that reads packed rows, and otherwise works like `original_class`.
+    """Create a class that reads rows from packed weights and otherwise equals `original_class`.
 
     Example: the class of an embedding multiplies the rows of `super().forward(ids)` by a factor.
     In the new class, `super()` refers to `packed_class`, so the packed rows are multiplied.
@@ -178,7 +178,7 @@ def _packed_class(
 
 
 def _reduce(embedding: _PackedEmbedding) -> tuple[Any, ...]:
-    """Return what `pickle` needs to restore an embedding of a class from `_packed_class`.
+    """Tell `pickle` how to restore an embedding whose class `_packed_class` has created.
 
     pickle stores only the name of a class, but the other process cannot find this class by name.
     """

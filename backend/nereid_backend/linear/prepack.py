@@ -110,7 +110,7 @@ def output_layer_of(model: nn.Module) -> nn.Module | None:
 
 
 def free_weight(layer: nn.Linear | nn.Embedding) -> None:
-    """Replace a layer's weight by a placeholder, so that the memory of the weight is freed.
+    """Replace the weight of a layer by a tensor without data, so that the memory is freed.
 
     The placeholder has the shape of the weight, but stores only a single number, NaN, for all
     elements. Mutates: layer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerates the forward path `packed` with a compiled forward pass and with CUDA graphs.
+"""Speeds up `packed` (a way to run a model) with a compiled forward pass and with CUDA graphs.
 
 Before an acceleration is used, the accelerated path computes test sequences. If its logits differ
 from the logits of the unmodified model, or if the acceleration fails, the path runs without this
@@ -71,7 +71,7 @@ def _compile(
     chosen: ChosenPath,
     progress: Progress,
 ) -> CompiledForward:
-    """Compile the forward pass of a model, check its logits, and let `path` use it.
+    """Compile a model's forward pass, check the logits, and make `path` call the compiled code.
 
     The arguments are those of `use_compiled_forward`.
 
@@ -91,7 +91,7 @@ def _compile(
 
 
 def path_for_check(chosen: ChosenPath, compiled: CompiledForward) -> PackedPath:
-    """Return a new forward path that uses a compiled forward pass.
+    """Return a new `PackedPath` object that calls the compiled code `compiled`.
 
     The sizes of the path suffice for the test sequences.
     """
@@ -197,7 +197,7 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
         return
     path.pieces = path.piecewise_graphs(capture.pieces, sizes, progress)
     path.pieces.capture_all()
-    # If a capture fails, `capture_all` itself reports the reason.
+    # If the capture of the CUDA graphs fails, `capture_all` itself reports the reason.
     if path.pieces.failure is None:
         progress("the parts of steps with prefills are replayed from captured graphs")
 
@@ -318,7 +318,7 @@ def _check_graphs(
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if messages:
         raise UnfitError(graphs.failure or messages[0])
-    # After each capture, the captured step is replayed once.
+    # After a CUDA graph has been captured, the graph is replayed once for the same forward pass.
     has_replayed_later_steps = graphs.num_replays > graphs.num_captures
     if not has_replayed_later_steps:
         raise UnfitError(graphs.failure or "the check had no decode step")

@@ -15,8 +15,8 @@ from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.runner import ForwardPath
 
-# On a CPU, the measured step has at most `_CPU_TOKENS` tokens. A longer step of a large model would
-# take seconds.
+# On a CPU, the memory is measured in a forward pass over at most `_CPU_TOKENS` tokens. More tokens
+# would take seconds in a large model.
 _CPU_TOKENS = 64
 _LOGIT_BYTES = 4
 # Writing this value to /proc/self/clear_refs resets the peak memory of the process (VmHWM); see
@@ -28,7 +28,7 @@ _RESET_PEAK = "5"
 def measure_activations(
     checkpoint: Checkpoint, spec: PathSpec, *, num_tokens: int, num_seqs: int, block_size: int
 ) -> int | None:
-    """Return the memory in bytes that the largest step needs. The logits of the step are included.
+    """Return the memory in bytes that the largest forward pass needs, including the logits.
 
     On a GPU, the largest step is computed and measured. On a CPU, a step of at most 64 tokens is
     measured, and the result is scaled. Example: if 64 tokens need 10 MB, 512 tokens need 80 MB.
@@ -55,15 +55,16 @@ def measure_activations(
     )
     if measured_bytes is None:
         return None
-    # The memory of a step grows in proportion to the number of its tokens.
+    # The memory that a forward pass needs is proportional to the number of tokens.
     step_bytes = measured_bytes * num_tokens // num_measured_tokens
-    # The measured step computes the logits of one token only.
+    # The measured forward pass computed the logits of only one token. The memory for the logits of
+    # all sequences is added here.
     logits_bytes = num_seqs * checkpoint.vocab_size * _LOGIT_BYTES
     return step_bytes + logits_bytes
 
 
 def _measure_on_gpu(path: ForwardPath, plan: StepPlan, device: torch.device) -> int:
-    """Run a step, and return the GPU memory in bytes that the step needed."""
+    """Run a forward pass, and return the GPU memory in bytes that the forward pass needed."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -72,7 +73,7 @@ def _measure_on_gpu(path: ForwardPath, plan: StepPlan, device: torch.device) -> 
 
 
 def _measure_on_cpu(path: ForwardPath, plan: StepPlan) -> int | None:
-    """Run a step, and return the main memory in bytes that the step needed; None if unknown."""
+    """Run a forward pass, and return the main memory in bytes that it needed; None if unknown."""
     bytes_before = _reset_peak()
     if bytes_before is None:
         return None
@@ -82,7 +83,7 @@ def _measure_on_cpu(path: ForwardPath, plan: StepPlan) -> int | None:
 
 
 def _prompt_plan(token_id: int, num_tokens: int, num_blocks: int) -> StepPlan:
-    """Return the plan of a step that computes a prompt. All tokens of the prompt are `token_id`."""
+    """Return a `StepPlan` for a forward pass over a prompt that repeats the token `token_id`."""
     prompt = [token_id] * num_tokens
     sequence = Sequence("", prompt, SamplingParams(), max_total_tokens=num_tokens + 1)
     sequence.row = 0

@@ -50,7 +50,7 @@ _Add = Callable[[ForwardPath], ForwardPath]
 
 
 class _Candidate(NamedTuple):
-    """A way to compute prompts with images; see the module's docstring.
+    """One of the ways in which a model can compute prompts with images.
 
     Attributes:
         name: "packed", "single" or "generated".
@@ -193,7 +193,7 @@ def _choose(
     refused: dict[str, str],
     measure: Callable[[_Add, Trial], float],
 ) -> _Choice | None:
-    """Return the first of `candidates` that computes correct logits for a kind of media.
+    """Return the first of `candidates` (ways to compute images) that gives correct logits.
 
     The kinds are tried in the order of `trials`. The candidate that is found for one kind is also
     used for the later kinds. The result is None if no candidate has correct logits for any kind.
@@ -221,7 +221,9 @@ def _choose(
 def _first_correct(
     candidates: list[_Candidate], trial: Trial, measure: Callable[[_Add, Trial], float]
 ) -> tuple[_Choice | None, list[str]]:
-    """Return the first of `candidates` with correct logits, and the problems of the ones before it.
+    """Return the first of `candidates` with correct logits, and the problems of earlier candidates.
+
+    A candidate is a way to compute prompts with images.
 
     The list has one text for each candidate that was tried without success: its name and its
     problem. The candidate is None if no candidate has correct logits.
@@ -243,7 +245,7 @@ def _check_other_kinds(
     refused: dict[str, str],
     measure: Callable[[_Add, Trial], float],
 ) -> _Choice:
-    """Check whether the chosen candidate also computes correct logits for other kinds of media.
+    """Check whether the chosen way to compute images also gives correct logits for other media.
 
     Return `choice` with the largest difference of all accepted kinds.
 

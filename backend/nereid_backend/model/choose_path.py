@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the forward path of a model: the first of four paths that computes correct logits.
+"""Chooses how the engine runs the forward pass of a model: the first way with correct logits.
 
 A forward path is a way to run the forward passes of a model:
 
@@ -38,7 +38,7 @@ from nereid_backend.runner import ForwardPath
 
 @dataclass(frozen=True, slots=True)
 class ChosenPath:
-    """The forward path that was chosen for a model.
+    """The way in which the engine runs the forward passes of a model.
 
     Attributes:
         spec: the forward path.
@@ -57,7 +57,7 @@ class ChosenPath:
 def choose_path(
     checkpoint: Checkpoint, hook: AttentionHook, config: EngineConfig, progress: Progress
 ) -> ChosenPath:
-    """Choose the first forward path whose logits equal those of the unmodified model.
+    """Choose a way to run a model: the first forward path whose logits equal the model's own.
 
     A forward path is a way to run the forward passes of a model, such as one row with the tokens
     of all sequences. Faster paths are tried first. The attention of the model is set to the
@@ -92,7 +92,7 @@ def choose_path(
 
 
 def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
-    """Return a log line with the name of the chosen forward path.
+    """Return a log line that names the chosen way to run the model (the forward path).
 
     The line also contains the reasons why the earlier paths were not chosen.
 
@@ -113,8 +113,8 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # The key is a value of `is_generated` (see `get`). The value is the trial that `get`
-        # returns for this key, or the error that `get` raises in each call.
+        # Maps a value of the argument `is_generated` of `get` to a result. The result is a `Trial`
+        # object, which `get` returns, or an error, which `get` raises in each call with this value.
         self._results: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
@@ -164,7 +164,7 @@ class Trials:
 def try_variants(
     checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
 ) -> tuple[PathSpec, float]:
-    """Return the first variant that computes correct logits, and the difference of its logits.
+    """Return the first of `variants` whose logits are correct, and the measured difference.
 
     Example: the difference 0.02 means that the logits differ from the logits of the unmodified
     model by 2 % of the standard deviation of the logits.
@@ -187,7 +187,7 @@ def try_variants(
 
 
 def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tuple[PathSpec, float]:
-    """Check the logits of one variant of a forward path.
+    """Check whether a model computes correct logits if the engine runs it as `spec` describes.
 
     Return the variant, with values that were measured during the check, and the difference of the
     logits.
@@ -213,7 +213,7 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
 def _with_measurements(
     spec: PathSpec, path: ForwardPath, trial: Trial, difference: float, dtype: torch.dtype
 ) -> PathSpec:
-    """Return a copy of `spec` with values that were measured with the test sequences.
+    """Return a copy of `spec` (how to run a model) to which measured values have been added.
 
     One value is the memory that the path needs in addition to the blocks of the KV cache. Example:
     if the path `single` stores 6000 bytes for 60 tokens, `bytes_per_token` is 100. For the path

@@ -53,7 +53,7 @@ _MIN_FREE_BYTES = 3 * 2**30
 
 
 class ForwardSwap:
-    """Compiles a forward pass in another process. A forward path then uses the compiled version.
+    """Compiles the forward pass of a model in another process, and then uses the compiled code.
 
     The engine calls `advance` between two steps.
 
@@ -92,7 +92,8 @@ class ForwardSwap:
         skeleton = Skeleton(checkpoint.model, hook.name, path.is_native, torch.get_num_threads())
         self._start_s = time.monotonic()
         self._compilation = BackgroundCompilation(pack_skeleton(skeleton), folder)
-        # Each call of `next` loads the compiled forward pass, or runs one step of the check.
+        # A generator with several tasks: first load the compiled forward pass, and then run the
+        # steps of the check. Each call of `next` does one task.
         self._check_steps = self._check()
         self.is_done = False
 
@@ -102,7 +103,7 @@ class ForwardSwap:
         return not self.is_done and self._compilation.outcome is not None
 
     def advance(self) -> None:
-        """Do the next task: load the compiled forward pass, or run one step of the check.
+        """Do one task: load the compiled forward pass, or run one forward pass of the check.
 
         Do nothing while the compilation runs. The last call makes the path use the library. A
         failure is logged once and never affects the requests.
@@ -157,7 +158,7 @@ def _is_worth_compiling(config: EngineConfig, checkpoint: Checkpoint) -> bool:
 
 
 def _reason_against_compilation(folder: Path) -> str | None:
-    """Return the reason why the compilation for `folder` cannot start; None if it can start."""
+    """Return why the compilation into `folder` cannot start, or None if it can start."""
     if error := read_trace_error(folder):
         return f"an earlier attempt failed ({error}). To try again, delete {folder}"
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# The largest accepted difference, as a share of the largest number in a row. A few roundings to the
+# The largest accepted difference, divided by the largest number in the row. A few roundings to the
 # data type cause a smaller difference.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _NUM_ROWS = 4

@@ -36,17 +36,17 @@ _SPEC = PathSpec(
 
 
 class NoTextPath:
-    """Replaces the forward path for texts if a model cannot compute a prompt without an image."""
+    """Implements `ForwardPath` for prompts without images, if a model requires images."""
 
     def __init__(self, sizes: Sizes) -> None:
-        """Create a forward path that stores nothing. The argument `sizes` is ignored."""
+        """Create an object that stores nothing. The argument `sizes` is ignored."""
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Raise an EngineError in every call, because the model requires prompts with images."""
         raise EngineError("A prompt without images has reached a model that needs images.")
 
     def clear(self, sequence: Sequence) -> None:
-        """Do nothing, because this forward path has no state."""
+        """Do nothing, because this object stores no data of sequences."""
 
 
 def choose_images_only(
@@ -56,7 +56,7 @@ def choose_images_only(
     progress: Progress,
     text_error: UnsupportedModelError,
 ) -> tuple[ChosenPath, ImageSupport]:
-    """Choose the forward paths of a model that cannot compute a prompt without an image.
+    """Choose how the engine runs a model that cannot compute a prompt without an image.
 
     Args:
         checkpoint: the model.

@@ -28,10 +28,11 @@ from nereid_backend.core.blocks.window import max_sequence_blocks
 from nereid_backend.model.limits import BlockShape
 from nereid_backend.model.path_variants import PathSpec
 
-# Each group adds a block table for every sequence. Each block table costs time in every step.
+# Each group of layers has its own block table for every sequence. Each block table costs time in
+# every forward pass.
 _MAX_GROUPS = 16
-# A division into fewer groups is preferred. More groups are used only if they save at least the
-# share `_MIN_SAVED_SHARE` of the memory.
+# A division into fewer groups of layers is preferred. More groups are used only if they save at
+# least `_MIN_SAVED_SHARE` (a fraction) of the memory.
 _MIN_SAVED_SHARE = 0.05
 
 
@@ -42,7 +43,7 @@ def choose_layer_groups(
     max_model_len: int,
     max_step_tokens: int,
 ) -> tuple[LayerGroups, str]:
-    """Return the groups of a model's layers. If there is only one group, also return the reason.
+    """Return the groups of attention layers. If there is only one group, also return the reason.
 
     A block of the KV cache belongs to one group of layers. If all layers of a group have a sliding
     window, blocks before the window can be freed. The reason is a clause without a final period; it
@@ -95,7 +96,7 @@ def block_shape(
     max_step_tokens: int,
     draft_bytes: int,
 ) -> BlockShape:
-    """Return the properties of blocks that determine how much memory a sequence needs.
+    """Return the properties of KV cache blocks that determine how much memory a sequence needs.
 
     Args:
         config: the settings.
@@ -128,7 +129,7 @@ def block_shape(
 
 
 def _layers_with_own_memory(layers: Sequence[LayerSpec], groups: LayerGroups) -> list[LayerSpec]:
-    """Return one layer for each memory area that the layers of different groups share.
+    """Return one layer for each memory area of the KV cache. Layers can share a memory area.
 
     The first layers of all groups use the same memory, the second layers of all groups use the same
     memory, and so on.
@@ -140,7 +141,7 @@ def _layers_with_own_memory(layers: Sequence[LayerSpec], groups: LayerGroups) ->
 
 
 def _obstacle(config: EngineConfig, spec: PathSpec, device: torch.device) -> str | None:
-    """Return the reason why the layers must form one group, or None if they can be divided.
+    """Return why all attention layers must form one group, or None if they can be divided.
 
     Each group of attention layers has its own block table for every sequence. Not every part of the
     engine supports several block tables.
@@ -170,7 +171,7 @@ def _obstacle(config: EngineConfig, spec: PathSpec, device: torch.device) -> str
 def divide_layers(
     layers: Sequence[LayerSpec], max_model_len: int, max_step_tokens: int, block_size: int
 ) -> LayerGroups:
-    """Divide the layers into groups in such a way that the longest request needs little memory.
+    """Divide the attention layers into groups, so that the longest request needs little memory.
 
     A group has a block table for each sequence. A block has one place for each layer of its group,
     and all groups have the same number of places. Few groups are preferred, because each block
@@ -188,12 +189,13 @@ def divide_layers(
     """
 
     def cost(groups: LayerGroups) -> int:
-        """Return the memory of the longest request. The unit is one block of a single layer."""
+        """Return the memory of the longest request, as a number of blocks of a single layer."""
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 
-    # If a block has fewer places, there are more groups. The loop begins with the largest number of
-    # places, so the candidates with few groups come first.
+    # A block of the KV cache has one place for each layer of a group. With fewer places, there are
+    # more groups. The loop begins with the largest number of places, so the divisions with few
+    # groups come first in `candidates`.
     candidates = [single_group(layers)]
     for num_places in range(len(layers), 0, -1):
         groups = _group_by_window(layers, num_places)
@@ -204,7 +206,7 @@ def divide_layers(
 
 
 def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
-    """Divide layers into groups. All layers of a group have the same window.
+    """Divide attention layers into groups. All layers of one group have the same attention window.
 
     A group has at most `num_places` layers.
 
@@ -222,7 +224,8 @@ def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroup
         for window in full_first
         for group in _equal_parts(layers_by_window[window], num_places)
     ]
-    # For each layer index: the index of the layer's group, and its place in a block of this group.
+    # Maps the index of each layer to a pair: the index of the layer's group, and the position of
+    # the layer in this group.
     places = {
         layer_index: (group_index, place)
         for group_index, group in enumerate(groups)

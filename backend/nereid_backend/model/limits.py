@@ -18,7 +18,8 @@ from nereid_backend.model.length_limits import LengthLimit
 # By default, the KV cache on a CPU gets a quarter of the free memory, but at most 4 GiB.
 _DEFAULT_CPU_SHARE = 0.25
 _DEFAULT_CPU_BYTES = 4 * 2**30
-# The share of the KV cache's memory that is reserved for snapshots of recurrent states.
+# The fraction of the KV cache's memory that is reserved for snapshots. A snapshot is a copy of the
+# recurrent state of a sequence.
 _SNAPSHOT_SHARE = 0.25
 # On a GPU, a process also needs memory for the CUDA context and for the workspaces of libraries.
 # torch's allocator does not report this memory, so its size is estimated.
@@ -76,7 +77,7 @@ class BlockShape:
         return max_sequence_blocks(self.windows, num_tokens, self.max_step_tokens, self.block_size)
 
     def longest_sequence(self, num_blocks: int, max_tokens: int) -> int:
-        """Return the length of the longest sequence that needs at most `num_blocks` blocks.
+        """Return the length of the longest sequence that fits into `num_blocks` KV cache blocks.
 
         The length is a number of tokens, and is rounded down to a multiple of the block size. If a
         sequence of `max_tokens` tokens fits, the result is at least `max_tokens`. Example: 20
@@ -138,8 +139,9 @@ def plan_memory(
     max_model_len = _longest_request(config, limit, bytes_for_blocks, block)
     num_blocks = _num_fitting_blocks(bytes_for_blocks, block)
     if has_snapshots:
-        # Snapshots also need memory. A share of the memory for blocks is reserved for snapshots.
-        # However, the remaining blocks must be enough for one sequence of the largest length.
+        # A snapshot is a copy of the recurrent state of a sequence. The fraction `_SNAPSHOT_SHARE`
+        # of the memory for blocks is reserved for snapshots. However, the remaining blocks must be
+        # enough for one sequence of the largest length.
         spare_blocks = max(0, num_blocks - block.num_sequence_blocks(max_model_len))
         num_blocks -= min(int(num_blocks * _SNAPSHOT_SHARE), spare_blocks)
     # More blocks than all running sequences together can use would be a waste of memory.
@@ -148,7 +150,8 @@ def plan_memory(
     block_bytes = (num_blocks + 1) * block.num_bytes
     num_states = 0
     if bytes_per_sequence:
-        # The states of snapshots use the memory that remains after the blocks are allocated.
+        # The blocks are allocated first. The remaining memory stores snapshots, which are copies of
+        # the recurrent states of sequences.
         num_states = max_num_seqs + (bytes_for_blocks - block_bytes) // bytes_per_sequence
     return MemoryPlan(num_blocks, max_model_len, block_bytes, max_num_seqs, num_states)
 
@@ -212,7 +215,7 @@ def _longest_request(
 
 
 def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:
-    """Return how many blocks fit into `num_bytes` bytes. The block for padding is not counted.
+    """Return how many blocks fit into `num_bytes` bytes, in addition to one block for padding.
 
     The result is -1 if no block fits.
     """
@@ -222,7 +225,7 @@ def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:
 def _plan_without_blocks(
     config: EngineConfig, limit: LengthLimit, max_num_seqs: int, num_states: int
 ) -> MemoryPlan:
-    """Return the memory plan for a model that stores no keys and values in blocks.
+    """Return the `MemoryPlan` of a model that stores no keys and values in blocks.
 
     The blocks of such a model need no memory, but the scheduler still assigns blocks to sequences.
     There are enough blocks for `max_num_seqs` sequences of the largest length, but at most
@@ -287,7 +290,8 @@ def describe_memory(
         windows: a sentence about the attention windows; "" if there are none.
     """
     step_size = "an unknown size" if activations is None else format_bytes(activations)
-    # Each token is stored in a block of every group, until the token leaves the group's window.
+    # Every group of attention layers stores each token in a block. A group keeps a token only as
+    # long as the token is in the attention window of the group.
     num_cached_tokens = memory.num_blocks // len(block.windows) * block.block_size
     line = (
         f"memory: the weights need {format_bytes(weights_bytes)}, a step of {num_tokens} tokens "

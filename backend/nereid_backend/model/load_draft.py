@@ -26,7 +26,7 @@ from nereid_backend.paths.model_call import Sizes
 
 @dataclass(frozen=True, slots=True)
 class OpenedDraft:
-    """A draft model whose weights are loaded and whose forward path is chosen.
+    """A draft model with loaded weights, and the way in which the engine runs the draft model.
 
     Attributes:
         checkpoint: the draft model.
@@ -84,7 +84,7 @@ def draft_sizes(
 
 
 def path_sizes(sizes: DraftSizes) -> Sizes:
-    """Convert the sizes of a draft model to the sizes that its forward path needs."""
+    """Convert the sizes of a draft model to a `Sizes` object."""
     return Sizes(
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
@@ -133,7 +133,7 @@ def _check_architecture(folder: str, architecture: str) -> None:
 def open_draft(
     config: EngineConfig, target: Checkpoint, target_spec: PathSpec, progress: Progress
 ) -> OpenedDraft | None:
-    """Load the weights of the draft model, and choose the forward path of the draft model.
+    """Load the weights of the draft model, and choose how the engine runs the draft model.
 
     Args:
         config: the settings of the engine.
@@ -184,7 +184,7 @@ def _draft_config(config: EngineConfig, draft_folder: str) -> EngineConfig:
 
 
 def _check_path(checkpoint: Checkpoint, spec: PathSpec) -> None:
-    """Raise a ConfigError if a forward path cannot remove rejected draft tokens."""
+    """Raise a ConfigError if rejected draft tokens cannot be removed from the model's cache."""
     if not spec.removes_tokens:
         raise ConfigError(
             f"draft_model: the forward path {spec.name} of {checkpoint.architecture} cannot remove "

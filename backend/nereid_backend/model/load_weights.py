@@ -132,7 +132,7 @@ def _load(
 
 
 def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
-    """Prepack and merge the linear layers of a model. Keep only changes that preserve the logits.
+    """Rearrange and merge the weights of linear layers. Keep only changes that preserve the logits.
 
     Prepacking rearranges a weight for the CPU's matrix products. Merging computes several layers
     with the same input in one product.

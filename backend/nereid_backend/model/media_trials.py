@@ -136,7 +136,7 @@ def _video_contents() -> list[list[_MediaPart]]:
 
 
 def _audio_contents() -> list[list[_MediaPart]]:
-    """Return the audio of three test prompts: one recording, two recordings, one other recording.
+    """Return the audio of three test prompts. Only the second prompt has two recordings.
 
     The audio of the last prompt has the duration of the audio of the first prompt.
     `_check_dependence` compares the answers to these two prompts.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the forward paths that a model may use, and builds them.
+"""Describes the forward paths (ways in which the engine can run a model), and builds them.
 
 The module choose_path.py lists the forward paths: packed, rows, padded and single. A forward path
 can have several variants, which differ in speed. The module choose_path.py tests these variants one
@@ -38,7 +38,7 @@ from nereid_backend.runner import ForwardPath
 
 @dataclass(frozen=True, slots=True)
 class PathSpec:
-    """The description of a forward path for one model.
+    """Describes one way in which the engine can run a certain model (a forward path).
 
     Attributes:
         name: "packed", "rows", "padded" or "single".
@@ -83,7 +83,7 @@ class PathSpec:
 def path_variants(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> list[tuple[str, Iterator[PathSpec]]]:
-    """Return the name and the variants of each forward path, in the order in which they are tried.
+    """Return the name and the variants of each way to run a model, in the order of the trials.
 
     Args:
         checkpoint: a loaded model.
@@ -133,7 +133,7 @@ def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
 def _packed(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> Iterator[PathSpec]:
-    """Yield the only variant of the forward path `packed`; see `packed_spec`.
+    """Yield the only variant of `packed`, which is a way to run a model; see `packed_spec`.
 
     This function is a generator, so that its code runs only when the path is tried.
     """
@@ -141,7 +141,7 @@ def _packed(
 
 
 def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None) -> PathSpec:
-    """Return the specification of the forward path `packed`.
+    """Return the description of `packed`, which is a way to run the forward pass of a model.
 
     In this path, one row contains the tokens of all sequences, and the engine's attention reads
     keys and values from blocks. `path_variants` describes the arguments.
@@ -184,7 +184,7 @@ def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # no
 
 
 def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
-    """Yield the variants of the forward path `rows`, from the fastest to the slowest.
+    """Yield the variants of `rows` (a way to run a model), from the fastest to the slowest.
 
     This path is for models with convolutions or recurrences. A pass has one row for each sequence.
     If the engine's attention hook cannot compute the attention of the model, the variants use the
@@ -205,7 +205,7 @@ def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
 
 
 def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[PathSpec]:
-    """Yield the variants of the forward path `rows` that use the model's own attention.
+    """Yield those variants of `rows` (a way to run a model) that use the model's own attention.
 
     This attention gets copies of the keys and values in blocks.
 
@@ -242,7 +242,7 @@ def _row_variants(
     hook: AttentionHook | None = None,
     detail: str = "",
 ) -> Iterator[PathSpec]:
-    """Yield three variants of the forward path `rows`, from the fastest to the slowest.
+    """Yield three variants of `rows` (a way to run a model), from the fastest to the slowest.
 
     The first variant divides prompts into chunks. The second variant computes each prompt in one
     pass. The third variant also computes a preempted sequence again in the same passes as before.
@@ -275,19 +275,19 @@ def _row_variants(
 
 
 def _padded(checkpoint: Checkpoint) -> Iterator[PathSpec]:
-    """Yield the only variant of the forward path `padded`."""
+    """Yield the only variant of `padded`, which is a way to run a model."""
     yield _padded_spec(checkpoint, "padded")
 
 
 def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
-    """Yield the variants of the forward path `single`, from the fastest to the slowest.
+    """Yield the variants of `single` (a way to run a model), from the fastest to the slowest.
 
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
-    # The first variant requires that the model's cache can be stored in blocks. If this is not
-    # possible, `_padded_spec` raises one of the errors below, and only the other variants are
-    # yielded.
+    # The first variant works only if the engine can store the model's own cache in blocks.
+    # Otherwise, `_padded_spec` raises one of the errors below. In this case, only the second and
+    # the third variant are yielded.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)
@@ -314,7 +314,7 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
 
 
 def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool = True) -> PathSpec:
-    """Select the model's own attention, and return the specification of a `PaddedPath`.
+    """Select the model's own attention, and return a `PathSpec` that builds a `PaddedPath`.
 
     A `PaddedPath` gives the model a cache object that copies keys and values from blocks.
 
@@ -340,7 +340,7 @@ def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool =
 def make_blocks(
     checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
 ) -> tuple[KVCache, BatchBuilder]:
-    """Return the KV cache of a forward path, and a builder for the tensors of each step.
+    """Return a KV cache, and an object that builds the input tensors of each forward pass.
 
     `sizes` contains the number and the size of the blocks. The builder also stores the block tables
     of the running sequences.
@@ -371,8 +371,8 @@ def cache_class(
     """
     dtype = checkpoint.model.dtype
     kind = stored_type(cache_type(block_size, dtype, checkpoint.device), stored)
-    # A class with GPU kernels is used only if its results equal those of the reference
-    # implementation.
+    # A KV cache class with GPU kernels is used only if its results equal the results of the
+    # reference implementation.
     return proven_type(kind, layers, block_size, dtype, checkpoint.device)
 
 

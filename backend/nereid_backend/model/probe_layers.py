@@ -42,7 +42,7 @@ class _Recorder:
         value: Tensor,
         **kwargs: object,
     ) -> Tensor:
-        """Record the attention layer that makes this call, and return the result of attention.
+        """Record `module`, which is an attention layer, and return the result of the attention.
 
         The pass computes one token, which attends only to itself, so the result of each query head
         is the value of the token.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a forward path computes the same logits as the unmodified model.
+"""Checks that the engine computes the same logits as the unmodified model.
 
 The check lets the path compute a few short prompts in small chunks. A step contains chunks and
 single tokens, and the blocks of a sequence are in random order. The unmodified model computes each
@@ -71,7 +71,7 @@ def _row_differences(logits: Tensor, expected: Tensor, trial: Trial) -> Tensor:
 
 
 def _whole_plan(test_sequence: TrialSequence) -> StepPlan:
-    """Return a plan for one step that computes all tokens of a test sequence.
+    """Return a `StepPlan` for one forward pass over all tokens of a test sequence.
 
     The step returns the logits of the last prompt token and of all later tokens.
     """
@@ -93,7 +93,7 @@ def _whole_plan(test_sequence: TrialSequence) -> StepPlan:
 def check_path(
     path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> float:
-    """Compare the logits of a forward path with the logits of the unmodified model.
+    """Compare the engine's logits for test sequences with the logits of the unmodified model.
 
     Args:
         path: a path that has not computed any tokens yet.
@@ -121,7 +121,7 @@ def check_path(
 def check_in_steps(
     path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> Generator[None, None, float]:
-    """Check a forward path as `check_path` does, but yield after each step that the path computes.
+    """Do the same as `check_path`, but as a generator that yields after each forward pass.
 
     Between two steps of the check, the engine can compute a step with requests. The generator
     returns the same result and raises the same errors as `check_path`.
@@ -145,7 +145,7 @@ def check_in_steps(
 
 
 def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool) -> float:
-    """Compare `logits` with the expected logits, and return the largest difference of a row.
+    """Return the largest difference between a row of `logits` and the expected row.
 
     If `ignores_outliers` is True, return the largest median of a sequence instead. Because of
     rounding, a mixture-of-experts model can choose other experts for a few tokens. The logits of
@@ -159,7 +159,7 @@ def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool)
 
 
 def _run_in_steps(path: ForwardPath, trial: Trial) -> Generator[None, None, Tensor]:
-    """Compute the test sequences with a forward path, and yield after each step.
+    """Compute the logits of test sequences in several forward passes, and yield after each pass.
 
     After each computed token from the last prompt token on, the next token of the test sequence is
     appended to the sequence. It replaces the token that the engine would sample.
@@ -186,7 +186,7 @@ def _run_in_steps(path: ForwardPath, trial: Trial) -> Generator[None, None, Tens
 
 
 def _step_budget(trial: Trial) -> int:
-    """Return the largest number of tokens in one step of the check.
+    """Return the largest number of tokens that one forward pass of the check computes.
 
     A test prompt with images can be long, so such a prompt is divided into a few large chunks.
     """
@@ -209,7 +209,7 @@ def _append_next_token(chunk: Chunk, test_tokens: list[int]) -> None:
 
 
 def _prompt_sequences(trial: Trial) -> list[Sequence]:
-    """Return the prompts of `trial` as sequences that have no computed tokens.
+    """Return a `Sequence` object for each prompt of `trial`. No tokens are computed yet.
 
     The blocks of each sequence are in random order, so that the check detects a forward path that
     ignores the block tables.
@@ -233,7 +233,7 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
 
 
 def _next_chunks(sequences: list[Sequence], budget: int) -> list[Chunk]:
-    """Return the chunks of the next step. The chunks together have at most `budget` tokens.
+    """Choose the tokens that the next forward pass computes: at most `budget` tokens in total.
 
     The budget is given first to sequences with computed tokens, and then to new sequences. In the
     result, single tokens come before longer chunks, as in the engine's plans. Example: with a

@@ -12,18 +12,21 @@ from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.model.trials import Trial
 from nereid_backend.paths.recurrent import RowsPath
 
-# The log contains this text if the snapshots of a model are not exact.
+# The engine logs this text if a sequence that continues from a copy of its recurrent state gets
+# other logits.
 NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives other logits"
-# `_SNAPSHOT` is the id of the only snapshot that the check uses. A step of the check has only one
-# chunk. Each plan below contains one pair: the index 0 of this chunk, and the id of the snapshot.
+# A snapshot is a copy of the recurrent state of a sequence. The check saves only one snapshot,
+# which has the id `_SNAPSHOT`. Each forward pass of the check computes only one sequence, which has
+# the index 0. In the plans below, a pair contains this index and the id of the snapshot.
 _SNAPSHOT = 0
 _SAVE = SnapshotPlan(loads=[], saves=[(0, _SNAPSHOT)], deleted=[])
 _RESTORE = SnapshotPlan(loads=[(0, _SNAPSHOT)], saves=[], deleted=[])
 # The smallest number of tokens in one half of a test sequence. Shorter halves cannot be checked.
 _MIN_HALF_LEN = 2
-# The largest accepted difference in float32. In the tests, rounding caused differences of at most
-# 8e-6. Some models compute a different state if several tokens are computed in one pass instead of
-# token by token. Their logits differ by 1e-3, so the snapshots of such models are not exact.
+# The largest accepted difference of the logits in float32. In the tests, rounding caused
+# differences of at most 8e-6. In some models, one pass over several tokens computes another
+# recurrent state than a separate pass for each token. The logits then differ by 1e-3, and copies of
+# the state are not used.
 _ROUNDING = 1e-4
 
 
@@ -31,7 +34,7 @@ _ROUNDING = 1e-4
 def has_exact_snapshots(
     path: RowsPath, trial: Trial, difference: float, dtype: torch.dtype
 ) -> bool:
-    """Return whether a sequence gets the same logits if it continues from a snapshot.
+    """Return whether a sequence gets the same logits if it continues from a copy of its state.
 
     The logits of single tokens must equal the logits of one pass. Otherwise, a snapshot after an
     answer would differ from the state that the next turn of the chat computes from the same tokens.
@@ -59,7 +62,7 @@ def has_exact_snapshots(
 
 
 def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
-    """Return whether a sequence that continues from a snapshot has exactly the original logits.
+    """Return whether a sequence that continues from a copy of its state has unchanged logits.
 
     The snapshot is the state of the original sequence after `half_len` tokens. It is restored in
     another row first, and then in the row that it was saved from. `has_exact_snapshots` describes
@@ -77,7 +80,7 @@ def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
 
 
 def _make_sequence(trial: Trial, row: int) -> Sequence:
-    """Return a sequence that uses the row `row` and has the tokens of the first test sequence.
+    """Return a sequence with the tokens of the first test sequence and the batch row `row`.
 
     All sequences that this function returns have the same blocks.
     """
@@ -91,7 +94,7 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
 def _continue_from(
     path: RowsPath, sequence: Sequence, start: int, snapshots: SnapshotPlan | None
 ) -> Tensor:
-    """Compute the tokens from `start` on in two steps: all tokens but the last, then the last one.
+    """Compute the tokens from index `start` on in two passes. The second pass has only one token.
 
     Args:
         path: the forward path.
@@ -119,5 +122,5 @@ def _continue_from(
 
 
 def _run_chunk(path: RowsPath, chunk: Chunk, snapshots: SnapshotPlan | None) -> Tensor:
-    """Compute one chunk in a step of its own, and return the logits."""
+    """Run a forward pass that computes only the tokens of `chunk`, and return the logits."""
     return path.forward(StepPlan([chunk], chunk.num_tokens, snapshots=snapshots))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a model and prepares the first step.
+"""Loads a model and prepares the engine for the first forward pass.
 
 The stages are:
 
@@ -63,7 +63,7 @@ _CPU_TOKENS, _GPU_TOKENS = 512, 4096
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded model that is ready to run steps.
+    """A loaded model, and the object that runs the model for requests.
 
     Attributes:
         runner: runs the steps.
@@ -114,7 +114,7 @@ class StageClock:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model whose weights are loaded and whose forward path is chosen.
+    """A model whose weights are loaded, and the way in which the engine runs the model.
 
     Attributes:
         checkpoint: the model.
@@ -138,7 +138,7 @@ OpenModel = Callable[[EngineConfig, AttentionHook, Progress, StageClock], Opened
 def open_model(
     config: EngineConfig, hook: AttentionHook, progress: Progress, clock: StageClock
 ) -> OpenedModel:
-    """Read the weights of a model, and choose its forward path. See `load` for the arguments."""
+    """Read the weights of a model, and choose how to run it. `load` describes the arguments."""
     device = choose_device(config.device)
     checkpoint = load_weights(config, device, hook, progress)
     adaptable_layers = find_adaptable_layers(checkpoint) if config.lora_memory else {}
@@ -260,7 +260,7 @@ class _CachePlan:
 def _plan_cache(
     config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, progress: Progress
 ) -> _CachePlan:
-    """Measure the memory of a step, and divide the remaining memory into blocks.
+    """Measure the memory of a forward pass, and divide the remaining memory into KV cache blocks.
 
     Args:
         config: the settings.
@@ -328,7 +328,7 @@ def _warn_about_experiments(config: EngineConfig, device: torch.device, progress
 
 
 def _tokens_per_step(config: EngineConfig, device: torch.device) -> int:
-    """Return the largest number of tokens in one step: max_num_batched_tokens or the default.
+    """Return the largest number of tokens in a forward pass: max_num_batched_tokens or a default.
 
     Example: with the default settings on a CPU, max_num_seqs is 256, and the result is 512.
     """
@@ -337,7 +337,7 @@ def _tokens_per_step(config: EngineConfig, device: torch.device) -> int:
 
 
 def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) -> int | None:
-    """Return the memory in bytes of a step with `num_tokens` tokens; None if it is unknown.
+    """Return how many bytes a forward pass over `num_tokens` tokens needs; None if unknown.
 
     The measured step computes a text, so the memory of a model that needs images is unknown.
     """
@@ -355,7 +355,7 @@ def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) ->
 def _make_runner(
     config: EngineConfig, device: torch.device, path: ForwardPath, progress: Progress
 ) -> Runner:
-    """Return the runner of a forward path. The runner computes steps and samples their tokens.
+    """Return a `Runner` object, which runs the forward passes of a model and samples tokens.
 
     The runner uses the GPU sampling kernel if the setting sampling_kernel is true and the kernel
     works on the device.
@@ -410,7 +410,7 @@ def _describe(
 
 
 def _attention_name(config: EngineConfig, checkpoint: Checkpoint, chosen: ChosenPath) -> str:
-    """Return the name of the attention implementation that the forward path uses."""
+    """Return the name of the attention implementation that the engine uses for a model."""
     if chosen.spec.hook is None:
         return "eager"
     kind = cache_class(checkpoint, chosen.spec.layers, config.block_size, config.kv_cache_dtype)

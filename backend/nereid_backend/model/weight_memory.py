@@ -37,7 +37,8 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     if not (folder / "config.json").is_file():
         return False  # load_checkpoint reports what is missing
     counts = count_weights(folder)
-    # The CPU kernels read quantised integers in panels. Otherwise, integers are dequantised.
+    # The CPU kernels compute with quantised integers. Without these kernels, the integers are
+    # converted to floating-point numbers.
     has_panels = config.prepack and device.type == "cpu"
     number_bytes = _number_bytes(folder, config.dtype, device)
     needed_bytes = _weight_bytes(counts, number_bytes, has_panels=has_panels)

@@ -21,7 +21,8 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 
 from nereid_backend.parallel.process_group import Rank
 
-# The style of a layer that is not divided: every rank has all weights of the layer.
+# The value in the tensor parallel plan for a layer that is not divided. Every rank has all weights
+# of such a layer.
 _REPLICATE = "replicate"
 
 
@@ -99,7 +100,7 @@ def _keep_rows(layer: nn.Linear, start: int, num_rows: int) -> None:
 def _divided_attention(
     model: PreTrainedModel, plan: Mapping[str, str], style: str = "colwise"
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and the module of each attention layer whose k_proj has the style `style`."""
+    """Yield name and module of each attention layer whose k_proj has the parallel style `style`."""
     for name, layer in model.named_modules():
         if isinstance(getattr(layer, "k_proj", None), nn.Linear):
             rule = replace_layer_number_by_wildcard(f"{name}.k_proj")

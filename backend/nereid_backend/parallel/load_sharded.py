@@ -39,14 +39,14 @@ from nereid_backend.runner import ForwardPath
 
 
 class ShardedPath:
-    """The forward path that rank 0 uses for tensor parallelism.
+    """Runs a model that is divided among processes (ranks). Only rank 0 uses this class.
 
     `forward` sends each step to the other ranks. All ranks then compute their parts of the step at
     the same time.
     """
 
     def __init__(self, path: ForwardPath, ranks: Ranks) -> None:
-        """Create a forward path that computes each step on all ranks.
+        """Create an object that runs each forward pass on all ranks at the same time.
 
         `path` computes the part of the model that rank 0 has loaded. Each other rank builds a
         forward path for its own part.
@@ -56,7 +56,7 @@ class ShardedPath:
         self._encoder = PlanEncoder()
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step on all ranks; see `ForwardPath.forward`.
+        """Run a forward pass on all ranks, and return the logits; see `ForwardPath.forward`.
 
         Raises:
             LostRankError: if a rank has ended or failed.
@@ -171,7 +171,7 @@ def _open_sharded(
 def _check_logits(
     ranks: Ranks, shard: Shard, config: EngineConfig, hook: AttentionHook, progress: Progress
 ) -> ChosenPath:
-    """Return the forward path that computes the model on all ranks, after it has been checked.
+    """Choose how the ranks together run the model, and check the logits.
 
     The logits of the divided model are compared with the logits of the undivided model.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts step plans into messages, which rank 0 sends to the other ranks.
+"""Converts the plan of each forward pass into a message, which rank 0 sends to the other ranks.
 
 A message contains only the data that a forward pass needs. Data that was in an earlier message is
 omitted. Example: a sequence has the block table [7, 2]. After 32 tokens, the sequence gets block 9.
@@ -38,7 +38,7 @@ class ChunkMessage(NamedTuple):
 
 
 class StepMessage(NamedTuple):
-    """The chunks of a step, and the blocks that must be copied before the step.
+    """A message about a forward pass: the tokens to compute, and the cache blocks to copy first.
 
     A pair (7, 2) in `copies` means that block 7 is copied to block 2.
     """
@@ -51,8 +51,8 @@ class PlanEncoder:
     """Converts the step plans of rank 0 into messages for the other ranks."""
 
     def __init__(self) -> None:
-        """Create an encoder that has not encoded a plan yet."""
-        # The key is the row of a sequence. The value is the number of blocks of this sequence that
+        """Create an encoder that remembers which blocks the earlier messages contained."""
+        # Maps the batch row of a sequence to a number of blocks: how many blocks of the sequence
         # earlier messages contained.
         self._num_sent: dict[int, int] = {}
 
@@ -66,7 +66,7 @@ class PlanEncoder:
         return StepMessage([self._encode(chunk) for chunk in plan.chunks], plan.copies)
 
     def _encode(self, chunk: Chunk) -> ChunkMessage:
-        """Convert a chunk, which is the part of one sequence in the step, into a message.
+        """Convert a chunk (the tokens of one sequence in a forward pass) into a message.
 
         Example: an earlier message contained the block table [7, 2] of the sequence. The block
         table is now [7, 2, 9], so the new message contains only the block 9.
@@ -77,8 +77,9 @@ class PlanEncoder:
         row = sequence.row
         assert row is not None
         num_sent_blocks = 0 if chunk.is_first else self._num_sent[row]
-        # A block table never becomes shorter: new blocks are appended, and the null block replaces
-        # a freed block. The message contains the number of freed blocks in num_dropped_blocks.
+        # A block table never becomes shorter. New blocks are appended. If a block is freed, the
+        # null block takes its position in the table. The number of freed blocks is in
+        # `num_dropped_blocks`.
         self._num_sent[row] = max(num_sent_blocks, len(sequence.block_table))
         return ChunkMessage(
             row=row,
@@ -112,7 +113,7 @@ class PlanDecoder:
         return StepPlan(chunks, num_tokens, message.copies)
 
     def _decode(self, message: ChunkMessage) -> Chunk:
-        """Convert a message into a chunk, and add the new tokens and blocks to its sequence.
+        """Convert a message into a `Chunk`, and add the new tokens and blocks to the sequence.
 
         The sequence is found by its row. If the chunk is the first chunk since the sequence got the
         row, a new sequence replaces the earlier sequence of the row.
@@ -123,8 +124,9 @@ class PlanDecoder:
         sequence.row = message.row
         sequence.block_table += message.new_blocks
         sequence.num_dropped_blocks = [message.num_dropped_blocks]
-        # The messages do not contain tokens that were found in the prefix cache. Zeros replace
-        # these tokens in token_ids, because a forward pass does not read tokens before the chunk.
+        # The messages do not contain tokens that were found in the prefix cache. The forward pass
+        # does not read these tokens, because it reads only new tokens. Therefore, zeros can replace
+        # the missing tokens in `token_ids`.
         num_missing = message.start - len(sequence.token_ids)
         sequence.token_ids += [0] * num_missing
         # Some draft tokens of the previous message may have been rejected. Therefore, the tokens of

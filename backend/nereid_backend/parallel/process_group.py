@@ -79,7 +79,7 @@ class Rank:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return a context in which transformers loads only this rank's part of a model.
+        """Let transformers load only this rank's part of a model while the `with` block runs.
 
         A rank is one of the processes that compute the model together. transformers reads the
         number of the rank from the environment variable LOCAL_RANK.
@@ -106,7 +106,7 @@ class Rank:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Return a context in which transformers logs only errors.
+    """Let transformers log only errors while the `with` block runs.
 
     transformers logs a warning for each rule of the plan that matches no layer. Such warnings are
     no problem, because some rules apply only to other variants of the architecture.

@@ -66,7 +66,7 @@ class RankService:
         handlers[kind](value)
 
     def _build(self, sizes: Sizes) -> None:
-        """Remove the previous forward path, if there is one, and build a new forward path."""
+        """Build the object that runs the model. First delete the previous object, if any."""
         self._path = None  # Free the memory of the previous path before the new path is built.
         self._path = self._shard.spec.build(sizes)
         self._decoder = PlanDecoder()

@@ -117,7 +117,7 @@ class Ranks:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Return a context in which all ranks compute a forward pass at the same time.
+        """Handle failures of ranks while the `with` block computes a forward pass on all ranks.
 
         A rank is one of the processes that compute the model together. This process is rank 0.
 
@@ -134,7 +134,7 @@ class Ranks:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return a context in which all ranks load the model at the same time.
+        """Handle failures of ranks while the `with` block loads the model on all ranks.
 
         A rank is one of the processes that compute the model together. This process is rank 0.
 

@@ -61,7 +61,8 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
             distributed=DistributedConfig(tp_size=rank.size, tp_plan=rules or None),
         )
     keep_own_heads(checkpoint.model, rules, rank)
-    # Only the forward path `packed` can be divided.
+    # Only the forward path `packed` (one row with the tokens of all sequences) supports tensor
+    # parallelism.
     try:
         return Shard(checkpoint, packed_spec(checkpoint, hook, config.max_model_len))
     except Exception as error:

@@ -61,7 +61,7 @@ def describe(path: str, *, loads: bool = False) -> list[Finding]:
 
 
 def _run(check: str, describe_part: Callable[[], str]) -> Finding:
-    """Run one check and return its result as a finding.
+    """Run one check of a checkpoint, and return a dictionary that describes the result.
 
     If the check raises an error, `ok` is False.
     """

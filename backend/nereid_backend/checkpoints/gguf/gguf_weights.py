@@ -130,7 +130,7 @@ class GgufWeight:
         return int(self.num_elements * BLOCK_TYPES[self.tensor.kind.name].bytes_per_weight)
 
     def _decode_floats(self, blocks: Tensor, num_rows: int, num_columns: int) -> Tensor:
-        """Convert blocks to numbers of the type `dtype`, and subtract `offset` from each number.
+        """Convert the numbers in `blocks` to the type `dtype`, and subtract `offset` from them.
 
         The result has the shape [num_rows, num_columns].
         """

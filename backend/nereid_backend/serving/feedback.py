@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory through which the postprocessor sends feedback to the executor.
+"""Shared memory that the postprocessor writes and the executor reads.
 
 The executor needs two facts that Triton server does not report to it: whether a client has
 cancelled its request, and how many steps of a stream the postprocessor has consumed. The
@@ -53,7 +53,7 @@ class Signal(IntEnum):
 
 
 class FeedbackReader:
-    """Creates the shared memory, assigns its slots, and reads the feedback of the postprocessor.
+    """Creates the shared memory, and reads what the postprocessor has written into the memory.
 
     The executor uses this class. The memory is an anonymous file (memfd). The kernel frees the file
     when the executor and the postprocessor have ended.
@@ -70,9 +70,9 @@ class FeedbackReader:
         The memory begins with a random key. The executor signs its messages with the key, and the
         postprocessor reads the key to check the signatures.
         """
-        # The random part of the name prevents clients from guessing the name. The postprocessor
-        # reads the real name of the file from the kernel (/proc), and accepts only a name of this
-        # form.
+        # The random part of the name prevents clients from guessing the name. The kernel reports
+        # the real name of each open file in /proc. The postprocessor accepts only a file whose real
+        # name begins with `nereid-feedback-`.
         name = f"nereid-feedback-{secrets.token_hex(16)}"
         self._fd = os.memfd_create(name)
         os.ftruncate(self._fd, _KEY_BYTES + num_slots * _BYTES_PER_SLOT)
@@ -80,13 +80,15 @@ class FeedbackReader:
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._map[:_KEY_BYTES] = self._key
         self._words = memoryview(self._map).cast("Q")
-        # The free slots form a first-in, first-out queue, so that a released slot stays unused for
-        # as long as possible.
+        # Free slots are taken from the beginning of the queue, and released slots are added at the
+        # end. Therefore a released slot stays unused for as long as possible.
         self._free = deque(range(num_slots))
         self.address = f"{os.getpid()}/{self._fd}/{name}"
 
     def acquire(self, count: int = 1) -> tuple[int, ...] | None:
-        """Acquire `count` free slots, and return their numbers; None if fewer slots are free.
+        """Reserve `count` free slots, and return their numbers.
+
+        If fewer than `count` slots are free, return None.
 
         Only one thread may call this method. Other threads may call `release`.
         """
@@ -99,15 +101,15 @@ class FeedbackReader:
         self._free.extend(slots)
 
     def consumed(self, slot: int, serial: int) -> int:
-        """Return the number of consumed steps of the stream with the serial number `serial`."""
+        """Return how many messages of the stream `serial` the postprocessor has processed."""
         return self._value(_KEY_WORDS + slot * _WORDS, serial)
 
     def signal(self, slot: int, serial: int) -> Signal:
-        """Return the signal in `slot`, or `NONE` if the signal belongs to an earlier stream."""
+        """Return the signal in `slot` that belongs to the stream `serial`, otherwise `NONE`."""
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
     def sign(self, state: bytes) -> bytes:
-        """Sign a step, and return the message that the postprocessor must get.
+        """Add the memory's address and a signature to a packed message, and return the result.
 
         Args:
             state: the packed StepState.
@@ -118,7 +120,7 @@ class FeedbackReader:
         return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
-        """Return the number at `index` if the number belongs to the stream `serial`, otherwise 0.
+        """Return the number that is stored at `index` for the stream `serial`; 0 if there is none.
 
         The upper half of the word at `index` contains the serial number of a stream, and the lower
         half contains the number that is stored for this stream.
@@ -134,9 +136,9 @@ class FeedbackReader:
 
 
 class FeedbackWriter:
-    """Opens the feedback memory for the postprocessor, and writes to its slots.
+    """Maps the executor's shared memory into the postprocessor, and writes into this memory.
 
-    Each step contains the address of the memory.
+    Each message from the executor contains the address of the memory.
 
     Attributes:
         address: the address of the mapped memory; None before the first step.
@@ -171,7 +173,7 @@ class FeedbackWriter:
         self.address = address
 
     def verify(self, message: bytes) -> bytes:
-        """Check the signature of a step, and return the packed StepState.
+        """Check the signature of a message, and return the message without address and signature.
 
         The key for the check is in the feedback memory whose address the message contains.
 
@@ -196,7 +198,7 @@ class FeedbackWriter:
         return state
 
     def check_slot(self, slot: int) -> None:
-        """Raise a RequestError if the memory has no slot with the number `slot`."""
+        """Raise a RequestError if `slot` is not the number of a slot in the shared memory."""
         num_slots = max(len(self._words) - _KEY_WORDS, 0) // _WORDS
         if not 0 <= slot < num_slots:
             raise RequestError(
@@ -205,7 +207,7 @@ class FeedbackWriter:
             )
 
     def report(self, slot: int, serial: int, consumed: int) -> None:
-        """Store the number of consumed steps of the stream with the serial number `serial`.
+        """Store how many messages of the stream `serial` the postprocessor has processed.
 
         Raises:
             RequestError: the memory has no such slot.
@@ -214,7 +216,7 @@ class FeedbackWriter:
         self._words[_KEY_WORDS + slot * _WORDS] = serial << 32 | consumed
 
     def raise_signal(self, slot: int, serial: int, signal: Signal) -> None:
-        """Store a signal in `slot`, so that the executor ends a sequence or the whole stream.
+        """Tell the executor to end a sequence or a stream: store `signal` in the shared memory.
 
         STOP_STRING ends the sequence of the slot. CANCELLED ends all sequences of the stream.
 
@@ -226,7 +228,7 @@ class FeedbackWriter:
 
 
 def _map_memory(address: str) -> memoryview:
-    """Return the bytes of the feedback memory at `address`.
+    """Return the bytes of the executor's shared memory that has the address `address`.
 
     Raises:
         OSError: the process or its file does not exist, or is not accessible.
@@ -270,7 +272,7 @@ def _open_memory_file(path: str, name: str) -> int:
 
 
 def _signature(key: bytes, state: bytes) -> bytes:
-    """Return the signature of a step. The signature has 16 bytes."""
+    """Return 16 bytes that prove to the postprocessor that the executor has sent `state`."""
     return hashlib.blake2b(state, key=key, digest_size=_SIGNATURE_BYTES).digest()
 
 

@@ -43,7 +43,7 @@ class Histogram:
         self.sum += value
 
     def cumulative(self) -> list[int]:
-        """Return cumulative counts, as in a Prometheus histogram.
+        """Return for each bound of the histogram how many values do not exceed the bound.
 
         The count of a bound is the number of values that are less than or equal to the bound. The
         last count is the number of all values. Example: with the bounds [1, 5], the values 0.5, 1,
@@ -100,8 +100,8 @@ class CounterFamily:
 
     def __init__(self, family: Any) -> None:  # noqa: ANN401 - the server's own type
         self._family = family
-        # Each key consists of the labels of one counter, as pairs of a name and a value.
-        # `_published` contains the last published value of each counter.
+        # The counters, and the last published value of each counter. In both dicts, each key
+        # consists of the labels of one counter, as pairs of a name and a value.
         self._counters: dict[tuple[tuple[str, str], ...], Any] = {}
         self._published: dict[tuple[tuple[str, str], ...], float] = {}
 

@@ -181,7 +181,7 @@ def read_settings(
 def read_pooling_settings(
     kind: str, args: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[PoolingServing, PoolingConfig | None]:
-    """Return the settings of a pooling model: the settings of its stub and of its worker process.
+    """Return the settings of a pooling model: those of the Triton model and of its worker.
 
     The settings of the worker process are None if no checkpoint is served.
 

@@ -94,7 +94,7 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
 
 
 def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noqa: ANN401
-    """Send a response, the final flag, or both together.
+    """Send a response, the flag for the end of the responses, or both together.
 
     The final flag means that no further response follows.
 

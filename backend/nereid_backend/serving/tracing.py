@@ -71,8 +71,8 @@ class Tracing:
 
         propagator = TraceContextTextMapPropagator()
         dotted_attributes = {key.replace("__", "."): value for key, value in attributes.items()}
-        # OpenTelemetry needs the time since 1970, in nanoseconds. The offset is computed only once,
-        # so that the duration of the span is exact.
+        # OpenTelemetry needs the time since 1970, in nanoseconds. The start and the end of the span
+        # are converted with the same offset, so that the duration of the span is exact.
         unix_offset_s = time.time() - time.monotonic()
         span = self._tracer.start_span(
             name,

@@ -116,7 +116,7 @@ class StreamContext:
 
     @staticmethod
     def unpack(data: bytes) -> "StreamContext":
-        """Return the context that `pack` packed into `data`.
+        """Unpack a StreamContext from `data`, the return value of `pack`.
 
         Raises:
             RequestError: the bytes are not a valid context.
@@ -193,7 +193,7 @@ def unpack_params(data: bytes) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The reason why a sequence ended. The sequence's last delta contains it."""
+    """The reason why a sequence ended. The last delta of the sequence contains this reason."""
 
     finish_reason: str
     stop_reason: int | None = None
@@ -201,7 +201,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Data that only the first step of a stream contains.
+    """Data that only the first message of a stream contains.
 
     Attributes:
         context: the packed StreamContext of the request.
@@ -215,7 +215,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """The new tokens of one sequence in one step.
+    """The new tokens of one sequence in one message to the postprocessor.
 
     Attributes:
         index: the index of the sequence in its request.
@@ -264,7 +264,7 @@ class SequenceDelta:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """The message from the executor to the postprocessor about one step of a stream.
+    """A message from the executor to the postprocessor with new tokens of a stream.
 
     A step without deltas is a heartbeat.
 
@@ -295,7 +295,7 @@ class StepState:
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """Return the state that `pack` packed into `data`.
+        """Unpack a StepState from `data`, the return value of `pack`.
 
         The fields are not validated, because the executor has signed the data.
         """
@@ -306,7 +306,7 @@ class StepState:
 
 
 def pack_update(update: RequestUpdate) -> list[Any]:
-    """Convert an update of the engine to a list of values that msgpack can pack.
+    """Convert a RequestUpdate to a list of values that msgpack can convert to bytes.
 
     The list contains the fields in the order in which RequestUpdate declares them.
     """
@@ -314,7 +314,7 @@ def pack_update(update: RequestUpdate) -> list[Any]:
 
 
 def unpack_update(row: list[Any]) -> RequestUpdate:
-    """Convert the result of `pack_update` to an update.
+    """Build a RequestUpdate from a list that `pack_update` has returned.
 
     Log-probabilities stay lists of plain values, because the executor only passes them on.
     """

@@ -152,7 +152,7 @@ class AdapterCalls:
         return self._stop_waiting_for(replica, call_id, change)
 
     def drop(self, replica: int, error: NereidError) -> list[Answer]:
-        """Record that an engine process has died, and return the responses that can now be sent.
+        """Record that an engine process has died. Return the responses that can be sent now.
 
         Some requests waited only for the dead process, and get a response now. If no other engine
         process has made or refused the change, this response is `error`.
@@ -225,7 +225,7 @@ class AdapterCalls:
         return change.sender, self.listing()
 
     def _add_to_history(self, message: list[str]) -> None:
-        """Store the message of a successful change, so that a restarted process can repeat it.
+        """Store the message of a successful change. A restarted process then repeats the change.
 
         The message replaces the earlier message about the same adapter or about the weights.
         """
@@ -233,9 +233,9 @@ class AdapterCalls:
         if kind != _RELOAD:
             self._history[name_or_folder] = message
         elif name_or_folder:
-            # If a message names no folder, the engine processes read the weights again from the
-            # folder that is already in use. The history does not need such a message, because a
-            # restarted process reads this folder anyway.
+            # A message without a folder means that the engine processes read the weights again from
+            # the folder that is already in use. A restarted process reads this folder anyway.
+            # Therefore such a message is not stored.
             self._history[_WEIGHTS_KEY] = message
 
 
@@ -293,7 +293,7 @@ def is_adapter_call(parameters: Mapping[str, Any]) -> bool:
 
 
 def _with_id(message: list[str], call_id: str) -> list[str]:
-    """Insert an id after the first element of a message, and return the new message.
+    """Return a copy of a message with `call_id` as an additional second element.
 
     Example: `_with_id(["unload_lora", "a"], "adapter-1")` returns `["unload_lora", "adapter-1",
     "a"]`.

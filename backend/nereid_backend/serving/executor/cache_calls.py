@@ -216,7 +216,7 @@ def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merge_sessions(sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Combine the entries that belong to the same session.
+    """Combine all entries that describe the same session into one entry.
 
     A session is identified by its client and its prompt_cache_key. If a session has blocks in
     several engine processes, its combined entry contains the sum of the tokens and the latest time.

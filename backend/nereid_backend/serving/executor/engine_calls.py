@@ -126,8 +126,8 @@ class EngineCalls:
                 error,
             )
             return
-        # Only one of the two objects stores the request. The other object does not know the id of
-        # the request, so its method `refuse` returns None.
+        # Either `_adapter_calls` or `_cache_calls` stores the request. The other object does not
+        # know `call_id`. The method `refuse` of this other object returns None.
         for calls in (self._adapter_calls, self._cache_calls):
             if answer := calls.refuse(call_id, process.index, error):
                 self._respond(*answer)

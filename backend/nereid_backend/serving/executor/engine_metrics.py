@@ -110,15 +110,15 @@ class EngineMetrics:
         self._labels = labels
         self._families = families  # The metrics exist as long as this object exists.
 
-        # Each call of `publish` publishes these metrics if they have changed.
+        # Each call of `publish` publishes those of the following metrics whose values have changed.
         self._num_requests = families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(labels)
         self._published_num_requests: int | None = None  # None before the first call
         self._engines = _create_engines(families, labels, num_engines)
 
-        # Counters and histograms, by name. To save time, not every call of `publish` publishes
-        # these metrics.
+        # Counters and histograms, by name. To save time, these metrics are published only in some
+        # of the calls of `publish`.
         self._num_calls = 0
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = _create_histograms(families, labels)
@@ -226,7 +226,8 @@ def _add_engine_counts(
         previous_count = engine.last_stats.get(engine_name, 0)
         count = stats.get(engine_name, 0)
         if count < previous_count:
-            # The engine process was restarted, and its counters started at 0.
+            # A count that is smaller than the previous count means that the engine process was
+            # restarted. The counters of the new process started at 0.
             previous_count = 0
         statistics.counts[metric_name] += count - previous_count
     engine.last_stats = dict(stats)

@@ -55,7 +55,7 @@ class _Reload(NamedTuple):
 
 
 class EngineService:
-    """Passes requests to an engine, and sends the engine's updates to the stub.
+    """Passes requests to an engine, and sends the engine's updates to the executor.
 
     Args:
         engine: the engine.
@@ -76,11 +76,11 @@ class EngineService:
         self._held_messages: list[tuple[str, list[Any]]] = []
 
     def has_work(self) -> bool:
-        """Return True if the engine has requests, or is checking a compiled forward pass."""
+        """Return whether the engine has requests, or is checking compiled code of the model."""
         return self._engine.has_work() or self._engine.is_swapping()
 
     def start(self) -> None:
-        """Load the grammar libraries, and send the first statistics."""
+        """Load the grammar libraries. Send the names of the adapters, and the first statistics."""
         self._engine.warm_up()
         self._send(["adapters", "", self._engine.lora_names])
         self._send(["stats", self._engine.stats()._asdict()])
@@ -162,7 +162,8 @@ class EngineService:
             )
         images = None
         if packed_images:
-            # The module imports torch, which the scripted engine does not need.
+            # `packed_tensors` imports torch. It is imported only for a request with images, because
+            # the scripted test engine must also work without torch.
             from nereid_backend.vision.packed_tensors import unpack_images
 
             images = unpack_images(packed_images)
@@ -184,7 +185,7 @@ class EngineService:
             self._engine.abort(request_id)
 
     def _reload_if_idle(self) -> None:
-        """If a replacement of the weights waits and no request runs, replace the weights.
+        """Replace the weights if a replacement was requested and no request runs any more.
 
         While the replacement waited, new messages were stored in `_held_messages`. These messages
         are handled after the replacement.
@@ -195,8 +196,8 @@ class EngineService:
         self._reload = None
         self._running.clear()
         self._replace_weights(reload)
-        # Empty the list first. A message can begin another replacement of the weights. In this
-        # case, `handle` adds the later messages to the list again.
+        # Empty the list first. A message in the list can request another replacement of the
+        # weights. `handle` then adds the later messages to the new, empty list.
         messages = self._held_messages
         self._held_messages = []
         for kind, values in messages:
@@ -212,7 +213,7 @@ class EngineService:
             self._send(["adapters", reload.call_id, self._engine.lora_names])
 
     def advance(self) -> None:
-        """Compute one step of the engine, and send the updates and the events of the step.
+        """Let the engine compute the next tokens of its running requests, and send the results.
 
         If a replacement of the weights waits and the engine has no more work, replace the weights.
         """

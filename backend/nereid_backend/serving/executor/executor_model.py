@@ -40,9 +40,10 @@ from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
-# If a step is due, but earlier steps have not been consumed, the step must wait. While a step
-# waits, the loop checks the stream repeatedly. In the usual time between two steps, the loop checks
-# the stream `_CHECKS_PER_INTERVAL` times. `_MIN_WAIT_S` is the shortest time between two checks.
+# A message to the postprocessor can be due while the postprocessor has not processed the earlier
+# messages of the same stream. The new message must then wait, and the loop checks the stream
+# repeatedly: `_CHECKS_PER_INTERVAL` times in the usual time between two messages. `_MIN_WAIT_S` is
+# the shortest time between two checks.
 _CHECKS_PER_INTERVAL = 10
 _MIN_WAIT_S = 0.001
 # The inspection of a stream takes about 10 µs of CPU time. Because the interval between two
@@ -89,8 +90,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         # The time of the next inspection of all streams, as a value of time.monotonic(). With the
         # initial value 0, the first inspection is due at once.
         self._next_inspection = 0.0
-        # The next time at which a stream without unsent output needs a heartbeat or exceeds a time
-        # limit.
+        # The earliest time at which a stream without unsent output needs a heartbeat (a message
+        # without tokens), or exceeds a time limit.
         self._next_event = 0.0
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
@@ -171,7 +172,7 @@ class ExecutorModel(SupervisedModel[Stream]):
                 self._engine_calls.note_cache_answer(process, call_id, answer)
 
     def serve(self) -> float:
-        """Send all steps that are due, and return the seconds until the next call of this method.
+        """Send the messages that are due now, and return the seconds until the next call.
 
         A step is a message to the postprocessor with the new tokens of a request. Each call looks
         only at the streams with unsent tokens. All streams are inspected only from time to time,
@@ -181,8 +182,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect(now)
-        # Only `_inspect` handles the streams without unsent tokens. The next call of `_inspect` can
-        # wait until the next event of such a stream, such as a heartbeat or an expired time limit.
+        # Streams without unsent tokens are handled only by `_inspect`. They need no call of
+        # `_inspect` before `_next_event`: the time of their next heartbeat or of the end of their
+        # next time limit.
         next_call = min(now + _IDLE_POLL_S, max(self._next_inspection, self._next_event))
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
@@ -203,7 +205,7 @@ class ExecutorModel(SupervisedModel[Stream]):
                 self._next_event = min(self._next_event, due, stream.timing.next_deadline)
 
     def _send_if_due(self, stream: Stream, now: float) -> float:
-        """If the next step of a stream is due and may be sent, send the step.
+        """If the next step (a message with new tokens) is due and may be sent, send the step.
 
         The step contains the unsent tokens. A step without tokens is a heartbeat. When the
         postprocessor gets a heartbeat, it checks whether the client is still connected.
@@ -215,13 +217,15 @@ class ExecutorModel(SupervisedModel[Stream]):
         num_streams = len(self.requests)
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
-        # Unconsumed steps can block the stream, so remove the steps that have been consumed.
+        # A stream with too many unprocessed messages may not send another message. Therefore first
+        # remove the messages that the postprocessor has already processed.
         self._lost_clients.remove_consumed_steps(stream)
         due = stream.due_at(interval_s, heartbeat_s)
         if due > now:
             return due
         if not stream.may_send():
-            # The postprocessor has not consumed the earlier steps yet. Check again soon.
+            # The postprocessor has not processed the earlier messages of this stream yet. Check the
+            # stream again soon.
             return now + max(interval_s / _CHECKS_PER_INTERVAL, _MIN_WAIT_S)
         self._send_step(stream, now)
         return now + heartbeat_s
@@ -383,13 +387,14 @@ class ExecutorModel(SupervisedModel[Stream]):
             error = self._admission.with_retry_time(error, stream.timing.client_id)
         self._aborts.abort(stream)
         self._statistics.counts["requests_timed_out_total"] += 1
-        # `self.respond` would also count a CapacityError as a refused request.
+        # `self.respond` would count a CapacityError as a refused request. This request was not
+        # refused, but has exceeded a time limit. Therefore call the method of the base class.
         super().respond(stream.sender, error)
         self._remove(stream)
         return True
 
     def _send_step(self, stream: Stream, now: float) -> None:
-        """Send the next step of `stream`, and remove the stream after its last step."""
+        """Send the unsent tokens of `stream`, and remove the stream if every sequence has ended."""
         state = stream.take_step(now)
         self._unsent.pop(stream.request_id, None)
         self._statistics.note_step(has_output=bool(state.deltas))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects streams whose client has disconnected. The server drops the steps of such streams.
+"""Detects that the client of a stream of generated tokens has disconnected.
 
-Triton server reports a disconnected client to the postprocessor, not to the executor. Version 2.51
-runs the remaining steps of the stream with `is_cancelled` set, and the postprocessor informs the
+A step is a message from the executor to the postprocessor with new tokens of a stream. Triton
+server reports a disconnected client to the postprocessor, not to the executor. Version 2.51 runs
+the remaining steps of the stream with `is_cancelled` set, and the postprocessor informs the
 executor. Other versions and schedulers drop the remaining steps without a message, so the
 postprocessor does not receive these steps. However, steps reach the postprocessor in the order in
 which they were sent. Suppose step 7 was sent before step 8. If the postprocessor has consumed step
@@ -16,14 +17,16 @@ from collections.abc import Iterable
 from nereid_backend.serving.executor.streams import Stream
 from nereid_backend.serving.feedback import FeedbackReader
 
-# If more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `observe`, this process was
-# paused. The postprocessor may have been paused, too. Therefore at most `_LONGEST_INTERVAL_S`
-# seconds count as waiting time.
+# Suppose that more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `observe`. This
+# process was then probably paused, and the postprocessor may have been paused, too. Therefore at
+# most `_LONGEST_INTERVAL_S` seconds between two calls count as time for which a message has waited.
 _LONGEST_INTERVAL_S = 0.25
 
 
 class LostClientDetector:
-    """Finds the steps that never reach the postprocessor. Only one thread may use the detector.
+    """Finds messages that the executor has sent, but that never reach the postprocessor.
+
+    Only one thread may use the detector.
 
     Args:
         feedback: the memory in which the postprocessor reports consumed steps.
@@ -33,19 +36,20 @@ class LostClientDetector:
     def __init__(self, feedback: FeedbackReader, patience_s: float) -> None:
         self._feedback = feedback
         self._patience_s = patience_s
-        # A counter for the steps of all streams. The steps are numbered in the order in which they
-        # are sent.
+        # Numbers the messages to the postprocessor in the order in which they are sent. All streams
+        # share this counter.
         self._step_numbers = itertools.count(1)
-        # The highest step number that the postprocessor has consumed so far.
+        # The messages to the postprocessor are numbered. `_newest_consumed` is the highest number
+        # among the messages that the postprocessor has processed so far.
         self._newest_consumed = 0
         self._last_observed = 0.0
 
     def record(self, stream: Stream) -> None:
-        """Assign a number to the next step of `stream`. Call this before the step is sent."""
+        """Give the next message of `stream` a number. Call this before sending the message."""
         stream.unconsumed.append(next(self._step_numbers))
 
     def observe(self, streams: Iterable[Stream], now: float) -> None:
-        """Read the number of consumed steps of each stream from the feedback memory."""
+        """Read from the feedback memory how many messages of each stream were processed."""
         passed_s = min(now - self._last_observed, _LONGEST_INTERVAL_S)
         self._last_observed = now
         for stream in streams:
@@ -53,7 +57,7 @@ class LostClientDetector:
             self.remove_consumed_steps(stream)
 
     def has_lost_client(self, stream: Stream) -> bool:
-        """Return whether a step of `stream` was dropped because the client has disconnected.
+        """Return whether a step (a message) of `stream` was dropped for a disconnected client.
 
         A step was dropped if the postprocessor has not consumed the step, but has already consumed
         a newer step of any stream. A step also counts as dropped after `patience_s` seconds.
@@ -62,12 +66,13 @@ class LostClientDetector:
             return True
         if not self._has_skipped_step(stream):
             return False
-        # The step may have been consumed since the last observation, so read the feedback again.
+        # The postprocessor may have processed the message since the last call of `observe`.
+        # Therefore read the feedback memory again.
         self.remove_consumed_steps(stream)
         return self._has_skipped_step(stream)
 
     def _has_skipped_step(self, stream: Stream) -> bool:
-        """Return whether the postprocessor has skipped a step of `stream`.
+        """Return whether the postprocessor has skipped a step (a message) of `stream`.
 
         A step was skipped if the postprocessor has consumed a newer step of any stream, but not
         this step.
@@ -75,7 +80,7 @@ class LostClientDetector:
         return bool(stream.unconsumed) and stream.unconsumed[0] < self._newest_consumed
 
     def remove_consumed_steps(self, stream: Stream) -> None:
-        """Remove steps from `stream.unconsumed` if the postprocessor has consumed these steps."""
+        """Remove from `stream.unconsumed` each message that the postprocessor has processed."""
         consumed = self._feedback.consumed(stream.slot, stream.serial)
         while stream.unconsumed and stream.sent - len(stream.unconsumed) < consumed:
             self._newest_consumed = max(self._newest_consumed, stream.unconsumed.popleft())

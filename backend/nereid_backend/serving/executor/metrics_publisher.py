@@ -32,8 +32,8 @@ class MetricsPublisher:
         self._statistics = statistics
         # The last statistics that each engine process has sent; see EngineStats.
         self._engine_stats: list[Mapping[str, int]] = [{} for _ in processes]
-        # The time of the next publication, as a value of time.monotonic(). With the initial value
-        # 0, the first publication is due at once.
+        # The time at which the metrics must be published again, as a value of time.monotonic(). The
+        # initial value is 0, so the first publication is due immediately.
         self._publish_due = 0.0
 
     def note_stats(self, process: SupervisedProcess, stats: Mapping[str, int]) -> None:
@@ -42,7 +42,8 @@ class MetricsPublisher:
 
     def note_death(self, process: SupervisedProcess) -> None:
         """Delete the statistics of a dead process. The next call of `publish` reports the death."""
-        # The next statistics come from the restarted process. Its counters start at 0.
+        # The next statistics come from the new process that replaces the dead process. The counters
+        # of the new process start at 0.
         self._engine_stats[process.index] = {}
         self._publish_due = 0.0
 

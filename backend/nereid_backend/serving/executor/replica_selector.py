@@ -14,19 +14,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-# Prompts are compared in chunks of `_CHUNK_TOKENS` tokens.
+# To compare prompts, the selector divides each prompt into chunks of `_CHUNK_TOKENS` tokens.
 _CHUNK_TOKENS = 64
 _TOKEN_BYTES = 4
-# The largest number of chunks that the selector stores. One chunk needs about 200 bytes.
+# The largest number of chunks of prompts that the selector stores. A chunk consists of
+# `_CHUNK_TOKENS` tokens. The selector needs about 200 bytes for each chunk.
 _MAX_CHUNKS = 100_000
-# The selector prefers the process that has already received the longest prefix of the prompt. This
-# process may have at most `_MAX_EXTRA_SEQUENCES` sequences more than the process with the fewest
-# sequences.
+# The selector chooses an engine process for a prompt. It prefers the process that has already
+# received the longest prefix of the prompt. This process may have at most `_MAX_EXTRA_SEQUENCES`
+# more sequences than the process with the fewest sequences.
 _MAX_EXTRA_SEQUENCES = 4
 
 
 def chunk_hashes(token_ids: bytes) -> list[bytes]:
-    """Return one hash for each full chunk of a prompt.
+    """Return one hash for each chunk of 64 tokens of a prompt. Ignore an incomplete last chunk.
 
     The hash of a chunk depends on all tokens up to the end of the chunk. If the first 64 * n tokens
     of two prompts are equal, the first n hashes of these prompts are therefore equal. Example: a
@@ -63,8 +64,8 @@ class ReplicaSelector:
         # number is selected.
         self._last_request = list(range(-num_replicas, 0))
         self._num_requests = 0
-        # Maps the hash of a chunk to the processes that received the chunk. The least recently
-        # stored chunk is first.
+        # Maps the hash of a chunk (64 tokens of a prompt) to the numbers of the processes that
+        # received the chunk. The least recently stored chunk comes first.
         self._replicas_of: OrderedDict[bytes, set[int]] = OrderedDict()
 
     def select(self, token_ids: bytes, num_sequences: int, running: Collection[int]) -> int:
@@ -103,12 +104,12 @@ class ReplicaSelector:
         return least_loaded if num_extra > _MAX_EXTRA_SEQUENCES else preferred
 
     def release(self, replica: int, num_sequences: int) -> None:
-        """Subtract the sequences of an ended request from the sequence count of its process."""
+        """Subtract `num_sequences` from the number of sequences of the process `replica`."""
         with self._lock:
             self._num_sequences[replica] -= num_sequences
 
     def forget(self, replica: int) -> None:
-        """Forget which prompts were sent to a process.
+        """Forget all prompts that were sent to the process with the number `replica`.
 
         The caller calls this method when the process has died, because the prefix cache of the
         process is then lost.
@@ -120,7 +121,7 @@ class ReplicaSelector:
                     del self._replicas_of[chunk]
 
     def _with_longest_prefix(self, hashes: Sequence[bytes], running: set[int]) -> set[int]:
-        """Return those processes in `running` that received the longest prefix of a prompt.
+        """Return the processes in `running` that have received the longest prefix of a prompt.
 
         If no running process received the first chunk of the prompt, return all running processes.
 
@@ -137,7 +138,7 @@ class ReplicaSelector:
         return replicas
 
     def _least_loaded(self, replicas: Collection[int]) -> int:
-        """Return the process in `replicas` with the fewest sequences."""
+        """Return the number of the process with the fewest sequences among `replicas`."""
         return min(replicas, key=lambda one: (self._num_sequences[one], self._last_request[one]))
 
     def _store(self, hashes: Sequence[bytes], replica: int) -> None:
@@ -145,8 +146,9 @@ class ReplicaSelector:
 
         If more than `_MAX_CHUNKS` chunks are stored, delete the least recently stored chunks.
         """
-        # The first chunk of a prompt is stored last, so that it is deleted after the later chunks.
-        # A later chunk is useless if an earlier chunk of the prompt is missing.
+        # A prompt consists of chunks of 64 tokens, and the oldest stored chunks are deleted first.
+        # A later chunk is useless if an earlier chunk of the prompt is missing. Therefore store the
+        # first chunk last.
         for chunk_hash in reversed(hashes):
             self._replicas_of.setdefault(chunk_hash, set()).add(replica)
             self._replicas_of.move_to_end(chunk_hash)

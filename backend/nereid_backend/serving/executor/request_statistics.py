@@ -49,7 +49,7 @@ class RequestStatistics:
             self.observations["request_generation_tokens"].append(sequence.num_tokens)
 
     def _note_tokens(self, stream: Stream, sequence: Sequence, num_new: int, now: float) -> None:
-        """Record that a sequence of `stream` has `num_new` new tokens."""
+        """Record that the engine has generated `num_new` tokens for a sequence of `stream`."""
         self.counts["generation_tokens_total"] += num_new
         self.counts["engine_updates"] += 1
         sequence.num_tokens += num_new
@@ -70,7 +70,7 @@ class RequestStatistics:
         self.observations["request_prefill_time_seconds"].append(max(now - started, 0.0))
 
     def note_step(self, *, has_output: bool) -> None:
-        """Record that a step was sent. A step without output is a heartbeat."""
+        """Record that the executor has sent output, or a heartbeat (a message without output)."""
         self.counts["steps" if has_output else "heartbeats_total"] += 1
 
     def note_end(self, stream: Stream, now: float) -> None:
@@ -82,7 +82,7 @@ class RequestStatistics:
 
     @property
     def num_merged(self) -> int:
-        """The number of engine updates that did not need a step of their own.
+        """The number of updates that were added to a message with an earlier update.
 
         Updates that arrive before a step is sent are merged into this step.
         """

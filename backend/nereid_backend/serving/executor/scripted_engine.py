@@ -92,14 +92,15 @@ class ScriptedEngine:
         # The running and the waiting requests, by request id.
         self._requests: dict[str, ScriptedRequest] = {}
         self._queue: dict[str, ScriptedRequest] = {}
-        # The requests that the last step started, and the grammars that it compiled. Scripted
-        # output needs no grammar, so `compiled` is always empty.
+        # `started` contains the requests that the last call of `step` has started. `compiled`
+        # contains the grammars that this call has compiled. Scripted output needs no grammar, so
+        # `compiled` is always empty.
         self.started: list[tuple[str, float]] = []
         self.compiled: list[tuple[str, float, float]] = []
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
         self._adapters = dict(config.lora_adapters)
-        # Without a prefix cache, there are no sessions. PrefixSessions still requires a BlockPool,
-        # but does not use it.
+        # The scripted engine has no prefix cache, so it has no sessions. The class PrefixSessions
+        # requires a BlockPool even without a prefix cache, but does not use the BlockPool.
         self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
 
     def _encode(self, text: str) -> list[int]:
@@ -194,16 +195,17 @@ class ScriptedEngine:
         return bool(self._requests or self._queue)
 
     def is_swapping(self) -> bool:
-        """Return False, because the engine compiles no forward pass."""
+        """Return False, because the scripted engine runs no model and compiles nothing."""
         return False
 
     def step(self) -> list[RequestUpdate]:
-        """Return one update for each sequence whose next tokens are due now."""
+        """Return one RequestUpdate for each sequence whose next tokens are due now."""
         now = time.monotonic()
         self._start_waiting(now)
         updates = []
         for request_id, request in self._requests.items():
-            # `_advance` removes an ended sequence from the request.
+            # When a sequence has ended, `_advance` deletes the sequence from `request.sequences`.
+            # Therefore iterate over a copy of the values.
             for sequence in list(request.sequences.values()):
                 if sequence.is_aborted or sequence.due <= now:
                     updates.append(self._advance(request_id, request, sequence, now))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the scripted engine, and the tokens that the script assigns to them."""
+"""The requests of the scripted engine, whose output comes from a script and not from a model."""
 
 import time
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import EngineError
 from nereid_backend.serving.executor.script_rules import Rule
 
-# If a fault begins with `_BUSY_PREFIX`, the process does not end, but uses the CPU for some time;
-# see `cause_fault`.
+# A rule of the script can contain a fault, such as "busy 2". If the fault begins with
+# `_BUSY_PREFIX`, the process does not end, but uses the CPU for some seconds. See the function
+# `cause_fault`.
 _BUSY_PREFIX = "busy "
 
 
@@ -32,7 +33,8 @@ class ScriptedSequence:
         """
         self.index = index
         self.rule = rule
-        # A rule contains one output, or one for each sequence of a request.
+        # A rule of the script contains either one output for all sequences of a request, or one
+        # output for each sequence.
         output = rule.token_ids[index % len(rule.token_ids)]
         self._tokens = output + ending if rule.ends else output
         self.num_tokens = 0
@@ -76,7 +78,7 @@ class ScriptedRequest:
 
 
 def cause_fault(sequence: ScriptedSequence) -> None:
-    """Cause the fault in the rule of a sequence. Do nothing if the rule has no fault.
+    """If the script contains a fault for a sequence, cause this fault.
 
     The fault "busy 2" uses the CPU for 2 seconds before the first token.
 
@@ -94,7 +96,7 @@ def cause_fault(sequence: ScriptedSequence) -> None:
 def next_tokens(
     request: ScriptedRequest, sequence: ScriptedSequence
 ) -> tuple[list[int], FinishReason | None]:
-    """Return the scripted tokens of the next step, and the reason why the sequence ends.
+    """Return the next scripted tokens of a sequence, and the reason why the sequence ends.
 
     The reason is None if the sequence continues. A sequence that is aborted or has an error gets no
     tokens.

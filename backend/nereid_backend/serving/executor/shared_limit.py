@@ -3,10 +3,9 @@
 
 from collections import Counter
 
-# A client that already uses some of the resource may get more. Its total may then be at most three
-# times the amount that remains free for other clients. Example: if the limit is 16, the amount of
-# the first client can grow to 12. The amount of a second client can then grow to 3 of the remaining
-# 4.
+# A client that already uses some of the resource may get more. In total, it may use at most three
+# times the amount that then remains free. Example: if the limit is 16, the first client may use up
+# to 12, because 4 remain free. A second client may then use up to 3 of these 4.
 _TIMES_THE_REST = 3
 
 

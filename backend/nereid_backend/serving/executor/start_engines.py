@@ -21,7 +21,7 @@ def start_engines(settings: ServingSettings, config: EngineConfig) -> list[Super
         EngineError: loading failed or took too long. The message gives the reason.
     """
     first_process = _start_engine(settings, config, 0)
-    # At its end, the `with` block waits until each start has succeeded or failed.
+    # The `with` block ends only after each start of an engine process has succeeded or failed.
     with ThreadPoolExecutor(config.data_parallel_size) as pool:
         starts = [
             pool.submit(_start_engine, settings, config, index)

@@ -60,7 +60,7 @@ class StreamAborts:
                 self._abort_sequence(stream, sequence)
 
     def _abort_sequence(self, stream: Stream, sequence: Sequence) -> None:
-        """Abort a sequence that has reached a stop string, unless the engine has ended it."""
+        """If a sequence has reached a stop string, but has not ended, abort the sequence."""
         sequence.is_aborting = True
         if sequence.ending is not None:
             return

@@ -96,7 +96,7 @@ class StreamAdmission:
         self._waiting.leave(stream.timing, started)
 
     def close(self, stream: Stream) -> None:
-        """Release the slots of an ended stream. The limits no longer count the stream."""
+        """Release the memory slots of an ended stream. The limits no longer count the stream."""
         if stream.timing.started is None:
             self._waiting.leave(stream.timing, None)
         self._feedback.release(stream.slots)
@@ -117,7 +117,7 @@ class StreamAdmission:
         return self.with_retry_time(error, envelope.client_id)
 
     def _acquire_slots(self, envelope: RequestEnvelope) -> tuple[int, ...] | None:
-        """Acquire one slot of the shared memory (see feedback.py) for each sequence of a request.
+        """Reserve one slot of 16 bytes in the shared memory for each sequence of a request.
 
         Return the numbers of the slots. Return None if the request would exceed the limit
         max_streams, or the client's share of this limit.

@@ -17,21 +17,23 @@ from nereid_backend.core.outputs import RequestUpdate, TokenLogprobs
 from nereid_backend.serving.executor.request_timing import RequestTiming
 from nereid_backend.serving.wire import Ending, Opening, SequenceDelta, StepState
 
-# The largest number of unconsumed steps of one stream. With two steps, the server can transport one
-# step while the postprocessor processes the other step.
+# The largest number of messages of one stream that the executor has sent and the postprocessor has
+# not processed yet. With the value 2, the server can transport one message while the postprocessor
+# processes another message.
 MAX_UNCONSUMED_STEPS = 2
 _CHECKS_PER_HEARTBEAT = 10
 _RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
-# The largest share of heartbeats among the responses. Without this limit, the heartbeats of 200
-# waiting streams would use most of the time of two CPUs.
+# The largest fraction of all responses that may be heartbeats (responses without output). Without
+# this limit, the heartbeats of 200 waiting streams would use most of the time of two CPUs.
 _HEARTBEAT_SHARE = 0.5
-# Text that arrives ten times a second looks continuous to a reader.
+# The longest time between two messages with the output of one stream. Text that arrives ten times a
+# second looks continuous to a reader.
 _MAX_INTERVAL_S = 0.1
 
 
 class Pacer:
-    """Determines the time between two steps of a stream.
+    """Determines the time between two messages with the output of one stream.
 
     The time grows with the number of streams, so that the total number of responses per second is
     limited.
@@ -48,7 +50,7 @@ class Pacer:
         )
 
     def interval_s(self, num_streams: int) -> float:
-        """Return the number of seconds between two steps of a stream.
+        """Return the number of seconds between two messages with the output of one stream.
 
         `num_streams` is the number of streams.
         """
@@ -111,8 +113,8 @@ class Sequence:
     def add(self, update: RequestUpdate) -> None:
         """Add an update from the engine to the pending output of this sequence."""
         self.pending.extend(update.new_token_ids)
-        # An update contains only one sum of log-probabilities. This sum includes the last token of
-        # the update. It is stored for every token of the update.
+        # An update of the engine can contain several tokens, but only one sum of log-probabilities:
+        # the sum up to the last token. This sum is stored for every token of the update.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
         if update.logprobs is not None:
             if self.logprobs is None:
@@ -184,12 +186,12 @@ class Stream:
 
     @property
     def slot(self) -> int:
-        """The number of the memory slot that stores how many steps of this stream were consumed."""
+        """The number of the slot that stores how many messages of this stream were processed."""
         return self.sequences[0].slot
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The slot number of each sequence, in the order of the sequences."""
+        """Whether at least one sequence has ended for another reason than an abort."""
         return tuple(sequence.slot for sequence in self.sequences)
 
     @property
@@ -205,7 +207,7 @@ class Stream:
 
     @property
     def has_output(self) -> bool:
-        """Whether the next step contains output. A step without output is a heartbeat."""
+        """Whether a sequence has output that has not been sent to the postprocessor yet."""
         return any(sequence.has_output for sequence in self.sequences)
 
     @property
@@ -214,7 +216,7 @@ class Stream:
         return sum(len(sequence.pending) for sequence in self.sequences)
 
     def add(self, update: RequestUpdate) -> None:
-        """Add `update` to the sequence with the index `update.index`."""
+        """Add `update` to the sequence whose index in the request is `update.index`."""
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:
@@ -231,7 +233,7 @@ class Stream:
         return message
 
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
-        """Return the time at which the next step is due, as a value of time.monotonic().
+        """Return when the next message of the stream is due, as a value of time.monotonic().
 
         The first output and the last step are due immediately. While the stream may not send a
         step, return the time at which the caller checks the stream again.
@@ -254,14 +256,14 @@ class Stream:
         return self.last_sent + wait_s
 
     def may_send(self) -> bool:
-        """Return whether the stream may send a step before the postprocessor consumes more steps.
+        """Return whether the stream may now send another message to the postprocessor.
 
-        The last step may always be sent.
+        The last message may always be sent.
         """
         return self.has_ended or len(self.unconsumed) < MAX_UNCONSUMED_STEPS
 
     def take_step(self, now: float) -> StepState:
-        """Move the pending output of all sequences into a new step, and return the step.
+        """Move the unsent output of all sequences into a new StepState, and return this object.
 
         Args:
             now: the current time, as a value of time.monotonic().

@@ -21,18 +21,20 @@ from nereid_backend.errors import CapacityError
 from nereid_backend.serving.executor.request_timing import RequestTiming
 from nereid_backend.serving.executor.shared_limit import SharedLimit
 
-# The rate at which requests leave the queue is measured over the last 64 requests that the engine
-# started. With fewer than 8 such requests, the rate is unknown.
+# The rate is the number of requests that the engine starts per second. It is measured over the last
+# `_NUM_SAMPLES` started requests. If the engine has started fewer than `_MIN_SAMPLES` requests, the
+# rate is unknown.
 _NUM_SAMPLES = 64
 _MIN_SAMPLES = 8
-# The smallest value of the time since the oldest counted start. If this time were 0 seconds, the
-# estimate of the waiting time would also be 0 seconds.
+# The estimate of the waiting time is proportional to the time since the oldest measured start of a
+# request. This time counts as at least `_MIN_PASSED_S` seconds. Otherwise, a time of 0 seconds
+# would make the estimate 0 seconds, too.
 _MIN_PASSED_S = 1e-3
 _LONGEST_RETRY_S = 60
-# The waiting time is only an estimate, and the real waiting time can be longer. Therefore a request
-# is refused if the estimate exceeds `_MARGIN` times the request's time limit. Without this margin,
-# about half of the requests whose estimate is just below the limit would exceed the limit in the
-# queue.
+# The real waiting time can be longer than the estimated time. Therefore a request is refused if the
+# estimate exceeds `_MARGIN` times the request's time limit. Without this margin, requests with an
+# estimate just below the time limit would be accepted. About half of these requests would then
+# exceed the time limit while they wait.
 _MARGIN = 0.8
 _TRY_LATER = re.compile(r"Try again later\.$")
 
@@ -115,7 +117,7 @@ class WaitingLimits:
                 f"{self._requests.used} requests are waiting{self._count_of_client(client)}, and "
                 f"the limit is {self._requests.limit} (max_num_waiting)"
             )
-        # The limit on tokens does not apply to a request that would be the only waiting request.
+        # If no other request is waiting, a request may wait regardless of the number of its tokens.
         has_token_limit = self._tokens.limit and self._requests.used
         if has_token_limit and not self._tokens.allows(client, num_tokens):
             return (
@@ -147,14 +149,14 @@ class WaitingLimits:
         """
         if len(self._start_times) < _MIN_SAMPLES:
             return None
-        # The engine has started `num_starts` requests during the last `passed_s` seconds.
+        # In the last `passed_s` seconds, the engine has started `num_starts` requests.
         num_starts = len(self._start_times) - 1
         passed_s = max(now - self._start_times[0], _MIN_PASSED_S)
         num_before = self._requests.used
         if client:
             # The engine starts one request of each client in turn. Suppose that the client of the
-            # new request has n waiting requests. The engine starts these n requests before the new
-            # request. During this time, the engine starts at most n requests of each other client.
+            # new request already has n waiting requests. Before the new request, the engine starts
+            # these n requests, and at most n requests of each other client.
             num_own = self._requests.used_by(client)
             num_before = min(num_before, num_own * self._requests.num_clients)
         return num_before * passed_s / num_starts

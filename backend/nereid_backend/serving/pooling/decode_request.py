@@ -122,7 +122,7 @@ def split_token_ids(
         return []
     if not truncate:
         _refuse_long_input(lengths, max_len)
-    # `np.split` needs the end position of each input except the last input.
+    # `np.split` needs the end position of each input, but not of the last input.
     ends = np.cumsum(lengths)[:-1]
     return [ids_of_input[:max_len].tolist() for ids_of_input in np.split(ids, ends)]
 
@@ -252,7 +252,7 @@ def parse_document(text: str, index: int) -> str | bytes:
 def pair_queries(
     queries: Sequence[str], documents: Sequence[str | bytes]
 ) -> list[tuple[str, str | bytes]]:
-    """Pair the first query with the first document, the second with the second, and so on.
+    """Pair the first query with the first document, the second query with the second document.
 
     Example: the queries ["p", "q"] and the documents ["a", "b"] return [("p", "a"), ("q", "b")].
 

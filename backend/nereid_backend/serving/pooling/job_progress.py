@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits jobs into slices, sends the slices to the engine, and collects the results.
+"""Splits jobs into slices (groups of inputs), sends them to the engine, and collects the results.
 
     waiting inputs --(slices, in turn)--> engine --(results)--> one outcome when a job is complete
 
@@ -28,19 +28,21 @@ from nereid_backend.errors import (
 from nereid_backend.pooling.pooling_items import PoolingItem, PoolingResult
 from nereid_backend.serving.pooling.jobs import Job, Outcome, Value
 
-# The limits of one slice: the number of inputs, and the total size of the inputs in characters or
-# token ids.
+# The limits of one slice, a group of inputs that are sent to the engine together. The limits apply
+# to the number of inputs, and to their total size in characters or token ids.
 _SLICE_INPUTS = 256
 _SLICE_CHARACTERS = 2**16
-# An image counts as at least `_IMAGE_CHARACTERS` characters, so a slice has at most 8 images.
-# Decoding one image takes up to half a second, even if its file is small.
+# An image counts as at least `_IMAGE_CHARACTERS` characters, so at most 8 images are sent to the
+# engine together. Decoding one image takes up to half a second, even if the file is small.
 _IMAGE_CHARACTERS = _SLICE_CHARACTERS // 8
-# The largest number of slices of one job that are in the engine at the same time.
+# The inputs of a job are sent to the engine in groups (slices). At most `_MAX_SLICES` groups of one
+# job are in the engine at the same time.
 _MAX_SLICES = 2
-# Between two steps of the engine, inputs are sent to the engine for at most `_PREPARE_S` seconds.
+# Between two batches, inputs are sent to the engine for at most `_PREPARE_S` seconds.
 _PREPARE_S = 0.01
-# Matches an error message of the engine. The message begins with the index of the input within the
-# slice, unless the slice has only one input. Example: "input 3: input: the text is empty".
+# Matches an error message of the engine about a slice, which is a group of inputs. If the slice has
+# several inputs, the message begins with the index of one input within the slice. Example: "input
+# 3: input: the text is empty".
 _ENGINE_MESSAGE = re.compile(r"(?:input (?P<index>\d+): )?(?P<problem>.*)", re.DOTALL)
 
 log = logging.getLogger("nereid")
@@ -100,18 +102,18 @@ class _JobProgress:
 
     @property
     def can_send_slice(self) -> bool:
-        """Whether the next slice may be sent to the engine."""
+        """Whether the next group of inputs may be sent to the engine."""
         return self.num_sent < len(self.values) and len(self.slices) < _MAX_SLICES
 
     def slice_id(self, first: int) -> str:
-        """Return the id of a slice in the engine. `_parse_slice_id` reads the id.
+        """Return the id that the engine uses for a slice: a group of inputs of one job.
 
         `first` is the index of the slice's first input.
         """
         return f"{self.request_id}:{first}"
 
     def next_slice(self) -> list[PoolingItem]:
-        """Return the inputs of the next slice, and record that these inputs are sent.
+        """Return the next slice (a group of inputs), and record that these inputs are sent.
 
         Example: the first slice of a job with 300 short texts contains 256 texts, and the second
         slice contains 44 texts.
@@ -150,7 +152,7 @@ class _JobProgress:
                 return {name: value}
 
     def add_result(self, first: int, result: PoolingResult) -> None:
-        """Store the result of one input. `first` is the index of the first input of the slice."""
+        """Store the result of an input. The index of this input is `first` + `result.index`."""
         index = first + result.index
         self.values[index] = result.value
         self.num_tokens[index] = result.num_tokens
@@ -168,7 +170,7 @@ class _JobProgress:
         return Outcome.from_values(kind, values, self.num_tokens, offsets)
 
     def job_message(self, error: NereidError, first: int) -> str:
-        """Convert an error message about a slice of a job to an error message about the whole job.
+        """Rewrite an error message about some inputs of a job as a message about the whole job.
 
         Example: for the slice that begins with input 256 of a job in the tensor `texts`, "input 3:
         input: the text is empty" becomes "texts: element 259: the text is empty".
@@ -182,8 +184,9 @@ class _JobProgress:
         index_in_slice = int(match["index"] or 0)
         has_several_inputs = len(self.job.inputs) > 1
         element = f"element {first + index_in_slice}: " if has_several_inputs else ""
-        # In the error message, the name of the tensor replaces the word "input". The word "image"
-        # is not replaced, because a tensor can contain texts and images.
+        # If the engine's message begins with `input: `, the name of the tensor replaces this word.
+        # The word `image: ` stays after the name of the tensor, because a tensor can contain both
+        # texts and images.
         return f"{self.job.field}: {element}{problem.removeprefix('input: ')}"
 
 
@@ -198,8 +201,8 @@ class WorkerJobs:
     def __init__(self, engine: Engine, send: Callable[[list[Any]], None]) -> None:
         self._engine = engine
         self._send = send
-        # The incomplete jobs, by request id. The next slice of inputs comes from the first job
-        # whose `can_send_slice` is true.
+        # The incomplete jobs, by request id. The next inputs for the engine come from the first job
+        # in this dict for which `can_send_slice` is true.
         self._jobs: dict[str, _JobProgress] = {}
 
     @property
@@ -220,7 +223,7 @@ class WorkerJobs:
             self._engine.abort(progress.slice_id(first))
 
     def advance(self) -> None:
-        """Send inputs to the engine for up to 10 ms, then compute one batch.
+        """Send inputs to the engine for at most 10 ms. Then compute one batch of inputs.
 
         Raises:
             EngineError: the GPU is lost, so this process must end.
@@ -237,7 +240,7 @@ class WorkerJobs:
                 self._add_result(result, started)
 
     def _next_job(self) -> _JobProgress | None:
-        """Return the next job that can send a slice, or None.
+        """Return the next job whose inputs can be sent to the engine; None if there is no such job.
 
         Mutates: `_jobs`. The returned job is moved to the end, so that each of the other jobs sends
         a slice before this job sends another slice.
@@ -249,7 +252,7 @@ class WorkerJobs:
         return None
 
     def _send_slice(self, progress: _JobProgress) -> None:
-        """Send the next slice of a job to the engine. If an error occurs, refuse the whole job."""
+        """Send the next inputs of a job to the engine. If an error occurs, refuse the whole job."""
         first = progress.num_sent
         try:
             items = progress.next_slice()
@@ -290,14 +293,14 @@ class WorkerJobs:
     def _refuse_result(self, progress: _JobProgress, index: int, problem: str) -> None:
         """Refuse a whole job. The computation of the input with the index `index` has failed."""
         if is_lost_device(problem):
-            # Every later step on this device would fail, so this process ends. The stub then starts
-            # a new worker process.
+            # The device is lost, so every later computation would fail. Therefore this worker
+            # process ends. The Triton model then starts a new worker process.
             raise EngineError(f"the device is lost: {problem}")
         where = f"{progress.job.field}: element {index}: "
         self._refuse(progress, EngineError(where + problem))
 
     def _refuse(self, progress: _JobProgress, error: NereidError) -> None:
-        """Remove a job, and send the error to the stub."""
+        """Remove a job, and send `error` as the answer to the job."""
         self.abort(progress.request_id)
         kind = EngineError.__name__
         if isinstance(error, RequestError | CapacityError):
@@ -306,7 +309,7 @@ class WorkerJobs:
 
 
 def _parse_slice_id(slice_id: str) -> tuple[str, int]:
-    """Return the id of a slice's request, and the index of the slice's first input.
+    """Return the two parts of `slice_id`: the request id, and the index of the first input.
 
     Example: "7:256" returns ("7", 256).
     """
@@ -315,7 +318,7 @@ def _parse_slice_id(slice_id: str) -> tuple[str, int]:
 
 
 def _size_of_item(fields: Mapping[str, Any]) -> int:
-    """Return the size of an input in characters or token ids, to limit the size of a slice.
+    """Return the size of an input in characters or token ids.
 
     Example: {"pair": ("ab", "cde")} returns 5.
     """
@@ -329,7 +332,10 @@ def _size(content: str | bytes | list[int]) -> int:
 
 
 def _kind_of(value: Value) -> str:
-    """Derive the kind of a job's result from the value of one input. See Outcome.kind."""
+    """Return the kind of a job's result, such as "dense". `value` is the value of one input.
+
+    Outcome.kind describes the kinds.
+    """
     if isinstance(value, np.ndarray):
         return "dense" if value.ndim == 1 else "multi_vector"
     return "sparse" if isinstance(value, dict) else "score"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs that a stub sends to its worker, and the results that the worker returns."""
+"""The jobs that a Triton model sends to its worker process, and the results of the jobs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,11 +137,11 @@ def _integers(data: bytes) -> npt.NDArray[np.int32]:
 
 
 def _join_values(kind: str, values: Sequence[Value]) -> npt.NDArray[np.float32]:
-    """Combine the values of all inputs into one array. Outcome.values describes its shape."""
+    """Combine the values of all inputs into one array, whose shape Outcome.values describes."""
     if kind == "sparse":
         return np.zeros((0, 0), dtype=np.float32)
     if kind in ("multi_vector", "token_classify"):
-        # The value of each input has one row for each token of the input.
+        # The value of each input is an array with one row for each token of the input.
         return np.concatenate([np.asarray(value, dtype=np.float32) for value in values])
     return np.array(values, dtype=np.float32)
 

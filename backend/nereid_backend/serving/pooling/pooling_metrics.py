@@ -53,7 +53,7 @@ class _Values:
 
 
 class PoolingMetrics:
-    """The metrics of one model. Only the thread of the stub's loop may use them.
+    """The metrics of one model. Only the thread that runs the model's loop may use them.
 
     Args:
         model_name: the value of the label `model_name`.
@@ -75,8 +75,8 @@ class PoolingMetrics:
             name: families.histogram_counters(name, text, labels)
             for name, text in _HISTOGRAMS.items()
         }
-        # The time of the next publication, as a value of time.monotonic(). With the initial value
-        # 0, the first publication is due at once.
+        # The time at which the metrics must be published again, as a value of time.monotonic(). The
+        # initial value is 0, so the first publication is due immediately.
         self._publish_due = 0.0
 
     def note_success(

@@ -38,8 +38,8 @@ from nereid_backend.serving.tensors import Tensors
 from nereid_backend.serving.tracing import Tracing, traceparent_of
 
 _POLL_S = 0.02
-# The number of requests that one round of the loop checks for cancellation. Each check costs a
-# round trip to the server.
+# The loop repeatedly checks whether requests have been cancelled. It checks at most
+# `_CANCEL_CHECKS` requests at a time, because each check is a round trip to the server.
 _CANCEL_CHECKS = 32
 
 
@@ -282,7 +282,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             if pending.sender.is_cancelled():
                 self.end(pending, EngineError("the request was cancelled"))
             else:
-                # Move the request to the end, so that the next round checks other requests.
+                # Move the request to the end of the dict, so that other requests are checked next.
                 self.requests[request_id] = self.requests.pop(request_id)
         return _POLL_S
 

@@ -24,7 +24,7 @@ MakeEngine = Callable[[PoolingConfig, Callable[[str], None]], Engine]
 
 
 class WorkerService:
-    """Passes jobs to an engine, and sends the results of the jobs to the stub.
+    """Passes jobs to an engine, and sends the results of the jobs to the Triton model.
 
     Args:
         engine: the engine.

@@ -10,7 +10,7 @@ from nereid_backend.serving.tensors import Tensors
 
 # If the outputs have fewer than `_SMALL_BYTES` bytes, the free shared memory is not checked.
 _SMALL_BYTES = 64 * 1024
-# Triton server enlarges the memory pool of a stub in steps of `_POOL_STEP_BYTES` bytes.
+# Triton server enlarges the memory pool of a Python model in steps of `_POOL_STEP_BYTES` bytes.
 _POOL_STEP_BYTES = 1024 * 1024
 
 
@@ -28,8 +28,8 @@ def fits_shared_memory(outputs: Tensors) -> bool:
     except OSError:
         return True
     free_bytes = shared_memory.f_bavail * shared_memory.f_frsize
-    # While the stub's memory pool grows, the pool needs space for its old content and for the
-    # response.
+    # The server may have to enlarge the memory pool of this Python model. Meanwhile, the pool needs
+    # space for both the old content and the new response.
     needed_bytes = 2 * num_bytes + _POOL_STEP_BYTES
     return free_bytes > needed_bytes
 

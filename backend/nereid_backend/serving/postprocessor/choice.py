@@ -123,7 +123,8 @@ class Choice:
         self.context = context
         self._index = index
         self._token_texts = token_texts
-        # Each text passes through the following objects, in the order of the following lines.
+        # The objects that process each text of the choice. They process a text in the order of
+        # these lines.
         self._detokenizer = Detokenizer(decode, context.seed_token_ids)
         self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
@@ -134,7 +135,7 @@ class Choice:
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
         self._totals = _Totals()
-        # The end of the choice. The reasons are None while the choice continues.
+        # How the choice ended. While the choice continues, `stop_string` and `_reasons` are None.
         self.stop_string: str | None = None
         self._reasons: _EndReasons | None = None
         self.is_finished = False
@@ -146,6 +147,7 @@ class Choice:
         sequence ended is then read from `delta`.
         """
         # If a delta does not report the number of cached tokens, its `num_cached_tokens` is 0.
+        # Therefore keep the larger number.
         self._totals.num_cached_tokens = max(
             self._totals.num_cached_tokens, delta.num_cached_tokens
         )
@@ -202,7 +204,7 @@ class Choice:
         return self.context.prompt_token_ids is not None and bool(self._unsent.token_ids)
 
     def _add_text_of_tokens(self, token_ids: list[int], ending: Ending | None) -> int:
-        """Add the text of the tokens of one step. Text after a stop string is not added.
+        """Add the text of `token_ids`, but not the text after a stop string.
 
         Example: for the tokens "Hi", " END" and " you" and the stop string "END", the text "Hi " is
         added and 2 is returned. The third token has no effect.
@@ -228,8 +230,8 @@ class Choice:
         if self.stop_string is not None:
             return num_added
         has_stop_token = len(text_ids) < len(token_ids)
-        # A stop token inside the reasoning is a reasoning token, too. It was not counted yet,
-        # because it has no text.
+        # A stop token inside the reasoning is a reasoning token, too. It has no text, so the code
+        # above has not counted it.
         self._totals.num_reasoning_tokens += has_stop_token and self._message.is_reasoning
         return len(token_ids)
 
@@ -254,7 +256,7 @@ class Choice:
             self._add_text_before_stop(text)
         else:
             self._add_text(text)
-        # The tokens of the closing marker belong to reasoning, too.
+        # The tokens of the marker that ends the reasoning count as reasoning tokens, too.
         self._totals.num_reasoning_tokens += was_reasoning or self._message.is_reasoning
 
     def _add_text_before_stop(self, text: str) -> None:
@@ -268,7 +270,7 @@ class Choice:
         self.stop_string = match.stop
 
     def _add_withheld_text(self) -> None:
-        """Add the buffered text of the detokenizer and of the search for stop strings."""
+        """Add the text that the detokenizer and the search for stop strings have held back."""
         if self.stop_string is None:
             self._add_text_before_stop(self._detokenizer.finish())
         if self.stop_string is None:
@@ -280,7 +282,7 @@ class Choice:
         self._message.feed(text)
 
     def _count_tokens(self, count: int, delta: SequenceDelta) -> None:
-        """Record the first `count` tokens of a step, and their log-probabilities.
+        """Record the first `count` tokens of `delta`, and the log-probabilities of these tokens.
 
         The remaining tokens of the step do not belong to the output.
         """
@@ -313,7 +315,7 @@ class Choice:
         self._reasons = _EndReasons(finish_reason, stop_reason)
 
     def _build_delta(self) -> dict[str, Any]:
-        """Convert the unsent output to the JSON object of the output `delta`.
+        """Convert the output that has not been sent yet to the JSON object of the tensor `delta`.
 
         Example of the last delta: `{"content": "Hi", "cumulative_logprob": -0.5, "finish_reason":
         "stop", "usage": {...}}`.
@@ -347,7 +349,7 @@ class Choice:
         return fields
 
     def _ending_fields(self) -> dict[str, Any]:
-        """Return the fields that only the last delta has; {} while the choice continues."""
+        """If the choice has ended, return the fields that only the last delta has, otherwise {}."""
         if self._reasons is None:
             return {}
         fields: dict[str, Any] = {

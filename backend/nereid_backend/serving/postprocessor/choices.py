@@ -31,7 +31,7 @@ class Choices:
         slots: Sequence[int],
         choices: Iterable[Choice],
     ) -> None:
-        """Initialise the state of a request before its first step.
+        """Initialise the state of a request for which no tokens have arrived yet.
 
         Args:
             context: the data of the request that the postprocessor needs.
@@ -50,14 +50,14 @@ class Choices:
         self.parsing_s = 0.0
 
     def add(self, state: StepState) -> None:
-        """Add the tokens of one step to the choices to which the tokens belong."""
+        """Add the new tokens in `state` to the choices to which these tokens belong."""
         start_time = time.monotonic()
         for delta in state.deltas:
             self._choices[delta.index].add(delta)
         self.parsing_s += time.monotonic() - start_time
 
     def stopped_slots(self) -> list[int]:
-        """Return the slots of all choices that have reached a stop string but have not ended."""
+        """Return the memory slots of all choices that contain a stop string but have not ended."""
         return [
             slot
             for slot, choice in zip(self._slots, self._choices, strict=True)

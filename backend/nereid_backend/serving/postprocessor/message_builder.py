@@ -19,8 +19,9 @@ from nereid_parsers.format import Sections, Shown, UnknownTool
 
 from nereid_backend.serving.wire import StreamContext
 
-# The name of this tool is a null character, which no model generates. If this tool is the only
-# tool, every tool call of the model is a call of an unknown tool.
+# No model can call this tool, because the name of the tool is a null character, which no model
+# generates. If the parser knows only this tool, every tool call in the output is a call of an
+# unknown tool.
 _UNCALLABLE_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "\0"}}
 
 
@@ -76,14 +77,15 @@ class ParsedMessage:
         adapted = _adapt_format(fmt, context)
         tools = [dict(tool) for tool in context.tools]
         if not context.reads_calls:
-            # Tool calls must not be parsed. If `_UNCALLABLE_TOOL` is the only known tool, every
-            # tool call of the model names an unknown tool. With the format `adapted`, the parser
-            # leaves such calls in the content.
+            # Tool calls must not be parsed. If the parser knows only the tool `_UNCALLABLE_TOOL`,
+            # every tool call in the output is a call of an unknown tool. With the format `adapted`,
+            # the parser leaves calls of unknown tools in the content.
             tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
         self.has_calls = False
-        # The fields of the next delta: the pieces of text, and the tool calls by their index.
+        # The fields of the next delta: the new parts of the reasoning and of the content, and the
+        # tool calls by their index.
         self._new_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._new_calls: dict[int, dict[str, Any]] = {}
         # The marker, such as "<think>", that the parser adds to the beginning of the content; "" if
@@ -91,7 +93,7 @@ class ParsedMessage:
         self._added_marker = self._marker_added_by_parser(adapted)
 
     def _marker_added_by_parser(self, fmt: Format) -> str:
-        """Return the marker that the parser adds to the beginning of the content; "" if none.
+        """Return the marker that the parser adds before the content; "" if it adds no marker.
 
         Some prompts end with the opening marker of the reasoning, such as <think>. If the reasoning
         of such a request stays in the content, the parser adds this marker to the content. The
@@ -118,7 +120,7 @@ class ParsedMessage:
         self._add(self._parser.finish())
 
     def take(self) -> dict[str, Any]:
-        """Return the next delta of the message. The next call returns only later additions.
+        """Return what was added to the message since the last call, as the next delta.
 
         The delta contains what was added to `reasoning`, `content` and `tool_calls` since the last
         call. Fields without a value are left out. Only the first delta of a tool call contains its
@@ -146,8 +148,9 @@ class ParsedMessage:
                     if self._context.include_reasoning:
                         self._new_texts["reasoning"].append(text)
                 case ReasoningDelta(text) | ContentDelta(text):
-                    # If the parser has added a marker, the first text begins with the complete
-                    # marker. The model did not generate the marker, so remove it.
+                    # Some prompts end with a marker such as <think>, and the parser adds this
+                    # marker to the first text. The model did not generate the marker, so remove the
+                    # marker from the text.
                     self._new_texts["content"].append(text.removeprefix(self._added_marker))
                     self._added_marker = ""
                 case ToolCallStart(index, id=call_id, name=name):
@@ -157,7 +160,7 @@ class ParsedMessage:
                     self._new_call(index)["arguments"] += text
 
     def _new_call(self, index: int) -> dict[str, Any]:
-        """Return the entry of the next delta for the tool call with the index `index`.
+        """Return the data of the tool call `index` that the next delta will contain.
 
         Create the entry if it is missing.
         """
@@ -185,7 +188,7 @@ def _opening_marker(fmt: Format) -> str:
 
 
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:
-    """Return the chat format for the options `separate_reasoning` and `reads_calls`.
+    """Return `fmt`, changed so that the options `separate_reasoning` and `reads_calls` apply.
 
     If `separate_reasoning` is False, the result leaves reasoning in the content. If `reads_calls`
     is False, the result leaves tool calls in the content.

@@ -21,7 +21,8 @@ class OpenStreams:
 
     def __init__(self) -> None:
         self._streams: dict[int, Choices] = {}
-        # The serial number of the last stream in each slot.
+        # Maps the number of each memory slot to the serial number of the last stream that used the
+        # slot.
         self._serials: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -29,18 +30,18 @@ class OpenStreams:
         return len(self._streams)
 
     def is_late(self, state: StepState) -> bool:
-        """Return whether a step belongs to an earlier stream of the slot."""
+        """Return whether `state` belongs to an earlier stream that used the same memory slot."""
         return state.serial < self._serials.get(state.slot, 0)
 
     def is_new(self, state: StepState) -> bool:
-        """Return whether a step belongs to a new stream.
+        """Return whether `state` belongs to a new stream.
 
         A stream is new until `start` is called for the stream.
         """
         return state.serial > self._serials.get(state.slot, 0)
 
     def start(self, state: StepState) -> None:
-        """Record that a new stream uses the slot `state.slot` from now on.
+        """Record that a new stream uses the memory slot `state.slot` from now on.
 
         If the previous stream of the slot is still open, because it had no last step, remove the
         previous stream. The new stream is opened later by `add`.
@@ -53,11 +54,11 @@ class OpenStreams:
         self._streams[state.slot] = choices
 
     def get(self, state: StepState) -> Choices | None:
-        """Return the stream of a step; None if the stream has ended, for example with an error."""
+        """Return the open stream to which `state` belongs; None if this stream has ended."""
         return self._streams.get(state.slot)
 
     def remove(self, state: StepState) -> None:
-        """If the stream of a step is open, remove the stream."""
+        """Remove the stream to which `state` belongs. Do nothing if this stream is not open."""
         self._streams.pop(state.slot, None)
 
     def clear(self) -> None:

@@ -30,11 +30,11 @@ from nereid_backend.text.detokenizer import decoder
 from nereid_backend.text.logprob_entries import vllm_entry
 from nereid_backend.text.token_text import TokenText
 
-# The postprocessor checks whether clients have cancelled their requests. Two limits apply to these
-# checks. The first limit is the shortest time between two checks of one stream. The second limit is
-# the largest number of checks per second for all streams together. A check is one round trip to the
-# server, and takes about 5 % of the CPU time of a response. With 256 streams, a stream is checked
-# every 0.64 s.
+# The postprocessor repeatedly asks the server whether the client of a stream has cancelled.
+# `_CANCEL_CHECK_S` is the shortest time between two checks of one stream.
+# `_CANCEL_CHECKS_PER_SECOND` is the largest number of checks per second for all streams together.
+# Each check is a round trip to the server, and takes about 5 % of the CPU time of a response. With
+# 256 streams, each stream is checked every 0.64 s.
 _CANCEL_CHECK_S = 0.1
 _CANCEL_CHECKS_PER_SECOND = 400
 
@@ -59,7 +59,7 @@ class PostprocessorModel:
         self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
-        """Process the steps in `requests` in order, and send the responses.
+        """Process the messages in `requests` in order, and send the responses to the clients.
 
         A step is a message of the executor with new tokens. All steps of the same client request
         belong to one stream.
@@ -81,7 +81,7 @@ class PostprocessorModel:
         self._tracing.close()
 
     def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Process one step, and return the response, or None if there is no output.
+        """Process one message of the executor. Return the response; None if there is no output.
 
         A step is a message of the executor with the new tokens of one stream. A stream belongs to
         one client request, and has a slot in the feedback memory. In the slot, this method reports
@@ -106,7 +106,7 @@ class PostprocessorModel:
             raise
 
     def _verify_step(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
-        """Check that an executor has signed the step in a request, and return the StepState.
+        """Check that an executor has signed the message in `request`, and return the StepState.
 
         If the step comes from a restarted executor, remove all open streams, because the restarted
         executor numbers its streams from 1 again.
@@ -123,7 +123,7 @@ class PostprocessorModel:
         return StepState.unpack(packed_state)
 
     def _advance(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
-        """Add a step to its stream, and return the response; None if there is no new output."""
+        """Add the tokens in `state` to `choices`. Return the response; None if there is none."""
         choices.add(state)
         if state.is_last:
             self._streams.remove(state)
@@ -158,7 +158,7 @@ class PostprocessorModel:
             self._feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
 
     def _keepalive(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
-        """Return None, or an empty response if `keepalive_ms` have passed without a response.
+        """Return an empty response if `keepalive_ms` have passed without a response, else None.
 
         Triton's HTTP endpoint detects a disconnected client only when it sends a response.
         """
@@ -192,7 +192,7 @@ class PostprocessorModel:
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
 
     def _open(self, state: StepState) -> None:
-        """Open a new stream. `state` is the first step of the stream.
+        """Open the new stream that begins with the message `state`.
 
         Raises:
             RequestError: the context of the request is damaged.
@@ -221,7 +221,7 @@ class PostprocessorModel:
         this format. Otherwise, the output is plain text. The parser needs the text of the markers,
         and markers are often special tokens. So special tokens can be skipped only in plain text.
         """
-        # Only the output of a chat is parsed. In the context of a completion, `prompt` is None.
+        # Only the output of a chat is parsed. For a completion, `prompt` is None.
         is_chat = context.prompt is not None
         fmt = self._format if is_chat else None
         if fmt is None and context.skip_special_tokens:

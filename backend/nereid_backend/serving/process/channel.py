@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends messages between a stub and its child process, as msgpack values over a socket pair."""
+"""Sends messages between a Triton model and a child process: msgpack values over a socket pair."""
 
 import select
 import socket

@@ -5,9 +5,9 @@ import os
 import time
 from collections.abc import Callable
 
-# If more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `is_hanging`, this process
-# was probably paused. The child process may have been paused, too. Therefore at most
-# `_LONGEST_INTERVAL_S` seconds count as time without a message.
+# Suppose that more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `is_hanging`. This
+# process was then probably paused, and the child process may have been paused, too. Therefore at
+# most `_LONGEST_INTERVAL_S` seconds between two calls count as time without a message.
 _LONGEST_INTERVAL_S = 0.5
 # A process whose CPU load is at least `_MIN_CPU_LOAD` is considered busy. If the model runs on a
 # CPU, the time limit for a busy process is `_BUSY_LIMIT_FACTOR` times as long.
@@ -42,12 +42,12 @@ class HangWatch:
         self._limit_s = limit_s
         self._cpu_seconds = cpu_seconds
         self._clock = clock
-        # The time without a message, measured until the last call of `is_hanging`. `_last_checked`
-        # is the time of this call.
+        # `silent_s` is the time without a message from the process until the last call of
+        # `is_hanging`. `_last_checked` is the time of that call.
         self.silent_s = 0.0
         self._last_checked = clock()
-        # The CPU time that the process had used when half of the time limit had passed without a
-        # message. None means that less than half of the time limit has passed.
+        # When half of the time limit has passed without a message, the CPU time that the process
+        # has used is stored here. Until then, the value is None.
         self._cpu_at_half_limit_s: float | None = None
 
     def note_message(self) -> None:
@@ -79,21 +79,21 @@ class HangWatch:
         return True
 
     def _measure_silence(self, *, is_working: bool) -> None:
-        """Update `silent_s`: add the passed time, or store 0 if the process has no work."""
+        """Update `silent_s`, the time without a message. If the process has no work, store 0."""
         now = self._clock()
         passed_s = min(now - self._last_checked, _LONGEST_INTERVAL_S)
         self._last_checked = now
         self.silent_s = self.silent_s + passed_s if is_working else 0.0
 
     def _measure_cpu_at_half_limit(self) -> None:
-        """Store the CPU time for `_is_busy` as soon as half of the time limit has passed."""
+        """When half of the time limit has passed, store how much CPU time the process has used."""
         if not self._limit_s or self.silent_s <= self._limit_s / 2:
             self._cpu_at_half_limit_s = None
         elif self._cpu_at_half_limit_s is None:
             self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
-        """Return whether the process has been busy since half of the time limit passed."""
+        """Return whether the process has been busy since the first half of the time limit ended."""
         assert self._cpu_at_half_limit_s is not None, "half of the limit has passed"
         used_cpu_s = self._cpu_seconds() - self._cpu_at_half_limit_s
         measured_s = self.silent_s - self._limit_s / 2

@@ -59,7 +59,7 @@ class Service(Protocol):
         """Handle the message [kind, *values], which the parent process has sent."""
 
     def advance(self) -> None:
-        """Do one step of the work, and send the results. An exception ends the process."""
+        """Do the next part of the work, and send the results. An exception ends the process."""
 
 
 MakeService = Callable[[dict[str, Any], Send, Callable[[str], None]], Service]
@@ -83,9 +83,9 @@ def serve(make: MakeService) -> NoReturn:
             service.start()
             code = _run(service, channel)
     sys.stdout.flush()
-    # Exit without Python's cleanup, for two reasons. Unloading torch takes one or two seconds, but
-    # Triton server does not wait that long. Libraries would also log messages after the line that
-    # explains the exit.
+    # Exit without Python's cleanup for two reasons. First, unloading torch takes one or two
+    # seconds, and Triton server does not wait that long. Second, libraries would log messages
+    # during the cleanup, after the line that explains the exit.
     os._exit(code)
 
 
@@ -94,8 +94,9 @@ def reduce_garbage_collection() -> None:
 
     A process calls this function once, after loading.
     """
-    # All objects that exist now are permanent. If they were not frozen, each full garbage
-    # collection would visit them and delay a step by a fifth of a second.
+    # The objects that exist now are used until the process ends. If they were not frozen, each full
+    # garbage collection would visit all these objects. This would delay the computation of the next
+    # tokens by a fifth of a second.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_MAX_NEW_OBJECTS)
@@ -126,8 +127,8 @@ def _run(service: Service, channel: Channel) -> int:
     inbox = Inbox(channel)
     while True:
         # If there is work, read only the messages that have already arrived. Otherwise, wait for a
-        # message for at most _IDLE_POLL_S. Then call `has_work` again, because it also detects that
-        # another process of the model has died.
+        # message for at most _IDLE_POLL_S. Then call `has_work` again, because `has_work` also
+        # detects that another process of the model has died.
         timeout_s = 0 if service.has_work() else _IDLE_POLL_S
         for kind, *values in inbox.receive(timeout_s):
             if kind == "stop":

@@ -90,10 +90,10 @@ class ChildProcess:
         self._process = start_process(program.module, child_end, program.title)
         child_end.close()
         self.pid = pid = self._process.pid
-        # `_await_ready` replaces these two values when the model is loaded.
+        # These values are replaced when the model is loaded; see `_await_ready`.
         self.info: dict[str, Any] = {}
         self.load_s = 0.0
-        # The connection to the process. The outbox is the thread that sends the messages.
+        # The connection to the process, and the thread that sends messages over this connection.
         self._channel = Channel(parent_end)
         self._outbox = Outbox(self._channel)
         self._hang_watch = HangWatch(program.hang_timeout.value, lambda: cpu_seconds(pid))

@@ -91,8 +91,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.requests: dict[str, RequestT] = {}
         # Maps the id of each request in `requests` to the process that computes the request.
         self._owners: dict[str, SupervisedProcess] = {}
-        # The server's thread fills these queues, and the loop empties the queues. `_arrivals`
-        # contains new requests, and `_results` contains pairs of a response sender and a response.
+        # Two queues, which the server's thread fills and the loop empties. `_arrivals` contains new
+        # requests. `_results` contains responses, each with the response sender of the request.
         self._arrivals: queue.SimpleQueue[_Arrival[RequestT]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -158,7 +158,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """Record that a child process has been restarted."""
 
     def publish_metrics(self) -> None:
-        """Publish the model's metrics, if it has any."""
+        """If the model has metrics, publish the metrics."""
 
     # The methods below are called by Triton server. The subclass implements `initialize`.
 
@@ -259,7 +259,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
     # Only the loop's thread calls the methods below.
 
     def _loop(self) -> None:
-        """Serve the requests in rounds, until `finalize` is called. Then end all requests."""
+        """Call `_serve_round` until `finalize` is called. Then end all requests."""
         wait_s = 0.0
         while not self._stopping.is_set():
             try:
@@ -280,8 +280,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """
         self._use_restarted_processes()
         received = self._receive(wait_s)
-        # A message can already belong to a request that has just arrived, so take the new requests
-        # before the messages are handled.
+        # A received message can belong to a request that has just arrived. Therefore take the new
+        # requests first, and handle the messages afterwards.
         self._take_arrivals()
         for result in received:
             self._handle_messages(result)

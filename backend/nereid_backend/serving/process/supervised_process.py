@@ -57,9 +57,8 @@ class SupervisedProcess:
         self.num_deaths = 0
         self.num_restarts = 0
         self.has_given_up = False
-        # A restart that has begun: the thread that starts a new process, and the process that the
-        # thread has started. If no restart has begun since the last call of `finish_restart`, both
-        # are None.
+        # The thread that starts a new process, and the process that the thread has started. Both
+        # are None before a restart begins, and again after a call of `finish_restart`.
         self._restart_thread: threading.Thread | None = None
         self._replacement: ChildProcess | None = None
         # Set when the server shuts down, so that the thread ends early.
@@ -79,7 +78,7 @@ class SupervisedProcess:
 
     @property
     def has_restart_ended(self) -> bool:
-        """Whether a restart has succeeded or failed, so that `finish_restart` must be called."""
+        """Whether a restart has succeeded or failed. `finish_restart` must then be called."""
         return self._restart_thread is not None and not self._restart_thread.is_alive()
 
     def finish_restart(self) -> None:

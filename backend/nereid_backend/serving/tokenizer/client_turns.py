@@ -16,8 +16,8 @@ class ClientTurns(Generic[Item]):
     """
 
     def __init__(self) -> None:
-        # Maps a client to its items. The first key is the client whose item is returned next.
-        # Clients without items are absent.
+        # Maps each client to a queue with the items of the client. The first key of the dict is the
+        # client whose item is returned next. Clients without items are absent.
         self._items: dict[str, deque[Item]] = {}
 
     def __bool__(self) -> bool:
@@ -41,7 +41,7 @@ class ClientTurns(Generic[Item]):
         return item
 
     def remove(self, client: str, item: Item) -> None:
-        """Remove an item that `client` has added. `take` must not have returned the item."""
+        """Remove an item of `client`. The item must still be in the queue."""
         self._items[client].remove(item)
         if not self._items[client]:
             del self._items[client]

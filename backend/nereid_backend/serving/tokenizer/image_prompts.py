@@ -26,8 +26,8 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _ENCODER_WORDS = ("vis", "audio", "encoder")
 # The largest total size of a request's images, measured in bytes of base64 text.
 MAX_IMAGE_BYTES = 32 * 2**20
-# The number of bytes that become MAX_IMAGE_BYTES bytes of base64 text. Base64 text has four
-# characters for each three bytes.
+# The largest total size of the image files in bytes. Base64 text has four characters for each three
+# bytes. Therefore files of this size become MAX_IMAGE_BYTES bytes of base64 text.
 _MAX_FILE_BYTES = MAX_IMAGE_BYTES * 3 // 4
 
 
@@ -189,7 +189,7 @@ class ImagePrompts:
         self._process.warm_up()
 
     def prepare(self, text: str, images: list[bytes]) -> tuple[list[int], bytes]:
-        """Prepare a prompt that contains images. Return its token ids and its packed images.
+        """Return the token ids of a prompt with images, and the bytes of the processed images.
 
         The method is thread-safe. Requests are prepared one after another.
 

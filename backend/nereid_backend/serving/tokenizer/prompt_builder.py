@@ -147,7 +147,7 @@ class PromptBuilder:
         return prompt
 
     def _tokenize(self, text: str, add_special_tokens: bool, num_kept: int | None) -> Prompt:
-        """Tokenise a text. If `num_kept` is a number, keep only the last `num_kept` tokens.
+        """Convert a text to token ids. If `num_kept` is set, keep only the last `num_kept` ids.
 
         Raises:
             RequestError: the text is too long.
@@ -232,9 +232,9 @@ class PromptBuilder:
             tokens_of_six = self.encode(self._renderer.render(six_messages))
         except RequestError:
             return 1
-        # Some templates add a text once for each chat, regardless of the number of messages. The
-        # chats with two and with six messages both contain this text, so the text does not change
-        # the difference.
+        # Some chat templates add a text once for each chat, regardless of the number of messages.
+        # Both chats contain this text, so the text does not change the difference between the
+        # numbers of their tokens.
         num_added_tokens = len(tokens_of_six) - len(tokens_of_two)
         num_added_messages = len(six_messages) - len(two_messages)
         return max(num_added_tokens // num_added_messages, 1)

@@ -173,7 +173,9 @@ def _options(fields: RequestFields) -> RequestOptions:
 
 
 def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
-    """Return how many top tokens to report at each position; None for no log-probabilities.
+    """Return how many of the most likely tokens the response reports at each position.
+
+    Return None if the request asks for no log-probabilities.
 
     Examples: `logprobs: true, top_logprobs: 5` returns 5, `logprobs: true` returns 0 (only the
     chosen token), and the number `logprobs: 3` of a completion request returns 3.

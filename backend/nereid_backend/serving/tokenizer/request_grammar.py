@@ -116,8 +116,8 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     kind = form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # `answer_node` validates `form`. Only a structural tag needs the node that `answer_node`
-    # returns.
+    # `answer_node` is called for all of the following kinds of formats, because it validates
+    # `form`. Only a structural tag also needs the result.
     with _convert_errors(output):
         node = answer_node(form)
     match kind:
@@ -150,7 +150,7 @@ def _convert_errors(output: OutputFormat | None) -> Iterator[None]:
 
 
 def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestGrammar:
-    """Build a RequestGrammar that contains `spec`, the grammar for the engine.
+    """Build the RequestGrammar of a request from `spec`, the grammar for the engine.
 
     Args:
         output: the output format from which the grammar was built; None if the grammar only

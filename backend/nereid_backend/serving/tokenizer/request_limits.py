@@ -23,17 +23,17 @@ from nereid_backend.errors import RequestError
 _DEFAULT_MODEL_LEN = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 # A chat template can drop text of the messages, such as the reasoning of earlier answers. Therefore
-# the prompt can be short enough even if the texts of the chat are longer than the longest prompt.
-# The total size of these texts may be up to `_DROPPED_TEXT_FACTOR` times max_prompt_bytes.
+# the messages of a chat can together be longer than the rendered prompt. They may have up to
+# `_DROPPED_TEXT_FACTOR` times max_prompt_bytes, the largest size of a prompt.
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
 # A request may have `_OTHER_BYTES` bytes in addition to its prompt, for example for a grammar.
 _OTHER_BYTES = 4 * 2**20
-# The limit on the bytes of a prompt is max_model_len times the bytes of the longest token, but at
-# least max_model_len times `_MIN_TOKEN_BYTES`. Some tokenizers shorten a text before they split the
-# text into tokens. For such a tokenizer, a text of max_model_len tokens may have more bytes than
-# max_model_len times the bytes of the longest token.
+# The largest size of a prompt is max_model_len times the number of bytes of the longest token. Some
+# tokenizers shorten a text before they split the text into tokens. A token can then stand for more
+# bytes than the longest token has. Therefore a prompt may always have max_model_len times
+# `_MIN_TOKEN_BYTES` bytes.
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
 # Some fields contain lists of token ids. A request may have enough values for `_TOKEN_LISTS` lists
@@ -145,8 +145,8 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # max_messages is max_model_len divided by the smallest number of tokens of a message.
-        # Therefore max_model_len divided by max_messages is about this smallest number of tokens.
+        # max_messages is max_model_len divided by the smallest number of tokens that a message can
+        # have. Therefore the following division returns about this smallest number of tokens.
         min_message_tokens = self.max_model_len // self.max_messages
         least_tokens = self._above_limit(count * min_message_tokens)
         raise RequestError(
@@ -210,7 +210,8 @@ class RequestLimits:
             beginning: the beginning of the error message, which gives the size of the prompt.
             min_bytes: the prompt has at least this number of bytes in UTF-8.
         """
-        # max_prompt_bytes is the product of max_model_len and the bytes of the longest token.
+        # max_prompt_bytes is the product of max_model_len and the largest number of bytes of a
+        # token.
         max_token_bytes = self.max_prompt_bytes // self.max_model_len
         least_tokens = self._above_limit(min_bytes // max_token_bytes)
         return RequestError(
@@ -249,7 +250,8 @@ def measure(value: object, limits: RequestLimits) -> Size:
     num_bytes = 0
     num_values = 0
     depth = -1
-    # The values of one level are counted together, because recursion could exceed Python's limit.
+    # Count the values of one level of nesting after the other, without recursion. With recursion,
+    # deep nesting could exceed Python's recursion limit.
     values_of_level: list[Any] = [value]
     while values_of_level:
         if num_values > limits.max_values or depth > limits.max_depth:

@@ -15,8 +15,9 @@ from nereid_backend.serving.wire import StreamContext
 # Only the end of a prompt determines whether the output begins inside reasoning, content or a tool
 # call.
 _PROMPT_TAIL_CHARS = 4096
-# A token's text can depend on the tokens before this token. Therefore the detokenizer of a
-# completion starts with the last `_NUM_SEED_TOKENS` tokens of the prompt.
+# The text of a token can depend on the tokens before this token. The output of a completion follows
+# the prompt. Therefore the detokenizer of a completion starts with the last `_NUM_SEED_TOKENS`
+# tokens of the prompt.
 _NUM_SEED_TOKENS = 6
 
 

@@ -23,9 +23,9 @@ _EFFORT = "reasoning_effort"
 _NO_EFFORT = "none"
 _MAX_EFFORT_CHARS = 32
 _UNLIMITED = -1
-# A larger budget is replaced by `_LARGEST`, because the messages to the engine cannot contain
-# arbitrarily large numbers. The replacement does not change the output, because every output has
-# fewer tokens.
+# A budget that is larger than `_LARGEST` is replaced by `_LARGEST`, because a message to the engine
+# cannot contain arbitrarily large numbers. The output stays the same, because every output has
+# fewer than `_LARGEST` tokens.
 _LARGEST = 2**31 - 1
 # `_CODE` matches the Jinja code between {{ }} or {% %}. `_STRING` matches a string literal inside
 # that code.
@@ -122,8 +122,8 @@ def build_thinking_spec(
     """
     if budget is None:
         return None
-    # `gate` contains the markers around reasoning. `gate.is_open` says whether the prompt ends
-    # inside reasoning.
+    # `gate` contains the marker before the reasoning and the marker after the reasoning. If
+    # `gate.is_open` is true, the prompt ends inside the reasoning.
     gate = None if fmt is None else fmt.reasoning_gate(prompt)
     if fmt is None or gate is None:
         raise RequestError(

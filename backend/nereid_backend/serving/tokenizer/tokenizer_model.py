@@ -155,7 +155,7 @@ class TokenizerModel:
         )
 
     def _record_span(self, request: Any, began: float, num_tokens: int) -> str:  # noqa: ANN401
-        """Record a span that ends now, and return the traceparent for the later spans.
+        """Record a span that ends now. Return the traceparent header for the later spans.
 
         A traceparent identifies the parent of a span. If the client has sent a traceparent, all
         spans of the request have this parent. Otherwise, the new span is the parent of the later

@@ -31,7 +31,7 @@ def read_num_kept(fields: Mapping[str, Any], max_model_len: int) -> int | None:
         raise RequestError(f"{_FIELD}: the value must be -1 or at least 1, but the request has 0.")
     if num_kept != _AS_MANY_AS_FIT:
         return num_kept
-    # Keep so many tokens that max_tokens new tokens still fit into max_model_len.
+    # Truncate the prompt so that the prompt and max_tokens new tokens fit into max_model_len.
     max_tokens = fields.get("max_tokens")
     if isinstance(max_tokens, int) and 0 < max_tokens < max_model_len:
         return max_model_len - max_tokens

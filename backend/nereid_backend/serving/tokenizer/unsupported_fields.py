@@ -41,7 +41,7 @@ _NO_SUCH_SAMPLER = "this server does not support this sampler"
 
 
 def _replaced_by(field: str) -> _Refusal:
-    """Return the `_Refusal` of an unsupported field. Clients must send `field` instead."""
+    """Return a `_Refusal` which says that clients must send `field` instead."""
     return _Refusal(f"{field} replaces this field", remedy=f"Send {field} instead")
 
 

@@ -45,14 +45,14 @@ NUMBER = struct.Struct("!q")
 _CREDENTIALS = struct.Struct("3i")
 # The files of a request: the JSON text, the channel, the standard output and the standard error.
 _FILES_OF_REQUEST = 4
-# The time limit is short, because a stub sends its request immediately after it has connected.
+# The time limit is short, because a process sends its request immediately after it has connected.
 _RECEIVE_TIMEOUT_S = 5.0
 # The file descriptors of the standard output and the standard error.
 _STDOUT, _STDERR = 1, 2
 _WAKE_BYTES = 4096
 _ANY_CHILD = -1  # As an argument of os.waitpid, -1 means any child process.
-# Selects the fields arg_start and arg_end of /proc/self/stat. The field after the program name has
-# the index 0.
+# Selects the fields arg_start and arg_end of /proc/self/stat. The indices count from the field
+# after the name of the program, which has the index 0.
 _ARGUMENTS = slice(45, 47)
 # Environment variables that have no effect on the import of libraries.
 _IGNORED_PREFIXES = ("NEREID_", "_NEREID_", "PYTEST_")
@@ -113,7 +113,8 @@ class ForkServer:
         """
         self._listener = listener
         self._environment = environment
-        # The connection to the stub of each child process, by the id of the child process.
+        # Maps the id of each child process to the connection over which the child process was
+        # requested.
         self._connections: dict[int, socket.socket] = {}
         # Python writes a byte into `_wake_writer` when a child process has ended. `_wake` then has
         # data, which wakes the selector.
@@ -133,7 +134,7 @@ class ForkServer:
                 handle_event()
 
     def _accept(self) -> None:
-        """Accept a connection from a stub, and create the requested child process.
+        """Accept a connection from a Triton model, and create the requested child process.
 
         Send the id of the child process to the stub. If no process can be created, close the
         connection without an answer. If the stub closes the connection later, the child process is
@@ -191,14 +192,14 @@ class ForkServer:
             os._exit(1)
 
     def _kill(self, pid: int) -> None:
-        """Kill a child process, because its stub has died."""
+        """Kill a child process, because the process that requested the child has died."""
         self._selector.unregister(self._connections[pid])
         # The process id cannot belong to another process, because `_reap` has not waited for this
         # child process yet.
         os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Send the exit code of each ended child process to its stub."""
+        """Send the exit code of each ended child process to the process that requested it."""
         # Python has written one byte for each child process that has ended. Read all of these
         # bytes.
         with contextlib.suppress(BlockingIOError):
@@ -210,14 +211,14 @@ class ForkServer:
             self._close_connection(pid)
 
     def _close_connection(self, pid: int) -> None:
-        """Close the connection to the stub of a child process that has ended."""
+        """Close the connection over which a child process was requested. The child has ended."""
         connection = self._connections.pop(pid)
         with contextlib.suppress(KeyError):  # The stub has closed the connection.
             self._selector.unregister(connection)
         connection.close()
 
     def _send(self, pid: int, number: int) -> None:
-        """Send `number` to the stub of a child process. Do nothing if the stub has died.
+        """Send `number` to the process that requested a child. Do nothing if the process has died.
 
         The number is the process id or the exit code of the child process.
         """
@@ -279,14 +280,14 @@ def _receive(connection: socket.socket) -> Request | None:
 def _read_json(descriptor: int) -> Any:  # noqa: ANN401 - any JSON value
     """Parse the content of an open JSON file. The file stays open."""
     with open(descriptor, "rb", closefd=False) as json_file:
-        # The stub and this process share the file position. The position is at the end, because the
-        # stub has written the file.
+        # The Triton model has written this file, and shares the position in the file with this
+        # process. Therefore the position is still at the end of the file.
         json_file.seek(0)
         return json.load(json_file)
 
 
 def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
-    """Return whether a requested process can be forked from this process.
+    """Return whether this process can be forked to create the requested child process.
 
     The request and this process must have the same Python and the same environment variables,
     because these determine the imported modules. If the request differs from this process, log a
@@ -362,8 +363,8 @@ def _reason_against_forks() -> str | None:
     A forked process has only one thread. If another thread of its parent owns a lock during the
     fork, the forked process can wait for this lock forever.
     """
-    # Fork once before the threads are counted: numpy uses OpenBLAS, and OpenBLAS ends its own
-    # threads before each fork.
+    # Before each fork, OpenBLAS (a library that numpy uses) ends its own threads. Therefore fork
+    # once before the threads are counted.
     pid = os.fork()
     if pid == 0:
         os._exit(0)

@@ -50,7 +50,7 @@ class ActiveRequests:
         return self._requests[sequence.request_id]
 
     def sequences_of(self, request_id: str) -> list[Sequence]:
-        """Return the sequences of a request, without ended sequences.
+        """Return those sequences of a request that have not ended.
 
         The list is empty if no request has the id `request_id`.
         """
@@ -87,7 +87,7 @@ class ActiveRequests:
             self._enqueue(request)
 
     def start(self, request_id: str, guide: Guide | None) -> None:
-        """Attach a guide to a request, and put the request into the waiting queue.
+        """Put a request into the waiting queue, with the guide that limits the request's tokens.
 
         A guide limits the next tokens of a sequence to those that a grammar allows. Call this
         method when the grammar is compiled. Do nothing if the request has ended.
@@ -108,7 +108,7 @@ class ActiveRequests:
         self._enqueue(request)
 
     def admit(self, sequence: Sequence) -> None:
-        """Remove a sequence from the waiting queue, because the sequence is about to get a row."""
+        """Remove a sequence from the waiting queue, because the sequence starts to run."""
         request = self.of(sequence)
         if sequence in request.followers:
             self._remove_follower(request, sequence)
@@ -142,9 +142,9 @@ class ActiveRequests:
         if sequence in request.followers:
             self._remove_follower(request, sequence)
         elif request.waits_for_prompt:
-            # The removed sequence would have computed the prompt, so the next sequence replaces it.
-            # While the grammar of the request is being compiled, no replacement is needed:
-            # `waits_for_prompt` is false, and `_enqueue` selects a sequence after the compilation.
+            # The removed sequence was supposed to compute the prompt. The next sequence computes
+            # the prompt instead. While the grammar is being compiled, `waits_for_prompt` is false.
+            # In that case, `_enqueue` selects a sequence after the compilation.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 

@@ -24,7 +24,7 @@ _PENDING = -1
 
 
 class PendingPlans:
-    """The plans of unfinished steps, and the ended sequences that these plans contain.
+    """Stores the plan of each unfinished step. A plan lists the tokens that the step computes.
 
     Attributes:
         is_planning: whether `plan_next` is making a plan at the moment.
@@ -87,7 +87,7 @@ class PendingPlans:
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Correct a plan that was made before the previous step ended. That step has ended now.
+        """Correct a plan that was made before the result of the previous step was known.
 
         The plan assumed that the previous step adds exactly one token to each sequence, and it has
         a chunk of one token for each of these tokens.
@@ -162,7 +162,7 @@ def _assume_step_ended(plan: StepPlan) -> list[Sequence]:
 
 
 def _add_pending_tokens(plan: StepPlan, sampling_sequences: list[Sequence]) -> None:
-    """Add a pair to `plan.pending` for each chunk whose input token is still being sampled.
+    """Add a pair to `plan.pending` for each sequence whose input token is still being sampled.
 
     The pair contains the index of the chunk and the index of the token, which is the position of
     the sequence in `sampling_sequences`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammar and the thinking budget of a request, and the interface of guides.
+"""The grammar and the thinking budget of a request, and the interface that applies them.
 
 A guide limits the next tokens of one sequence to those that the grammar and the thinking budget
 allow. The package `nereid_backend.grammar` creates guides, and the sampler uses them. The core only
@@ -146,7 +146,7 @@ class Guide(Protocol):
     """
 
     def accept(self, token_ids: list[int]) -> None:
-        """Advance the state of the guide by new tokens of the answer.
+        """Update the state of this object with new tokens of the answer.
 
         Args:
             token_ids: the new tokens, in order.
@@ -156,4 +156,4 @@ class Guide(Protocol):
         """
 
     def fork(self) -> "Guide":
-        """Return an independent copy of this guide for another sequence."""
+        """Return an independent copy of this object. The copy has the same state."""

@@ -9,7 +9,7 @@ from nereid_backend.core.step_planner import StepPlanner
 
 
 class InvalidBlocks:
-    """The blocks of the sequences that failed in the last step.
+    """The KV cache blocks of the sequences that failed in the last step.
 
     The blocks of a failed sequence may contain NaN or overwritten values. Other sequences can share
     these blocks.
@@ -38,7 +38,7 @@ class InvalidBlocks:
         self._blocks: set[int] = set()
 
     def add(self, sequence: Sequence) -> None:
-        """Mark the blocks of a failed sequence as invalid, and delete its snapshots."""
+        """Mark the blocks of a failed sequence as invalid. Delete the sequence's saved states."""
         self._blocks |= self._tables.blocks_of(sequence)
         cache = self._tables.cache
         if cache is None or cache.snapshots is None:

@@ -9,7 +9,7 @@ from nereid_backend.core.sequence import Sequence
 
 
 def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -> Sequence:
-    """Choose a sequence to preempt, because the sequence at `index` needs blocks of the KV cache.
+    """Choose a sequence to put back into the waiting queue, so that its blocks become free.
 
     A preempted sequence loses its blocks and computes its tokens again later. If only one client
     has requests, the result is the cheapest sequence after `index`. `_preemption_cost` defines the
@@ -37,7 +37,7 @@ def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -
 def _victim_of_largest_client(
     candidates: Iterable[Sequence], running: RunningSequences
 ) -> Sequence:
-    """Find the client with the most blocks per unit of weight. Return its cheapest candidate.
+    """Return the cheapest candidate of the client that uses the most blocks for its weight.
 
     Example: the clients A and B have the weight 1. The running sequences of A have 30 blocks, and
     those of B have 20 blocks. The result is the cheapest candidate of A.
@@ -62,7 +62,7 @@ def fair_victim(
     *,
     by_rows: bool,
 ) -> Sequence | None:
-    """Choose a running sequence to preempt for a waiting sequence of another client.
+    """Choose a running sequence to put back into the waiting queue, for another client.
 
     The share of a client is its number of rows or blocks, divided by its weight. A client may lose
     a sequence only if its share would still be at least the new share of the waiting sequence's

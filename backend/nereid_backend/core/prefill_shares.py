@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shares of the clients in the token budget of a step.
+"""Divides the token budget of a step among the clients.
 
 The budget is the largest number of tokens in one step. Example: the budget is 512, and two clients
 have long prompts. Each client may compute 256 tokens of its prompts in the step, so the prompts of
@@ -14,7 +14,7 @@ from nereid_backend.core.sequence import Sequence
 
 
 class PrefillShares:
-    """The number of prompt tokens that each client may still compute in the current step.
+    """The number of prompt tokens that the current step may still compute for each client.
 
     There are no shares, and so no limits, unless at least two clients have uncomputed prompts.
     """
@@ -23,11 +23,11 @@ class PrefillShares:
         self._remaining: dict[str, int] = {}  # by client; empty if there are no shares
 
     def clear(self) -> None:
-        """Remove all shares, so that no client is limited."""
+        """Remove the token limits of all clients."""
         self._remaining = {}
 
     def divide(self, budget: int, sequences: Iterable[Sequence]) -> None:
-        """Divide `budget` among the clients whose prompts in `sequences` must still be computed.
+        """Divide a token budget among the clients of those `sequences` with uncomputed prompts.
 
         A client with a smaller demand than its share gets only its demand. If fewer than two
         clients have uncomputed prompts, remove all shares.
@@ -36,9 +36,9 @@ class PrefillShares:
         weights: dict[str, float] = {}
         for sequence in sequences:
             num_uncomputed = len(sequence.token_ids) - sequence.num_computed_tokens
-            # If only one token is uncomputed, it is the last sampled token of a running sequence or
-            # the last token of a prompt. The sequence then needs no share, because `take` always
-            # allows one token.
+            # A sequence with one uncomputed token needs no part of the divided budget, because
+            # `take` always allows one token. The uncomputed token is the last sampled token of a
+            # running sequence or the last token of a prompt.
             if num_uncomputed > 1:
                 params = sequence.params
                 demands[params.client_id] += num_uncomputed
@@ -53,12 +53,12 @@ class PrefillShares:
         tokens return 80 and 20, and a third call returns 1.
         """
         if num_tokens <= 1 or not self._remaining:
-            # A chunk of one token is not subtracted from a share, because the planner has already
-            # reduced the budget by one token for each running sequence.
+            # A single token does not count against the limit of the client. The planner has already
+            # reserved one token of the budget for each running sequence.
             return num_tokens
         client = sequence.params.client_id
-        # If no sequence of a client was passed to `divide`, the client has no share. The first
-        # chunk of such a client is not limited.
+        # `_remaining` contains only clients whose sequences were passed to `divide`. For any other
+        # client, the first call of `take` allows all tokens.
         remaining = self._remaining.get(client, num_tokens)
         num_allowed = min(num_tokens, max(1, remaining))
         self._remaining[client] = remaining - num_allowed

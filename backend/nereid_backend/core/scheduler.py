@@ -119,8 +119,8 @@ class Scheduler:
             self._tables, self._running, self._pending_plans, self._planner
         )
         self._endings = SequenceEndings(self._requests, self._pending_plans, self._planner, drafter)
-        # The last updates of sequences that did not end in a step. Example: aborted sequences. The
-        # next call of `commit` or `fail` returns these updates.
+        # The last updates of sequences that ended between two steps, for example because they were
+        # aborted. The next call of `commit` or `fail` returns these updates.
         self._ended_updates: list[RequestUpdate] = []
 
     @property
@@ -158,7 +158,7 @@ class Scheduler:
         return self._requests.adapters()
 
     def is_preparing(self, request_id: str) -> bool:
-        """Return whether a request is still waiting for a call of `start` or `refuse`."""
+        """Return whether the method `start` or `refuse` must still be called for a request."""
         return self._requests.is_preparing(request_id)
 
     def has_work(self) -> bool:
@@ -181,7 +181,7 @@ class Scheduler:
         self._requests.add(sequences, is_prepared=is_prepared)
 
     def start(self, request_id: str, guide: Guide | None) -> None:
-        """Attach a guide to a request, and put the request into the waiting queue.
+        """Put a prepared request into the waiting queue. `guide` limits the tokens of its answer.
 
         Do nothing if the request has ended. `guide` is None if the request has no grammar and no
         thinking budget.
@@ -216,7 +216,7 @@ class Scheduler:
         self._ended_updates += reversed(updates)
 
     def plan(self) -> StepPlan:
-        """Return the plan of the next step. Every sequence in the plan has a row and blocks."""
+        """Return the plan of the next step: the tokens that are computed for each sequence."""
         assert not self._pending_plans, "A step is still running. Call plan_ahead instead of plan."
         self._planner.is_held_up = False
         return self._plan_step()
@@ -267,13 +267,14 @@ class Scheduler:
         ended_sequences = self._pending_plans.leaving
         for chunk_index, logprobs in result.prompt_logprobs.items():
             plan.chunks[chunk_index].sequence.prompt_logprobs += logprobs
-        # `result.sampled` has one entry for each chunk that samples, in the order of the chunks.
+        # A chunk contains the tokens of one sequence that the step has computed. `result.sampled`
+        # has one entry for each chunk for which the step samples, in the order of the chunks.
         remaining_sampled = iter(result.sampled)
         for chunk in plan.chunks:
             sampled = next(remaining_sampled) if chunk.samples else None
             if sampled is not None and sampled.error is not None:
-                # The blocks of the sequence may contain wrong values. Other sequences may share the
-                # blocks, even if this sequence has ended.
+                # The sequence failed, so its blocks may contain wrong values. Other sequences may
+                # use the same blocks, even if this sequence has ended.
                 self._invalid_blocks.add(chunk.sequence)
             # Testing `ended_sequences` first takes less time, because it is usually empty.
             if ended_sequences and chunk.sequence in ended_sequences:
@@ -311,12 +312,14 @@ class Scheduler:
         """
         if self.drafter is None:
             return
-        # A decode chunk needs the logits of all its tokens: the last known token and the draft
-        # tokens. A prefill chunk needs fewer logits than it has tokens.
+        # A chunk contains the tokens of one sequence in a step. After the prompt, a chunk contains
+        # the last known token and the draft tokens, and the step needs the logits of all of them. A
+        # chunk of prompt tokens needs fewer logits than it has tokens.
         has_only_decodes = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
         if has_only_decodes:
             num_sequences = len(plan.chunks)
-            # Each chunk has one known token. All other tokens are draft tokens.
+            # The plan contains one known token for each sequence. All other tokens are draft
+            # tokens.
             num_drafts = plan.num_tokens - num_sequences
             draft_costs = self.drafter.lengths.costs
             draft_costs.add_step(num_sequences, num_drafts, seconds)
@@ -340,7 +343,7 @@ class Scheduler:
         return self._planner.plan()
 
     def _commit_chunk(self, chunk: Chunk, sampled: Sampled | None) -> RequestUpdate | None:
-        """Apply the result of one chunk to its sequence, and return the update of the sequence.
+        """Apply the step's result to the sequence of `chunk`, and return the sequence's update.
 
         If the chunk does not sample, `sampled` is None and the method returns None. In both cases,
         the full blocks of the sequence are added to the prefix cache.
@@ -351,7 +354,7 @@ class Scheduler:
         # Unpacking a tuple takes less time than reading its fields by name.
         sequence, start, num_tokens, _samples, _is_first, _num_logits = chunk
         chunk_end = start + num_tokens
-        # The chunk may end with draft tokens, which do not count as computed before they are
+        # The chunk may end with draft tokens. Draft tokens do not count as computed before they are
         # verified. The conditional expression takes less time than `min`.
         num_known = len(sequence.token_ids)
         sequence.num_computed_tokens = chunk_end if chunk_end < num_known else num_known
@@ -366,7 +369,7 @@ class Scheduler:
         return update
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
-        """Append sampled tokens to a sequence, and return the update of the sequence.
+        """Append sampled tokens to a sequence, and return an object that reports these tokens.
 
         The sequence ends at a stop token, at its length limit, or if no token could be sampled. The
         full blocks of the sequence are added to the prefix cache. If the request has several
@@ -386,7 +389,8 @@ class Scheduler:
             self.cache.add(sequence)
         if sequence.params.n > 1:
             self._requests.share_prompt(sequence)
-        # The log-probabilities of tokens after a stop token are not part of the update.
+        # A stop token may have ended the sequence. The log-probabilities of later tokens are not
+        # reported.
         top_logprobs = None if sampled.top is None else sampled.top[: len(new_token_ids)]
         update = make_update(sequence, new_token_ids, top_logprobs)
         if reason is None:

@@ -107,14 +107,15 @@ class Sequence:
         self.guide: Guide | None = None
         self.adapter: Adapter | None = None
         self.images: ImageInputs | None = None
-        # The tokens of the sequence, and the values that updates report.
+        # These attributes describe the tokens of the sequence and the values that updates report.
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.draft_token_ids: list[int] = []
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.was_reported = False
-        # The blocks of the sequence, the number of computed tokens, and the snapshots.
+        # These attributes describe the blocks, the computed tokens and the saved states of the
+        # sequence.
         self.block_tables: list[list[int]] = [[]]
         self.num_dropped_blocks: list[int] = [0]
         self.num_tokens_with_blocks = 0
@@ -141,11 +142,11 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks that the sequence uses in all its block tables."""
+        """The total number of blocks that the sequence uses in all its block tables."""
         return sum(map(len, self.block_tables)) - sum(self.num_dropped_blocks)
 
     def all_blocks(self) -> list[int]:
-        """Return the entries of all block tables. Some of these entries may be the null block."""
+        """Return all entries of all block tables. An entry is a block id or a placeholder."""
         return [block for table in self.block_tables for block in table]
 
     @property

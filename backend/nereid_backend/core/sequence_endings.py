@@ -43,7 +43,7 @@ class SequenceEndings:
         error: str | None = None,
         is_refused: bool = False,
     ) -> RequestUpdate:
-        """Remove an ended sequence, and return the last update of the sequence.
+        """Remove an ended sequence, and return the object that reports the end to the caller.
 
         Args:
             sequence: the sequence.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data classes of a step: the plan of the scheduler, and the result of the runner."""
+"""Data classes: the plan and the result of a step. A step is one forward pass of the model."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 
 def make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
-    """Return a chunk of the next `num_tokens` known tokens, followed by the draft tokens.
+    """Return a chunk: the next `num_tokens` known tokens and all draft tokens of a sequence.
 
     Draft tokens are guesses for the tokens after the last known token. `is_first` is whether this
     is the first chunk since the sequence got its row.
@@ -62,7 +62,7 @@ def make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
 
 
 class SnapshotPlan(NamedTuple):
-    """Lists the snapshots that a step loads, saves and deletes.
+    """The copies of recurrent states that a step loads, saves and deletes.
 
     A snapshot is a copy of a recurrent state. Each pair contains the index of a chunk in the plan
     and the id of a snapshot. The forward path loads snapshots, then deletes snapshots, then
@@ -83,7 +83,7 @@ class SnapshotPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The tokens that the model computes in one step. Chunks of one token come first.
+    """Lists the tokens to compute in one step. Sequences with only one token come first.
 
     Attributes:
         chunks: one chunk for each sequence of the step, in the order of the batch. Every sequence

@@ -82,7 +82,7 @@ class StepPlanner:
     shares: PrefillShares = field(default_factory=PrefillShares)
 
     def plan(self) -> StepPlan:
-        """Return the plan of the next step. Every sequence in the plan has a row and blocks.
+        """Return the plan of the next step: the tokens that are computed for each sequence.
 
         A row is a place in the batch. If several clients have requests, the rows, the blocks and
         the token budget are shared fairly.
@@ -99,7 +99,7 @@ class StepPlanner:
         return self._make_plan(chunks)
 
     def _plan_fair_chunks(self) -> list[Chunk]:
-        """Plan the chunks of a step so that all clients get fair shares of the tokens.
+        """Select the tokens of the next step. All clients get a fair part of the token budget.
 
         The tokens of the step are added to the service of their clients. The client with the least
         service is served next.
@@ -128,7 +128,7 @@ class StepPlanner:
         self.shares.divide(self.max_num_batched_tokens - len(self.running), sequences)
 
     def _make_plan(self, chunks: list[Chunk]) -> StepPlan:
-        """Return the plan of a step that computes `chunks`, which may be reordered.
+        """Return the plan of a step that computes `chunks`. The method may reorder `chunks`.
 
         The plan contains all block copies that are necessary before the step, and the snapshots of
         recurrent states that the step loads and saves.
@@ -136,8 +136,8 @@ class StepPlanner:
         num_tokens = sum([chunk.num_tokens for chunk in chunks])
         has_long_chunk = num_tokens > len(chunks)
         if has_long_chunk:
-            # Move the chunks with one token to the front, because the attention kernels process all
-            # these chunks together.
+            # Move the chunks with one token to the front. The attention kernels process all chunks
+            # with one token together.
             chunks.sort(key=_has_many_tokens)
         snapshots = None
         if self.tables.snapshots is not None and chunks:
@@ -145,7 +145,7 @@ class StepPlanner:
         return StepPlan(chunks, num_tokens, self.tables.take_copies(), snapshots=snapshots)
 
     def _plan_chunks(self) -> list[Chunk]:
-        """Plan the running sequences, then plan waiting sequences, and return the chunks.
+        """Select the tokens of the next step, first from running and then from waiting sequences.
 
         A prompt is overdue if it must be computed in one step, but did not fit into the previous
         step. If there is an overdue prompt, the step computes only this prompt. If the free blocks
@@ -162,20 +162,20 @@ class StepPlanner:
         return chunks
 
     def preempt(self, sequence: Sequence) -> None:
-        """Release the row and blocks of a running sequence, and put it back into the queue."""
+        """Release a running sequence's row and blocks. Put the sequence into the waiting queue."""
         self.release(sequence)
         sequence.prompt_logprobs = []
         self.requests.waiting.add(sequence)
         self.num_preemptions += 1
 
     def release(self, sequence: Sequence) -> None:
-        """Release the row and the blocks of a running sequence."""
+        """Release the batch row and the KV cache blocks of a running sequence."""
         self.running.remove(sequence)
         sequence.draft_token_ids = []
         self.tables.release(sequence)
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
-        """Append a chunk for each running sequence to `chunks`, as long as the budget suffices.
+        """Add the next tokens of each running sequence to `chunks`, until the budget is used up.
 
         A chunk is the part of a sequence that the step computes. The budget is the number of tokens
         that the step may still compute. The method also stops if there are not enough free blocks
@@ -197,10 +197,10 @@ class StepPlanner:
             needs_one_token = start + 1 == len(sequence.token_ids) and self.drafter is None
             chunk: Chunk | None
             if needs_one_token and self.tables.has_block(sequence, start):
-                # Most chunks have one token and need no new block. Such a chunk is created here,
-                # because a call of `_plan_next_tokens` would take more time. Keyword arguments
-                # would also take more time. The arguments after `start` are `num_tokens`,
-                # `samples`, `is_first` and `num_logits`.
+                # For most sequences, the step computes one token and needs no new block. In this
+                # case, the chunk is created here, because a call of `_plan_next_tokens` would take
+                # more time. Keyword arguments would also take more time. The arguments after
+                # `start` are `num_tokens`, `samples`, `is_first` and `num_logits`.
                 chunk = Chunk(sequence, start, 1, True, False, 1)
             else:
                 chunk = self._plan_next_tokens(index, budget)
@@ -212,7 +212,7 @@ class StepPlanner:
         return budget
 
     def _plan_next_tokens(self, index: int, budget: int) -> Chunk | None:
-        """Plan the next chunk of the running sequence at `index`, and allocate its blocks.
+        """Select the tokens to compute next for a running sequence, and allocate their blocks.
 
         A known token is a token of the prompt or a sampled token. If there are not enough free
         blocks, other sequences are preempted. If speculative decoding is on and the chunk contains
@@ -229,8 +229,8 @@ class StepPlanner:
         Returns:
             The chunk; None if there are not enough free blocks for the tokens.
         """
-        # Keep one token of the budget for each later running sequence. Otherwise, a long chunk
-        # could leave no budget for the later sequences.
+        # Keep one token of the budget for each later running sequence. Otherwise, this sequence
+        # could use the whole budget.
         num_later = len(self.running) - index - 1
         limit = max(1, budget - num_later)
         sequence = self.running[index]
@@ -248,7 +248,7 @@ class StepPlanner:
         return make_chunk(sequence, num_tokens, is_first=False)
 
     def _chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return the number of tokens in the next chunk of a sequence, at most `num_tokens`.
+        """Return how many tokens of a sequence the next step computes, at most `num_tokens`.
 
         Two things can shorten the chunk: the share of the sequence's client in the token budget,
         and a snapshot, because a snapshot is saved only at the end of a chunk.
@@ -259,7 +259,7 @@ class StepPlanner:
         return self.tables.snapshots.chunk_length(sequence, num_tokens)
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
-        """Start waiting sequences, and append the first chunk of each sequence to `chunks`.
+        """Start waiting sequences. For each sequence, append its first tokens to `chunks`.
 
         A started sequence gets a row of the batch, and blocks for all its known tokens at once.
         Otherwise, two sequences could each get half of the blocks that they need, and wait for each
@@ -274,9 +274,9 @@ class StepPlanner:
             budget. The next step then starts with this prompt.
         """
         if self.is_held_up:
-            # A running sequence needs more blocks, but this plan is made before the previous step
-            # ends, so it must not preempt another sequence. Admit no waiting sequence, because that
-            # sequence would use the free blocks.
+            # A running sequence needs more blocks than are free. The previous step is still
+            # running, so this plan must not take blocks from another sequence. Start no waiting
+            # sequence, because that sequence would use the blocks that are still free.
             return
         starts_with_overdue_prompt = self.has_overdue_prompt
         self.has_overdue_prompt = False
@@ -293,12 +293,12 @@ class StepPlanner:
             chunks.append(chunk)
             budget -= chunk.num_tokens
             if starts_with_overdue_prompt:
-                # The running sequences have no chunks in this step, so they must wait for the next
+                # This step computes only a prompt, so the running sequences must wait for the next
                 # step. A second prompt would make this wait longer, so only one prompt is planned.
                 break
 
     def _first_chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        """Return the first chunk of a sequence that has just been admitted.
+        """Return the chunk of tokens that is computed first for a sequence that has just started.
 
         The chunk contains at most `budget` tokens, but with `whole_prefill`, it contains all
         uncomputed tokens.
@@ -320,12 +320,12 @@ class StepPlanner:
             a block.
         """
         request = self.requests.of(sequence)
-        # A follower is a sequence that shares the prompt blocks of another sequence of its request.
+        # A follower is a sequence that uses the prompt blocks of another sequence of its request.
         # If the prompt ends within a block, the follower gets a copy of this block.
         may_need_copy = sequence in request.followers
         if self.pending_plans.is_planning and may_need_copy:
-            # A plan that is made before the previous step ends must not copy blocks, so the
-            # sequence must wait.
+            # The previous step is still running, so this plan must not copy blocks. The sequence
+            # must wait.
             self.is_held_up = True
             return False
         while not self.tables.try_admit(sequence, request):
@@ -358,7 +358,8 @@ class StepPlanner:
         num_blocks = self.tables.num_first_blocks(sequence)
         while (victim := self._next_victim(sequence, num_blocks)) is not None:
             if self.pending_plans.is_planning:
-                # A plan that is made before the previous step ends must not preempt a sequence.
+                # The previous step is still running, so this plan must not preempt a running
+                # sequence.
                 self.is_held_up = True
                 return
             self.preempt(victim)
@@ -390,7 +391,7 @@ class StepPlanner:
         if self.tables.prompts.drop_oldest():
             return True
         if self.pending_plans.is_planning:
-            # A plan that is made ahead must not preempt a sequence.
+            # The previous step is still running, so this plan must not preempt a running sequence.
             self.is_held_up = True
             return False
         sequence = self.running[index]

@@ -53,7 +53,7 @@ def count_accepted_drafts(sequence: Sequence, new_token_ids: list[int], drafter:
 def make_update(
     sequence: Sequence, new_token_ids: list[int], top: list[TokenLogprobs] | None
 ) -> RequestUpdate:
-    """Create the update that reports new tokens of a sequence to the caller of the engine.
+    """Create the message to the engine's caller that reports the new tokens of a sequence.
 
     The first update of a sequence also contains the fields about the prompt.
 

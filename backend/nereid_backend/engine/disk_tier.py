@@ -27,7 +27,7 @@ _CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class _PrefixRead:
-    """The blocks and the snapshot that a thread reads from disk for one request.
+    """The blocks and the recurrent state that a thread reads from disk for one request.
 
     Attributes:
         hashes: the hashes of the blocks in the available prefix of the request. These blocks are in
@@ -57,7 +57,7 @@ class _PrefixRead:
 
     @property
     def has_all_files(self) -> bool:
-        """Whether all required files were read: the missing blocks and, if needed, the snapshot."""
+        """Whether the files of all missing blocks and of a required snapshot were read."""
         has_snapshot = not self.needs_snapshot or self.state is not None
         return has_snapshot and len(self.contents) == len(self.missing)
 
@@ -75,7 +75,7 @@ class DiskTier:
     """
 
     def __init__(self, store: DiskStore, cache: PrefixCache, prefixes: StoredPrefixes) -> None:
-        """Create the disk tier, which writes the new blocks of the prefix cache to `store`.
+        """Create an object that copies blocks between the memory (`cache`) and the disk (`store`).
 
         Args:
             store: the files on disk.
@@ -108,7 +108,7 @@ class DiskTier:
         return True
 
     def _plan_read(self, sequence: Sequence) -> _PrefixRead | None:
-        """Return the blocks that must be read from disk, and whether a snapshot must be read, too.
+        """Return the blocks to read from disk, and whether a recurrent state must be read, too.
 
         Return None if the available prefix is empty, or is completely in memory.
         """
@@ -155,9 +155,8 @@ class DiskTier:
             return
         read.is_cancelled = True  # If the deadline has passed, the thread may still read files.
         if read.needs_snapshot and not read.has_all_files:
-            # The snapshot is the recurrent state after the last block. Without the snapshot, a
-            # recurrent model cannot use the blocks, and without all blocks, it cannot use the
-            # snapshot.
+            # The snapshot is the recurrent state after the last block. A recurrent model can
+            # continue only if it has the snapshot and all blocks.
             return
         self._insert_blocks(read.hashes, read.contents_by_hash())
         # Some blocks may not be in memory, because there was not enough space for all blocks.
@@ -205,7 +204,7 @@ class DiskTier:
         return bool(futures)
 
     def save(self) -> None:
-        """Pass the new blocks and snapshots to the writer thread, and delete invalid blocks."""
+        """Pass new blocks and recurrent states to the writer thread, and delete invalid blocks."""
         changes = self._cache.disk_changes
         assert changes is not None
         for block_hash in changes.invalid:
@@ -232,7 +231,7 @@ class DiskTier:
         return True
 
     def _save_snapshots(self) -> None:
-        """Pass the new snapshots to the writer thread.
+        """Pass the new copies of recurrent states to the thread that writes files.
 
         Stop if too many bytes are waiting to be written. The next call passes the other snapshots.
 
@@ -252,7 +251,7 @@ class DiskTier:
             del snapshots.unsaved[block_hash]
 
     def close(self) -> None:
-        """Stop reading, and wait until the writer thread has written the new blocks and snapshots.
+        """Stop reading files, and wait until the writer thread has written all waiting data.
 
         The wait ends after `_CLOSE_TIMEOUT_S` seconds at the latest.
         """
@@ -279,19 +278,19 @@ class DiskTier:
         return self._cache.block_of(block_hash) is not None
 
     def _has_snapshot(self, block_hash: bytes) -> bool:
-        """Return whether the snapshot after a block is in memory or on disk."""
+        """Return whether the recurrent state saved for a block is in memory or on disk."""
         snapshots = self._cache.snapshots
         assert snapshots is not None
         return block_hash in snapshots or _state(block_hash) in self._store
 
     def _save_block(self, block_hash: bytes, block: int) -> bool:
-        """Pass a block to the writer thread. Return False if the thread's queue is too large."""
+        """Pass a block to the writer thread. Return False if the queue is full, else True."""
         if not self._prefixes.has_blocks or _block(block_hash) in self._store:
             return True
         return self._store.write(_block(block_hash), self._prefixes.read_block(block))
 
     def _insert_snapshot(self, block_hash: bytes, state: bytes) -> None:
-        """Add a snapshot to the snapshots in memory. `state` contains the bytes of the snapshot."""
+        """Add a recurrent state that was read from disk to the saved states in memory."""
         snapshots = self._cache.snapshots
         assert snapshots is not None
         if block_hash in snapshots:
@@ -336,5 +335,5 @@ def _block(block_hash: bytes) -> bytes:
 
 
 def _state(block_hash: bytes) -> bytes:
-    """Return the key under which a snapshot is stored on disk."""
+    """Return the key under which the recurrent state after a block is stored on disk."""
     return b"state" + block_hash

@@ -46,7 +46,7 @@ class Engine:
 
     @property
     def _parts(self) -> EngineParts:
-        """The loaded model and all objects that belong to it. `reload` replaces the parts."""
+        """The loaded model and its objects. A call of `reload` replaces all of them."""
         return self._owner.parts
 
     @property

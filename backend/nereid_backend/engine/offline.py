@@ -90,7 +90,7 @@ class _PartialOutput:
         self._updates: dict[int, list[RequestUpdate]] = {}
 
     def add(self, update: RequestUpdate) -> None:
-        """Store an update that the engine returned for the request.
+        """Store the new tokens and other results that the engine has returned for the request.
 
         Raises:
             RequestError: the engine refused the request.

@@ -51,7 +51,7 @@ class RequestPreparation:
         self._info = info
         self._scheduler = scheduler
         self._disk = disk
-        # This object compiles grammars into guides. It is None until a request needs a grammar.
+        # This object compiles the grammars of requests. It is None until a request needs a grammar.
         self._guides: Guides | None = None
         self._pending_grammars = PendingGrammars()
 
@@ -97,7 +97,7 @@ class RequestPreparation:
                 self._scheduler.start(request_id, None)
 
     def _start_after_compiling(self) -> None:
-        """Start the requests whose grammar has been compiled, and end those with invalid grammars.
+        """Start the requests whose grammar is compiled. End the requests whose grammar is invalid.
 
         Mutates: `compiled`, which then contains the requests of this call.
         """
@@ -134,7 +134,7 @@ class RequestPreparation:
             self._guides.close()
 
     def _load_guides(self) -> "Guides":
-        """Return the object that compiles grammars into guides. The first call creates it."""
+        """Return the object that compiles the grammars of requests. The first call creates it."""
         if self._guides is None:
             # The grammar libraries take seconds to import, so they are imported only when a request
             # needs a grammar.

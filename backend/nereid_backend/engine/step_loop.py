@@ -74,12 +74,12 @@ class StepLoop:
         self._is_async = is_async
         # The number of consecutive failed steps.
         self._num_failures = 0
-        # The start time of the last step that `step` started, as a value of time.perf_counter().
-        # The time is used to measure the cost of draft tokens. Steps that were planned ahead have
-        # no draft tokens, so they do not change this value.
+        # The time at which the method `step` started the last step, as a value of
+        # time.perf_counter(). The time is used to measure the cost of draft tokens. Steps that were
+        # started during the previous step have no draft tokens, so they do not change this value.
         self._start_time = 0.0
-        # The step that runs while `step` is not being called, with async scheduling. If it is None,
-        # the next call of `step` plans a step.
+        # With async scheduling, a step can still be running when the method `step` returns. This
+        # attribute contains the running step. If it is None, the next call of `step` plans a step.
         self._running_step: RunningStep | None = None
 
     def step(self) -> list[RequestUpdate]:
@@ -100,13 +100,14 @@ class StepLoop:
             return self._finish(step)
         plan = self._scheduler.plan()
         if not plan.chunks:
-            # There is no step to run. `commit` returns the last updates of sequences that ended
-            # outside a step. Example: aborted sequences.
+            # No tokens must be computed. Some sequences may have ended between two steps, for
+            # example because they were aborted. `commit` returns the last updates of these
+            # sequences.
             return self._scheduler.commit(plan, StepResult())
         return self._run(plan)
 
     def _run(self, plan: StepPlan) -> list[RequestUpdate]:
-        """Run the step that `plan` describes, and commit its result. Return the step's updates.
+        """Compute the step that `plan` describes, apply the result, and return the updates.
 
         If the step fails, its sequences end with an error.
         """
@@ -133,7 +134,7 @@ class StepLoop:
         return updates
 
     def _wait_and_commit(self, step: RunningStep) -> tuple[list[RequestUpdate], StepResult | None]:
-        """Wait for a step and commit its result. If the step failed, end its sequences.
+        """Wait for a step, and apply the result. If the step failed, end the step's sequences.
 
         Returns:
             The updates of the sequences, and the result of the step. The result is None if the step
@@ -148,7 +149,7 @@ class StepLoop:
         return self._scheduler.commit(step.plan, result), result
 
     def _start_next(self, step: RunningStep) -> _NextStep | None:
-        """Plan the next step and start its forward pass while `step` is still running.
+        """Plan and start the next step while the step `step` is still running.
 
         The tokens of the next step are sampled later, by `_sample_next`. Return None if the next
         step cannot be planned yet.
@@ -198,7 +199,7 @@ class StepLoop:
         return []
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
-        """After a failed step, end its sequences with an error message. Return their last updates.
+        """End the sequences of a failed step with an error, and return their last updates.
 
         Mutates: `_num_failures`.
 
@@ -220,7 +221,7 @@ class StepLoop:
         return self._scheduler.fail(plan, message)
 
     def _record_start(self, plan: StepPlan) -> None:
-        """Extend `started` by the requests whose first tokens are computed in this step."""
+        """Add to `started` each request whose first tokens this step computes."""
         now = time.monotonic()
         self.started += [
             (chunk.sequence.request_id, now)

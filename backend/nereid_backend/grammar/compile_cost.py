@@ -162,7 +162,7 @@ def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
             bound and the largest value that the limit allows.
     """
     bounds = list(_bounds(kind, source))
-    # `bound.cost` is the time for one token of the vocabulary.
+    # `bound.cost` is the compile time for each token of the vocabulary, in seconds.
     total_s = sum(bound.cost for bound in bounds) * vocab_size
     if total_s <= limit_s:
         return

@@ -109,7 +109,7 @@ def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled
 
 
 def _simple_grammar(tag: object) -> tuple[str, str] | None:
-    """If a structural tag contains only one grammar, return the grammar's kind and source.
+    """If a structural tag is just one grammar, return the kind and the text of this grammar.
 
     Return None if the tag contains anything else, such as text around the grammar. Example: the tag
     `{"format": {"type": "regex", "pattern": "a+"}}` gives `("regex", "a+")`.

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class CompilePool(Generic[T]):
-    """Compiles the grammars of the requests to one model, in threads and child processes."""
+    """Compiles the grammars that requests contain, in threads and child processes."""
 
     def __init__(self, num_threads: int, trials: TrialCompiler) -> None:
         """Create a pool. Its threads start when they are needed.
@@ -39,7 +39,7 @@ class CompilePool(Generic[T]):
         self._trials = trials
         # The threads that compile quick grammars.
         self._quick = ThreadPoolExecutor(num_threads, "grammar-quick")
-        # The thread that compiles grammars that have passed a trial.
+        # This thread compiles the grammars that a child process has tested successfully.
         self._tried = ThreadPoolExecutor(1, "grammar-tried")
 
     def submit(self, spec: GrammarSpec, work: Callable[[], T]) -> "Future[T]":
@@ -62,7 +62,7 @@ class CompilePool(Generic[T]):
         else:
             trial = self._trials.submit(spec)
             _cancel_with(result, trial)
-            # This callback is called when the trial has ended.
+            # This callback is called when the child process has finished testing the grammar.
             trial.add_done_callback(partial(self._after_trial, work, result))
         return result
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the grammar of a request, and creates one guide for each sequence of the request.
+"""Compiles grammars, and creates guides. A guide limits the next tokens of one sequence.
 
 A guide determines which tokens may come next in a sequence; see core/grammar.py.
 """
@@ -30,7 +30,7 @@ from nereid_backend.grammar.token_guide import TokenGuide
 from nereid_backend.grammar.trial_compiler import TrialCompiler
 from nereid_backend.grammar.vocabulary import Vocabulary, load_vocabulary
 
-# The number of GuideRules objects in the cache.
+# The largest number of `GuideRules` objects in the cache.
 _NUM_CACHED_RULES = 256
 
 S = TypeVar("S")
@@ -46,7 +46,7 @@ class _CompiledSpec:
 
 @dataclass(frozen=True, eq=False)
 class _PendingGuide:
-    """The data of a request whose guide has not been created yet.
+    """A request that waits for its guide. The guide will limit the tokens of the answer.
 
     Attributes:
         params: the sampling parameters of the request.
@@ -60,7 +60,7 @@ class _PendingGuide:
 
 
 class Guides:
-    """A factory that creates the guides of all requests to one model."""
+    """Creates guides for the requests to one model. A guide limits the tokens of an answer."""
 
     def __init__(  # noqa: PLR0913 - the arguments are separate settings
         self,
@@ -121,7 +121,7 @@ class Guides:
     def prepare(
         self, params: SamplingParams, stop_token_ids: frozenset[int]
     ) -> "Future[TokenGuide]":
-        """Start to create the guide of a request's first sequence, without blocking.
+        """Start to create the object that limits the tokens of a request's first sequence.
 
         The libraries are loaded first, then the grammar is compiled, and then the guide is created.
         Each of these operations starts in a callback of the previous operation. The other sequences
@@ -150,7 +150,7 @@ class Guides:
         return pending.future
 
     def close(self) -> None:
-        """Shut down the compile pool. Requests that wait for a guide get an error."""
+        """Stop the threads and processes that compile grammars. Waiting requests get an error."""
         if self._pool is not None:
             self._pool.close()
 
@@ -191,7 +191,7 @@ class Guides:
         )
 
     def _create_when_compiled(self, pending: _PendingGuide, libraries: Libraries) -> None:
-        """Create the guide of a request as soon as its grammar is compiled.
+        """Create the object that applies a request's grammar, as soon as the grammar is compiled.
 
         A guide determines which tokens may come next in a sequence. Equal grammars are compiled
         once: a request uses the cached grammar, or waits for the compilation that another request
@@ -230,7 +230,7 @@ class Guides:
     def _create(
         self, pending: _PendingGuide, libraries: Libraries, compiled_spec: _CompiledSpec | None
     ) -> None:
-        """Create the guide of a request, and store it in `pending.future`.
+        """Set the result of `pending.future` to an object that limits the tokens of a request.
 
         Args:
             pending: the guide to create.
@@ -255,7 +255,7 @@ class Guides:
         special_ids: frozenset[int],
         marker: str,
     ) -> GuideRules:
-        """Return the token masks and other constant data for the guide of a request.
+        """Return token masks and other data that determine which tokens a request may generate.
 
         Requests with equal arguments share one GuideRules object, because `rules_for` is slow.
 
@@ -303,12 +303,12 @@ def _when_done(
 
 
 def _succeed(guide_future: "Future[TokenGuide]", guide: TokenGuide) -> None:
-    """Store a guide in the future of a request, unless the future has been cancelled."""
+    """Set the result of `guide_future` to `guide`, unless the future has been cancelled."""
     if guide_future.set_running_or_notify_cancel():
         guide_future.set_result(guide)
 
 
 def _fail(guide_future: "Future[TokenGuide]", error: NereidError) -> None:
-    """Store an error in the future of a request, unless the future has been cancelled."""
+    """Set `error` as the exception of `guide_future`, unless the future has been cancelled."""
     if guide_future.set_running_or_notify_cancel():
         guide_future.set_exception(error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes token masks and other constant data for the guides that limit the next tokens."""
+"""Computes the token masks and other data that limit the next tokens of answers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class SpanningToken(NamedTuple):
 
 @dataclass(frozen=True)
 class GuideRules:
-    """The constant data of guides. The guides of several requests can share one object.
+    """Token masks and other constant data for limiting the tokens of one or more requests.
 
     Attributes:
         vocabulary: the tokens of the model.
@@ -62,7 +62,7 @@ def rules_for(
     allowed_special_ids: Iterable[int],
     after: str,
 ) -> GuideRules:
-    """Return the constant data for the guide of a request.
+    """Return token masks and other data for the guide, which limits the tokens of a request.
 
     A guide determines which tokens may come next in an answer. It looks up the token masks and the
     token lists of this data for each token of the answer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds grammars that compile quickly and therefore need no trial in a child process."""
+"""Finds grammars that compile quickly. Such grammars are not tested in a child process first."""
 
 import json
 import re
@@ -39,8 +39,8 @@ def is_quick(spec: GrammarSpec) -> bool:
     try:
         value = json.loads(spec.source)
     except (ValueError, RecursionError):
-        # The text is not valid JSON. The compiler reports this error quickly, so no trial is
-        # needed.
+        # The text is not valid JSON. The compiler reports this error quickly, so the grammar need
+        # not be tested in a child process.
         return True
     return not _has_slow_part(value)
 

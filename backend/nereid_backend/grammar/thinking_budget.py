@@ -39,7 +39,7 @@ class Thinking:
     """
 
     def __init__(self, spec: ThinkingSpec) -> None:
-        """Create an object for an answer that has no tokens yet.
+        """Create the state of the reasoning for an answer that has no tokens yet.
 
         Args:
             spec: the markers and the budget.
@@ -58,11 +58,12 @@ class Thinking:
         self._tail = b""
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
-        # If the reasoning is already open, a budget of 0 is used up before the first token.
+        # If the answer starts inside the reasoning, a budget of 0 is used up before the first
+        # token.
         self._force_end_if_budget_used_up()
 
     def _first_state(self) -> _State:
-        """Return the state of an answer that has no tokens yet."""
+        """Return the state of the reasoning before the first token of the answer."""
         if self._spec.is_open:
             return _State.OPEN
         # Without a start marker, the reasoning can never start.
@@ -95,7 +96,7 @@ class Thinking:
         self._force_end_if_budget_used_up()
 
     def _feed_forced(self, token_id: int) -> None:
-        """Accept a token of the end marker, and remove the token from `forced`.
+        """Accept a token of the end marker. Remove the token from the tuple `forced`.
 
         The budget is used up, so `forced` contains the tokens of the end marker that must come
         next. After the last of these tokens, the reasoning is closed.
@@ -155,12 +156,13 @@ class Thinking:
             self._tail = b""
             return
         self.num_tokens += 1
-        # Store only the bytes that can be the beginning of an end marker. The text does not contain
-        # the whole marker, so one byte less than the marker is sufficient.
+        # The text does not contain the whole end marker, but may end with the beginning of the
+        # marker. This beginning is at least one byte shorter than the marker, so only that many
+        # bytes are stored.
         self._tail = last_bytes(text, max(0, len(self._end_marker) - 1))
 
     def _force_end_if_budget_used_up(self) -> None:
-        """Set `forced` to the end marker if the unfinished reasoning has used up the budget."""
+        """If unfinished reasoning has used up the budget, set `forced` to the end marker."""
         budget = self._spec.budget
         if self._state is _State.OPEN and budget is not None and self.num_tokens >= budget:
             self.forced = self._spec.end_token_ids

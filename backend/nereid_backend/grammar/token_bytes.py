@@ -32,7 +32,7 @@ def sentence_piece(text: str) -> bytes:
 
 
 def byte_fallback(text: str) -> bytes:
-    r"""Return the bytes of an entry of a SentencePiece vocabulary with byte fallback.
+    r"""Return the bytes that an entry of a SentencePiece vocabulary stands for.
 
     Examples: "<0x0A>" gives b"\n", and "▁a" gives b" a".
     """

@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 # After a marker, no further white space is allowed once there are `_MAX_WHITE_SPACE` bytes of white
 # space. Without a limit, a model might generate only white space until max_tokens.
 _MAX_WHITE_SPACE = 4
-# If the grammar forces a text, this text is tokenised together with the `_NUM_RECENT` tokens before
-# it, because the tokens of a text depend on the preceding text.
+# If the grammar allows only one text next, this text is tokenised together with the `_NUM_RECENT`
+# tokens before it. The reason is that the tokens of a text depend on the preceding text.
 _NUM_RECENT = 4
-# A forced text of fewer than `_MIN_FORCED_BYTES` bytes is sampled token by token. The last token of
-# a forced text is always left out, and a single byte is only one token, so no token would be
-# forced.
+# If the grammar allows only one text next, the tokens of this text are added without sampling. The
+# last token is always left out. A text of one byte has only one token, so no token would be added.
+# Therefore, the text must have at least `_MIN_FORCED_BYTES` bytes.
 _MIN_FORCED_BYTES = 2
 
 
@@ -54,7 +54,7 @@ class Phase(Enum):
 
 
 class TokenGuide:
-    """Applies the grammar and the thinking budget of a request to one sequence."""
+    """Determines the allowed next tokens of one sequence from a grammar and a thinking budget."""
 
     def __init__(
         self, rules: GuideRules, matcher: Matcher | None, thinking: Thinking | None = None
@@ -73,15 +73,16 @@ class TokenGuide:
         # In the phase BEFORE_MARKER: the last bytes of the answer, which may be the beginning of
         # the marker.
         self._tail = b""
-        # In the phase WHITE_SPACE: the number of white space bytes after the marker so far.
+        # In the phase WHITE_SPACE, the number of bytes of white space that have followed the
+        # marker.
         self._num_white_space = 0
-        # The last tokens of the answer, which `forced` needs.
+        # The last tokens of the answer. The method `forced` needs them.
         self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
 
     # ---- tokens of the answer --------------------------------------------------------------------
 
     def accept(self, token_ids: list[int]) -> None:
-        """Advance the guide by the next tokens of the answer.
+        """Update the states of the grammar and the thinking budget with the answer's next tokens.
 
         Raises:
             EngineError: if a token is not allowed. The guide has then advanced by all tokens before
@@ -92,9 +93,9 @@ class TokenGuide:
             for token_id in token_ids:
                 self._accept(token_id)
             return
-        # Here, only the grammar limits the tokens. Most tokens arrive in the phase GRAMMAR. For
-        # these tokens, the first branch of the loop has the same effect as `_accept`, but takes
-        # less time.
+        # No thinking budget limits the tokens here, only the grammar does. Most tokens arrive in
+        # the phase GRAMMAR. For these tokens, the first branch of the loop has the same effect as
+        # `_accept`, but takes less time.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
             if self._phase is Phase.GRAMMAR and _has(grammar_bits, token_id):
@@ -230,7 +231,7 @@ class TokenGuide:
     def fill_all(
         guides: Sequence["TokenGuide"], rows: TokenMasks, places: Sequence[int]
     ) -> list[bool]:
-        """Write the masks of the possible next tokens of several guides.
+        """Write one token mask for each guide: the tokens that the guide allows next.
 
         Matchers, which track a position in a grammar, fill many rows in one call.
 
@@ -245,8 +246,8 @@ class TokenGuide:
         Mutates: rows.
         """
         are_limited = []
-        # The guides whose masks a grammar library must write, by the class of their matchers. Each
-        # class belongs to one library, which writes all its masks in one call.
+        # The rows whose masks a grammar library must write. The key is the class of the matcher.
+        # Each class belongs to one library, which writes all masks of this class in one call.
         by_class: dict[type[Matcher], list[_GuideRow]] = {}
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
@@ -263,7 +264,7 @@ class TokenGuide:
         return are_limited
 
     def _deciding_matcher(self) -> Matcher | None:
-        """If only the grammar decides which tokens may come next, return the matcher.
+        """Return the matcher if only the grammar limits the next token, otherwise None.
 
         Return None if there is no grammar, before the marker, after a stop token, and while the
         thinking budget forces tokens.
@@ -378,7 +379,7 @@ class TokenGuide:
 
 
 class _GuideRow(NamedTuple):
-    """A guide, its matcher, and the index of its row in the masks of a batch."""
+    """A `TokenGuide`, the `Matcher` of its grammar, and the index of its mask in a batch."""
 
     guide: TokenGuide
     matcher: Matcher

@@ -27,13 +27,13 @@ from nereid_backend.grammar.vocabulary import Vocabulary
 log = logging.getLogger(__name__)
 
 _MODULE = "nereid_backend.grammar.trial_process"
-# The largest number of grammars that wait for the end of their trial.
+# The largest number of grammars that may wait until a child process has tested them.
 _MAX_JOBS = 256
 _STOP_TIMEOUT_S = 5.0
 
 
 class TrialCompiler:
-    """Sends grammars to the trial process and receives the results. Thread-safe."""
+    """Sends grammars to a process that tests them, and receives the results. Thread-safe."""
 
     def __init__(
         self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], timeout_s: float
@@ -48,8 +48,8 @@ class TrialCompiler:
         self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
         self._timeout_s = timeout_s
-        # The ids of the jobs, and the futures of the jobs that have not ended. A job is a trial of
-        # one grammar.
+        # The ids of the jobs, and the futures of the jobs that have not ended. A job tests in a
+        # child process whether a grammar can be compiled.
         self._ids = itertools.count()
         self._futures: dict[int, Future[None]] = {}
         # The process and the connection to it; None before the first job.
@@ -198,7 +198,7 @@ class TrialCompiler:
             _resolve(future, RequestError(message))
 
     def _error_of(self, outcome: str, error_text: str) -> RequestError | None:
-        """Return the error of a finished trial, or None if the grammar was compiled.
+        """Return the error of a finished test of a grammar, or None if the grammar was compiled.
 
         Also log a warning if the grammar library failed.
 

@@ -29,9 +29,9 @@ from typing import Any
 
 from nereid_backend.process_limits import limit_child
 
-# The number of grammars that are compiled at the same time, each in its own child process. All
-# children get equal shares of the processors, so a quick compilation ends soon even while others
-# take long.
+# The number of grammars that are compiled at the same time, each in its own child process. The
+# operating system divides the processors equally among the children, so a quick compilation ends
+# soon even while others take long.
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
 
@@ -74,7 +74,7 @@ class _Job:
 
 
 class TrialServer:
-    """Starts child processes, and kills each child process that exceeds a limit."""
+    """Starts a child process for each grammar, and kills a child that exceeds a limit."""
 
     def __init__(self, connection: Connection, compile_grammar: Compile, timeout_s: float) -> None:
         """Create a server.

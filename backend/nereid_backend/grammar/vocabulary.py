@@ -131,7 +131,7 @@ class Vocabulary:
         raise KeyError(data[:1])
 
     def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
-        """Return the tokens that the tokenizer would choose for the forced bytes `data`.
+        """Return the tokens that the tokenizer would choose for the required next bytes `data`.
 
         Forced bytes are the only bytes that the grammar allows next. The last token is left out,
         because it may merge with the text that follows. If the last token is a marker, it is not

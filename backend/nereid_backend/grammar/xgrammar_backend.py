@@ -102,12 +102,12 @@ class XGrammarMatcher:
 
     @staticmethod
     def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, places: Sequence[int]) -> None:
-        """Write the masks of several matchers into `rows`; see Matcher.fill_all."""
+        """Write the token mask of each matcher into a row of `rows`; see `Matcher.fill_all`."""
         inner = [matcher._matcher for matcher in cast(Sequence[XGrammarMatcher], matchers)]
         _BATCH.batch_fill_next_token_bitmask(inner, rows, list(places))
 
     def is_complete(self) -> bool:
-        """Return whether the text matches completely; see Matcher.is_complete."""
+        """Return whether the grammar allows the text to end here; see `Matcher.is_complete`."""
         return bool(self._matcher.is_completed())
 
     def forced(self) -> bytes:

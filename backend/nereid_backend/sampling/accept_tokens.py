@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def read_sampled(
     sampling: Sampling, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> list[Sampled]:
-    """Return the new tokens of each chunk. A chunk for which no token was sampled has no item.
+    """Return the new tokens of each sequence for which the step sampled at least one token.
 
     Tokens were sampled at one position of an ordinary chunk, and at several positions of a chunk
     with draft tokens. Example: the first chunk has 1 position, and the second chunk has 3
@@ -62,7 +62,7 @@ def read_sampled(
 
 
 def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
-    """Return whether the sampled token of each sequence is its only new token in this step.
+    """Return whether every sampled token is the only new token of its sequence in this step.
 
     The tokens then need no further processing. This is the case if no chunk has draft tokens, no
     sequence has a grammar, no request asks for log-probabilities, and no position has an error.
@@ -118,10 +118,10 @@ def _accept(
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
-    # The loop continues if all new tokens so far equal draft tokens. The model has then computed
-    # the logits of the next token. At the start, there are no new tokens, so the condition is true.
-    # After the last draft token, the loop adds one more sampled token. `token_ids` is then longer
-    # than `drafts`, so the loop ends.
+    # The loop continues while all new tokens equal draft tokens, because the model has then also
+    # computed the logits of the next token. At the start, `token_ids` is empty, so the condition is
+    # true. After the last draft token, the loop adds one more sampled token. `token_ids` is then
+    # longer than `drafts`, so the loop ends.
     while token_ids == drafts[: len(token_ids)]:
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
@@ -137,8 +137,8 @@ def _accept(
             forced = _usable_forced(sequence, guide.forced(), len(token_ids))
             token_ids += forced
             logprobs += [0.0] * len(forced)
-            # If the request asks for log-probabilities, `forced` is empty. `top` therefore needs no
-            # entries for forced tokens.
+            # `forced` contains the tokens that the grammar forces. It is empty if the request asks
+            # for log-probabilities, so `top` needs no entries for these tokens.
             if token_ids[-1] in stop_ids:
                 break
             if forced:

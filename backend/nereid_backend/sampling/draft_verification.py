@@ -21,7 +21,7 @@ from nereid_backend.core.step import StepPlan
 
 
 class Position(NamedTuple):
-    """A place in a sequence at which the next token is sampled.
+    """The known tokens and draft tokens of a sequence, after which a token is sampled.
 
     Attributes:
         sequence: the sequence, which contains the known tokens.
@@ -91,8 +91,8 @@ def sampling_of(plan: StepPlan) -> Sampling:
         if drafts:
             positions += [Position(sequence, drafts[:number]) for number in range(len(drafts))]
         positions.append(Position(sequence, drafts))
-        # The last rows of the chunk belong to the positions. The earlier rows belong to prompt
-        # tokens, whose log-probabilities are reported.
+        # The last rows of logits belong to the positions at which tokens are sampled. The earlier
+        # rows belong to prompt tokens, whose log-probabilities are reported.
         num_positions = len(drafts) + 1
         rows += range(end_row - num_positions, end_row)
         counts.append(num_positions)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class FilterThreshold(NamedTuple):
-    """A threshold for each row. The filters remove all tokens with smaller probabilities.
+    """A threshold probability for each row. Tokens with smaller probabilities are removed.
 
     Attributes:
         probs: [n, 1] float32, the smallest probability that the filters keep; 0 if they remove no
@@ -97,7 +97,7 @@ def _smallest_in_nucleus(probs: Tensor, min_sum: Tensor) -> Tensor:
 
 
 def _keeps_only_examined(probs: Tensor, threshold: Tensor) -> Tensor:
-    """Return, for each row, whether the threshold removes all tokens outside `probs`, [n, 1] bool.
+    """Return, for each row, whether all tokens that are not in `probs` are removed, [n, 1] bool.
 
     The tokens that were not examined are at most as likely as the last examined token. They are
     certainly removed if the last examined token is removed, too.

@@ -136,7 +136,7 @@ class LogitsParams:
         return forbidden
 
     def _last_tokens_of_bad_words(self, position: Position) -> list[int]:
-        """Return the last tokens of the bad words that the next token could complete.
+        """Return the tokens that would complete a bad word if they came next.
 
         The attribute `bad_words` contains the bad words by their second-to-last token. Example: the
         bad word is [5, 7, 9], and the output ends with [5, 7]. The result is [9].
@@ -297,7 +297,7 @@ def _cache_row(position: Position, index_in_step: int) -> int:
 def _combine_masks(
     masks: abc.Mapping[int, TokenMask], params: abc.Mapping[int, LogitsParams]
 ) -> dict[int, TokenMask]:
-    """Return the masks of the guides, combined with the masks of allowed_token_ids.
+    """Combine the token masks of the grammars with the token masks of `allowed_token_ids`.
 
     A combined mask allows a token only if both masks allow the token. The keys of `masks` and of
     the result are the indices of rows.

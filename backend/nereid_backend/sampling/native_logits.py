@@ -145,7 +145,7 @@ def likeliest(
 
 
 def _with_contiguous_rows(logits: Tensor) -> Tensor:
-    """Make the last dimension of the logits contiguous, because the kernels require this."""
+    """Return the logits with a contiguous last dimension, which the kernels require."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 

@@ -25,7 +25,7 @@ _FIRST_WIDTH = 64
 
 
 def asks_for_penalties(params: SamplingParams) -> bool:
-    """Return whether a request uses at least one of the three penalties."""
+    """Return whether a request uses a repetition, presence or frequency penalty."""
     return (
         params.repetition_penalty != 1
         or params.presence_penalty != 0
@@ -109,7 +109,7 @@ class TokenCounts:
         return ids, counts
 
     def _update_row(self, row: int, sequence: Sequence) -> None:
-        """Count the tokens that were added to a request since its tokens were last counted.
+        """Count the tokens of a request that have not been counted yet.
 
         `row` is the row of the tables that belongs to the request. If the row belonged to another
         request before, all output tokens of the new request are counted.
@@ -146,7 +146,7 @@ class TokenCounts:
         return counted
 
     def _lengthen(self, num_rows: int) -> None:
-        """If the tables have fewer than `num_rows` rows, at least double the number of rows."""
+        """Enlarge tables with fewer than `num_rows` rows. The number of rows at least doubles."""
         old_num_rows = len(self._ids)
         missing = num_rows - old_num_rows
         if missing > 0:
@@ -155,7 +155,7 @@ class TokenCounts:
             self._counts = np.pad(self._counts, padding)
 
     def _widen(self, width: int) -> None:
-        """If the rows have fewer than `width` elements, at least double their width."""
+        """Widen rows that have fewer than `width` elements. The width at least doubles."""
         old_width = self._ids.shape[1]
         missing = width - old_width
         if missing > 0:

@@ -75,8 +75,8 @@ def keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     total = cumulated[:, -1:]
     max_removed = (1 - column(top_p, probs)) * total
     num_removed = torch.searchsorted(cumulated, max_removed, right=True)
-    # The least likely token of the nucleus follows the removed tokens. The likeliest token is never
-    # removed.
+    # The tokens are sorted by probability. The first token after the removed tokens is the least
+    # likely token that is kept. The last token, which is the likeliest, is always kept.
     first_kept = num_removed.clamp(max=probs.shape[1] - 1)
     smallest_kept = ascending.gather(1, first_kept)
     return probs * (probs >= smallest_kept)

@@ -32,10 +32,10 @@ from nereid_backend.sampling.weighted_selection import select_indices
 # The first attempt to sample a token examines only the `_LIKELIEST` likeliest tokens. Usually,
 # top_k and top_p remove all other tokens.
 _LIKELIEST = 64
-# The number of likeliest tokens that are examined on a GPU. It is larger than `_LIKELIEST`, because
-# a GPU examines more tokens in little additional time, and because fewer rows are then uncertain.
-# An uncertain row must be sampled again. At that time, the next step may already be running. If the
-# token changes, the next step must be discarded.
+# The number of likeliest tokens that are examined on a GPU. The number is larger than `_LIKELIEST`
+# for two reasons: a GPU examines more tokens in little additional time, and fewer rows are then
+# uncertain. An uncertain row must be sampled again. At that time, the next step may already be
+# running. If the token changes, the next step must be discarded.
 _LIKELIEST_DEFERRED = 512
 # On a CPU, the second attempt to sample a token examines the `_LIKELIEST_SECOND` likeliest tokens.
 # The CPU kernel finds these tokens in a third of the time that is needed to sort all tokens.
@@ -253,7 +253,7 @@ class _Attempt(NamedTuple):
 
 
 def _try_again(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
-    """Sample again each row whose result in `attempt` is uncertain, and examine more tokens.
+    """Sample the uncertain rows of `attempt` again. This time, more tokens are examined.
 
     A row with a very flat distribution is not sampled again, because the second attempt would
     usually fail, too. The logits must be on the CPU.

@@ -17,7 +17,8 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
 
-# The largest number of logits in a slice, on a CPU and on a GPU; see `slices`.
+# The function `slices` divides the rows of logits into slices. These are the largest numbers of
+# logits in one slice, on a CPU and on a GPU.
 _SLICE_LOGITS_CPU = 2**20
 _SLICE_LOGITS_GPU = 2**26
 
@@ -42,11 +43,11 @@ class RankedRows(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three tensors that `read` needs. The caller must copy them to the CPU."""
+        """The three arguments of `read`, as tensors that the caller must copy to the CPU."""
         return self.ids, self.values, self.ranks
 
     def read(self, ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
-        """Return the log-probabilities of each row. The arguments are CPU copies of `tensors`."""
+        """Return the log-probabilities of each row, given CPU copies of `self.tensors`."""
         reports: list[TokenLogprobs] = []
         rows = zip(ids.tolist(), values.tolist(), ranks.tolist(), self.num_top, strict=True)
         for row_ids, row_values, rank, num_top in rows:
@@ -116,7 +117,7 @@ def _likeliest(logits: Tensor, width: int) -> Tensor:
 
 
 def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[RankedRows]:
-    """Return the log-probabilities of prompt tokens, one item for each slice of the tokens.
+    """Return the log-probabilities of prompt tokens. Each item covers some consecutive tokens.
 
     The tokens are divided into slices to limit the memory; see `slices`.
 

@@ -63,7 +63,7 @@ class SampledTokens:
 
 
 class _RankedCopy(NamedTuple):
-    """The log-probabilities of one slice, which are being copied to the host."""
+    """The log-probabilities of consecutive positions, which are being copied to the host."""
 
     inputs: SliceInputs
     ranked: RankedRows
@@ -71,7 +71,7 @@ class _RankedCopy(NamedTuple):
 
 
 class _UncertainCopy(NamedTuple):
-    """The rows of a slice that may have wrong tokens. `copy` copies `is_certain` to the host."""
+    """Rows whose sampled tokens may be wrong. `copy` copies the flags `is_certain` to the host."""
 
     part: PendingSlice
     rows: NDArray[np.int64]
@@ -170,7 +170,7 @@ class PendingTokens:
     def _sample_again(
         self, part: PendingSlice, rows: list[int], sampled_tokens: SampledTokens
     ) -> None:
-        """Sample some rows of a slice a second time, and replace their tokens.
+        """Sample the given rows a second time, and replace the tokens of these rows.
 
         Args:
             part: the slice.
@@ -232,13 +232,13 @@ class Sampler:
         return PendingTokens(self, pending)
 
     def _defers_on(self, device: torch.device) -> bool:
-        """Return whether uncertain rows are sampled again later, when the result is read."""
+        """Return whether uncertain rows are sampled again only when their tokens are read."""
         if self.defers is not None:
             return self.defers
         return device.type != "cpu"
 
     def sample_again(self, part: PendingSlice, rows: list[int]) -> SampledTokens:
-        """Sample some rows of a slice again. All tokens of the vocabulary are examined.
+        """Sample some rows again, and this time examine all tokens of the vocabulary.
 
         Args:
             part: a slice that has uncertain rows.
@@ -267,7 +267,7 @@ class Sampler:
         return self._launch_without_kernel(model_logits, inputs, defers=defers)
 
     def _launch_with_kernel(self, model_logits: Tensor, inputs: SliceInputs) -> PendingSlice:
-        """Launch the sampling with the GPU kernel; see `_launch_slice`."""
+        """Start sampling a token for each position with the GPU kernel; see `_launch_slice`."""
         logits = model_logits.float()
         processed = self._process(logits, inputs)
         settings = _kernel_settings(inputs)
@@ -278,11 +278,10 @@ class Sampler:
     def _launch_without_kernel(
         self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
     ) -> PendingSlice:
-        """Launch the sampling with torch or CPU kernels; see `_launch_slice`."""
+        """Sample a token for each position with torch or CPU kernels; see `_launch_slice`."""
         processed = self._process(model_logits, inputs)
         model_likeliest, logsumexp = argmax_logsumexp(model_logits)
-        # The likeliest tokens of `model_logits` are used only if `_process` has not changed the
-        # logits.
+        # `model_likeliest` is valid for `processed` only if `_process` has not changed the logits.
         likeliest = model_likeliest if processed is model_logits else None
         token_ids, uncertain = _sample_rows(processed, likeliest, inputs, defers=defers)
         # Log-probabilities are reported for the model's own distribution, before masks and
@@ -292,8 +291,8 @@ class Sampler:
         has_allowed = _logits_of(token_ids, processed) > float("-inf")
         sampled = SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
-        # If any row is uncertain, copy the logits, because the next forward pass may overwrite them
-        # before the row is sampled again.
+        # If the token of a row may be wrong, the row is sampled again later. Before that, the next
+        # forward pass may overwrite the logits, so the logits are copied.
         saved_logits = None if uncertain is None else model_logits.clone()
         return PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
 
@@ -347,7 +346,7 @@ def _num_top(position: Position) -> int:
 def _sample_rows(
     logits: Tensor, likeliest: Tensor | None, inputs: SliceInputs, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
-    """Return one token for each row of logits.
+    """Select a token for each row of `logits`. Also return the rows whose tokens are uncertain.
 
     A row is greedy if the temperature of its request is 0. A greedy row gets its likeliest token,
     and any other row gets a random token.
@@ -376,9 +375,9 @@ def _sample_rows(
     batch = SamplingBatch.of(random_positions, inputs.params[random_rows])
     random_ids, uncertain = sample_or_defer(logits[device_rows], batch, defers=defers)
     if uncertain is not None:
-        # Convert indices among the random rows to indices of rows in `logits`. Example:
-        # `random_rows` is [1, 4], and the second of these rows is uncertain. The index 1 becomes
-        # the index 4.
+        # `uncertain.rows` contains indices into `random_rows`. Convert them to indices of rows in
+        # `logits`. Example: `random_rows` is [1, 4], and the second of these rows is uncertain. The
+        # index 1 becomes the index 4.
         uncertain = uncertain._replace(rows=random_rows[uncertain.rows])
     return likeliest_ids.index_copy(0, device_rows, random_ids), uncertain
 

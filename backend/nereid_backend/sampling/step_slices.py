@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data types for slices of positions, and for the tokens that are sampled in a slice.
+"""Data types for consecutive positions at which tokens are sampled, and for these tokens.
 
 A slice consists of consecutive positions. `ranked_logprobs.slices` explains why a step is divided.
 """
@@ -20,7 +20,7 @@ from nereid_backend.sampling.sampling_table import SamplingRows
 
 
 class SliceInputs(NamedTuple):
-    """Neighbouring positions of a step, with the sampling parameters and masks of each position.
+    """Consecutive positions at which a step samples tokens, and the inputs of each position.
 
     Attributes:
         start: the index of the slice's first position among all positions of the step.
@@ -69,7 +69,7 @@ class SampledRows(NamedTuple):
 
 
 class PendingSlice(NamedTuple):
-    """The sampling results for a slice of a step, before they are copied to the host.
+    """The sampling results for consecutive positions, before they are copied to the host.
 
     A slice consists of consecutive positions.
 
@@ -90,7 +90,7 @@ class PendingSlice(NamedTuple):
 
 
 def concatenate(parts: list[SampledRows]) -> SampledRows:
-    """Return the rows of several slices as one `SampledRows`."""
+    """Concatenate the rows of several `SampledRows` objects into one object."""
     if len(parts) == 1:
         return parts[0]
     return SampledRows(

@@ -56,7 +56,7 @@ class MaskingGuide(Guide, Protocol):
     def fill_all(
         guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, places: abc.Sequence[int]
     ) -> list[bool]:
-        """Fill the token masks of several guides of this class in one call; see `fill`.
+        """Write the token masks of several objects of this class in one call; see `fill`.
 
         Args:
             guides: the guides.
@@ -72,7 +72,7 @@ class MaskingGuide(Guide, Protocol):
 
 
 def guide_of(sequence: Sequence) -> MaskingGuide | None:
-    """Return the guide of a request as a `MaskingGuide`; None if the request has no guide."""
+    """Return `sequence.guide`, which is None if the request has no grammar or thinking budget."""
     return cast(MaskingGuide | None, sequence.guide)
 
 
@@ -161,7 +161,7 @@ class _FillJob:
         ]
 
     def _first_positions_by_class(self) -> dict[type[MaskingGuide], list[int]]:
-        """Group the first position of each sequence by the class of the sequence's guide.
+        """Group the indices of the sequences' first positions by the class of `sequence.guide`.
 
         Each class fills the masks of all its guides in one call (see MaskingGuide.fill_all).
         """
@@ -173,28 +173,28 @@ class _FillJob:
         return first_positions
 
     def _guide_at(self, index: int) -> MaskingGuide:
-        """Return the guide of the sequence that the position with the number `index` belongs to."""
+        """Return the object that limits the next tokens of the sequence at `positions[index]`."""
         return cast(MaskingGuide, self.positions[index].sequence.guide)
 
     def _fill_first_or_store_errors(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill the masks at `indices`. If a guide fails, store its error in `masks` instead.
+        """Fill the token masks at `indices`. If a grammar fails, store an error in `masks` instead.
 
         `_fill_first` describes the arguments. Mutates: masks.
         """
         try:
             self._fill_first(guide_class, indices, masks)
         except Exception:  # noqa: BLE001 - `_fill_alone` reports the error
-            # A guide has failed. Fill the masks one by one to find this guide. Some masks have been
-            # filled already; they are filled a second time.
+            # The grammar of one sequence has failed. Fill the masks one by one to find this
+            # sequence. Masks that have been filled already are filled a second time.
             for index in indices:
                 self._fill_alone(guide_class, index, masks)
 
     def _fill_first(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """For several sequences, fill the mask of each sequence's first position in one call.
+        """Fill the masks of the positions `indices`, each of which is a sequence's first position.
 
         Args:
             guide_class: the class of the guides at these positions.
@@ -209,7 +209,7 @@ class _FillJob:
                 masks.by_position[index] = self.buffer[row]
 
     def _fill_alone(self, guide_class: type[MaskingGuide], index: int, masks: StepMasks) -> None:
-        """Fill the mask of one position, or store the error if the guide fails."""
+        """Write the token mask of one position. If the grammar fails, store an error instead."""
         try:
             self._fill_first(guide_class, [index], masks)
         except Exception as error:  # noqa: BLE001
@@ -218,7 +218,7 @@ class _FillJob:
             self._store_error(index, error, masks)
 
     def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
-        """Fill the masks of all positions of one sequence except the first position.
+        """Fill the masks of the second and all later positions of one sequence.
 
         Each of these positions follows a draft token, which is a guess for the next token. Stop at
         the first draft token that the grammar does not allow. The mask of the position before this
@@ -226,7 +226,7 @@ class _FillJob:
         """
         first_index, *draft_indices = group
         try:
-            # Advance a copy of the guide, because the draft tokens may be rejected.
+            # The draft tokens may be rejected, so only a copy of the grammar's state is advanced.
             guide = cast(MaskingGuide, self._guide_at(first_index).fork())
             for index in draft_indices:
                 sequence, drafts = self.positions[index]
@@ -242,14 +242,14 @@ class _FillJob:
             self._store_error(first_index, error, masks)
 
     def _store_error(self, index: int, error: Exception, masks: StepMasks) -> None:
-        """Log the error of a guide, and store it in `masks.errors[index]`."""
+        """Log an error of a grammar, and store its message in `masks.errors[index]`."""
         request_id = self.positions[index].sequence.request_id
         logger.error("The grammar of request %s failed.", request_id, exc_info=error)
         masks.errors[index] = f"The grammar of the request failed: {type(error).__name__}: {error}"
 
 
 def _accepts(guide: MaskingGuide, token: int, sequence: Sequence) -> bool:
-    """Return whether a guide accepts `token`. If the guide accepts the token, advance the guide.
+    """Return whether `guide` allows `token` next. If so, add the token to the state of `guide`.
 
     A stop token ends the output, so the result is False for a stop token. Mutates: guide.
     """
@@ -263,7 +263,7 @@ def _accepts(guide: MaskingGuide, token: int, sequence: Sequence) -> bool:
 
 
 class MaskFiller:
-    """Fills the token masks of each step. If filling takes long, several threads are used."""
+    """Computes the token masks of each step. Long computations use several threads."""
 
     def __init__(self) -> None:
         self._max_jobs = min(_MAX_THREADS, os.cpu_count() or 1)
@@ -321,7 +321,7 @@ class MaskFiller:
 
 
 def _by_sequence(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -> list[list[int]]:
-    """Group the indices of positions by sequence. Return one list for each sequence.
+    """Return one list for each sequence: the indices of the positions in this sequence.
 
     The first position of a sequence has no draft tokens. Example: four positions have 0, 1, 2 and 0
     draft tokens. The result is [[0, 1, 2], [3]].

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
 
 # Blocks that sessions retain are evicted after other cached blocks. But if sessions retain more
-# than this share of all blocks, the oldest block is evicted first, whether a session retains it or
-# not.
+# than this fraction of all blocks, the oldest block is evicted first. A session may retain this
+# block, too.
 _MAX_RETAINED_SHARE = 0.75
 
 

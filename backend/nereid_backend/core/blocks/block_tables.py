@@ -62,7 +62,7 @@ class BlockTables:
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
         self._windows = tuple(windows)
-        # Maps each attention window to the indices of the groups of layers with this window.
+        # Maps each attention window to the indices of the layer groups that have this window.
         self._groups_of_window: dict[AttentionWindow, list[int]] = {}
         for group, window in enumerate(windows):
             if window is not None:
@@ -103,8 +103,8 @@ class BlockTables:
         ]
         num_null_blocks = self._count_null_blocks(tables)
         shared_blocks = _used_blocks(tables, num_null_blocks)
-        # `num_free` includes the idle blocks that the sequence shares. These blocks cannot be
-        # allocated as new blocks.
+        # `num_free` also counts cached blocks that no sequence uses. If this sequence reuses such
+        # blocks, they cannot be allocated as new blocks.
         num_available = self._pool.num_free - self._pool.count_idle(shared_blocks)
         if sum(num_new_blocks) > num_available:
             return False
@@ -119,7 +119,7 @@ class BlockTables:
         return True
 
     def _find_cached(self, sequence: Sequence) -> list[list[int]]:
-        """Find the longest cached prefix of a sequence, and return one block table for each group.
+        """Return the block tables (one per group of layers) of a sequence's longest cached prefix.
 
         In a group with an attention window, the null block replaces each block before the window.
         """
@@ -135,7 +135,7 @@ class BlockTables:
         return None if self.cache is None else self.cache.snapshots
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
-        """Record how many tokens of a sequence were found in the prefix cache.
+        """Store the number of tokens of a sequence that were found in the prefix cache.
 
         Do nothing if the number was already recorded. This happens if the sequence was preempted.
         """
@@ -231,7 +231,7 @@ class BlockTables:
         self._set_reused(sequence, 0, [0] * len(self._windows))
 
     def share_prompt(self, request: Request, leader: Sequence) -> None:
-        """Let the other sequences of a request share the prompt that `leader` has computed.
+        """Let the other sequences of `request` use the prompt blocks that `leader` has computed.
 
         The leader is the sequence that has computed the prompt. The other sequences are called
         followers. The request keeps the blocks of the prompt until the followers have rows. But if
@@ -257,7 +257,7 @@ class BlockTables:
                 self.cache.forget(block)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the pairs (from, to) of blocks that the next step copies, and clear the list."""
+        """Return which blocks the next step copies, as pairs (from, to). Clear the stored list."""
         copies = self._copies
         self._copies = []
         return copies
@@ -295,7 +295,7 @@ class BlockTables:
         )
 
     def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
-        """Give a sequence the computed prompt blocks of its request, and new blocks.
+        """Give a sequence the prompt blocks that its request keeps, and newly allocated blocks.
 
         A block that the sequence writes to cannot be shared. If the prompt ends within a block,
         the sequence gets a copy of this block; the copy is added to `_copies`.
@@ -310,7 +310,8 @@ class BlockTables:
         """
         # The last prompt token is computed again, because its logits are needed.
         num_reused_tokens = sequence.num_prompt_tokens - 1
-        # In each group of layers, the sequence shares the full blocks of the reused tokens.
+        # In each group of layers, the sequence uses the same full blocks for the reused tokens as
+        # the other sequences of the request. These blocks are not copied.
         num_shared = num_reused_tokens // self._block_size
         num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
         if num_new * len(self._windows) > self._pool.num_free:
@@ -355,7 +356,7 @@ class BlockTables:
     def _num_first_blocks(
         self, sequence: Sequence, num_cached: int, window: AttentionWindow | None
     ) -> int:
-        """Return the length of the block table that a waiting sequence gets in one group of layers.
+        """Return how many block table entries a waiting sequence needs for one group of layers.
 
         `num_cached` is the number of tokens in cached blocks. In a group with an attention window,
         the first step needs blocks only for the tokens of the window and of the step. Example: a
@@ -370,7 +371,7 @@ class BlockTables:
         return self._num_blocks(min(num_tokens, window_start + max_tokens))
 
     def _count_null_blocks(self, tables: list[list[int]]) -> list[int]:
-        """Return a list that contains the number of null blocks in each block table."""
+        """For each block table, count the null blocks. A null block is only a placeholder."""
         null = self._pool.null_block
         return [
             0 if window is None else table.count(null)
@@ -383,7 +384,7 @@ class BlockTables:
 
 
 def _used_blocks(tables: list[list[int]], num_null_blocks: list[int]) -> list[int]:
-    """Return the entries of all block tables, without the leading null blocks.
+    """Return the entries of all block tables, without the placeholders at the start of a table.
 
     Example: the tables [[4, 9], [null, 3]] and num_null_blocks=[0, 1] give [4, 9, 3].
     """

@@ -106,7 +106,7 @@ class EvictionOrder(Generic[Item]):
 
         # The sessions, with the least recently used session first.
         self._sessions: OrderedDict[SessionKey, _Session[Item]] = OrderedDict()
-        # Maps each item of a session, idle or not, to its session.
+        # Maps each item that belongs to a session to this session. The item may be idle or used.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
         # The session whose item is evicted next; None if no session has been selected yet. Most
@@ -179,7 +179,7 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def retain(self, items: Iterable[Item], key: SessionKey, seconds: float) -> None:
-        """Let a session retain items for the next `seconds` seconds.
+        """Let a session keep items in the cache for the next `seconds` seconds.
 
         The earlier items of the session are retained for this time, too. If another session retains
         an item for a longer time, the item remains in the other session.
@@ -247,7 +247,7 @@ class EvictionOrder(Generic[Item]):
         return [] if session is None else list(session.idle)
 
     def sessions(self) -> list[SessionUse]:
-        """Return the number of retained items and the remaining time of every session."""
+        """Return each session's number of retained items and the time until the session expires."""
         self._expire()
         now = self._clock()
         return [
@@ -285,7 +285,7 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def _prefers_sessions(self) -> bool:
-        """Return whether the next evicted item should be one that a session retains."""
+        """Return whether an item that a session retains should be evicted next."""
         if self._num_retained <= self._max_retained:
             return False
         return self._next_victim().last_use < next(iter(self._without_session.values()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests keep the blocks of their prompts, so that waiting sequences can share the blocks.
+"""Requests keep their prompt blocks until all sequences of the request can use the blocks.
 
 If a request has several sequences, the first of them computes the prompt. The other sequences share
 the blocks of the prompt as soon as they get a row. Until then, the request keeps these blocks, even
@@ -33,12 +33,12 @@ class KeptPrompts:
         self._pool = pool
         self._block_size = block_size
         self._windows = windows
-        # Contains each request that keeps blocks, under the key `id(request)`. The request that has
-        # kept its blocks for the longest time comes first.
+        # The requests that keep the blocks of their prompts, under the key `id(request)`. The
+        # request that has kept its blocks for the longest time comes first.
         self._requests: dict[int, Request] = {}
 
     def keep(self, request: Request, leader: Sequence) -> None:
-        """Keep the prompt blocks of `leader`, the sequence that has computed the prompt.
+        """Store in `request` the prompt blocks of `leader`, the sequence that computed the prompt.
 
         Example with one group of layers: the prompt has 10 tokens, block_size is 4, and the
         leader's block table is [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1].
@@ -50,16 +50,16 @@ class KeptPrompts:
         self._requests[id(request)] = request
 
     def _prompt_tables(self, leader: Sequence) -> list[list[int]]:
-        """Return a block table for each group of layers, with the prompt blocks of `leader`.
+        """For each group of layers, return a block table with the prompt blocks of `leader`.
 
         In a group with an attention window, the null block (a placeholder) replaces the blocks
         before the window.
         """
         num_blocks = -(-leader.num_prompt_tokens // self._block_size)  # rounded up
         tables = [table[:num_blocks] for table in leader.block_tables]
-        # A sequence that shares the prompt computes only the last prompt token again. It needs only
-        # the blocks that this token attends to. These blocks still exist, because `leader` has just
-        # used them for the same token.
+        # The sequences that share the prompt compute only the last prompt token again. Therefore,
+        # they need only the blocks that the last prompt token attends to. These blocks still exist,
+        # because `leader` has just used them for the same token.
         last_position = leader.num_prompt_tokens - 1
         for window, table in zip(self._windows, tables, strict=True):
             if window is not None:
@@ -68,13 +68,13 @@ class KeptPrompts:
         return tables
 
     def drop(self, request: Request) -> None:
-        """Release the blocks that a request keeps. Do nothing if the request keeps none."""
+        """Release the prompt blocks that a request keeps. Do nothing if the request keeps none."""
         if self._requests.pop(id(request), None) is not None:
             self._pool.release(self._blocks_of(request))
             request.block_tables = []
 
     def drop_oldest(self) -> bool:
-        """Release the blocks of the request that has kept its blocks for the longest time.
+        """Release the prompt blocks of the request that has kept its blocks for the longest time.
 
         Returns:
             False if no request keeps blocks.
@@ -85,15 +85,15 @@ class KeptPrompts:
         return True
 
     def drop_with(self, blocks: set[int]) -> None:
-        """Release the blocks of each request that keeps at least one of `blocks`."""
+        """Release the prompt blocks of each request that keeps at least one of `blocks`."""
         for request in list(self._requests.values()):
             if not blocks.isdisjoint(chain(*request.block_tables)):
                 self.drop(request)
 
     def block_tables(self) -> Iterator[list[int]]:
-        """Yield the block tables of all requests that keep blocks."""
+        """Yield the block tables of all requests that keep the KV cache blocks of their prompts."""
         return chain(*(request.block_tables for request in self._requests.values()))
 
     def _blocks_of(self, request: Request) -> list[int]:
-        """Return the blocks that a request keeps, without the null block."""
+        """Return the ids of the blocks that a request keeps, without placeholders."""
         return [block for block in chain(*request.block_tables) if block != self._pool.null_block]

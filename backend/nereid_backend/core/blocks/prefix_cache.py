@@ -53,7 +53,7 @@ class DiskChanges:
     invalid: list[bytes] = field(default_factory=list)
 
     def save_before_reuse(self, block_hash: bytes, block: int) -> None:
-        """Call `before_reuse` if a block is unsaved. The block then no longer counts as unsaved."""
+        """If a block is in `unsaved`, remove the block from `unsaved` and call `before_reuse`."""
         if block_hash in self.unsaved:
             del self.unsaved[block_hash]
             self.before_reuse(block_hash, block)
@@ -129,11 +129,12 @@ class PrefixCache:
             return self._find_with_windows(hashes)
         block_table = self._leading_cached_blocks(hashes)
         if self.snapshots is not None:
-            # Because `branch_position` is set, a new snapshot is saved at the end of the cached
-            # blocks. The next request with this prefix can then reuse all these blocks.
+            # `branch_position` is the end of the cached blocks. The recurrent state at this
+            # position will be saved. The next request with this prefix can then reuse all these
+            # blocks.
             sequence.branch_position = len(block_table) * self._block_size
-            # A recurrent model can continue only from a snapshot, so the blocks after the last
-            # snapshot are computed again.
+            # A recurrent model can continue only from a saved recurrent state. Therefore, the
+            # blocks after the last saved state are computed again.
             while block_table and hashes[len(block_table) - 1] not in self.snapshots:
                 block_table.pop()
         return [block_table]
@@ -254,7 +255,7 @@ class PrefixCache:
             self.snapshots.add(sequence)
 
     def retain(self, sequence: Sequence) -> None:
-        """Let the session of a request retain the cached blocks and snapshots of a sequence.
+        """Let the request's session retain the cached blocks and saved states of a sequence.
 
         A session is identified by the client and the `prompt_cache_key` of its requests. Retained
         blocks are evicted after other blocks for `retention_s` seconds. Blocks that the sequence
@@ -327,7 +328,7 @@ class PrefixCache:
         `hashes` contains the hashes of the leading blocks of the sequence. The result has one block
         table for each group of layers; see `WindowSearch.longest_prefix`.
         """
-        # In these tables, the null block replaces each block that is not cached.
+        # In these tables, the placeholder `null` replaces the id of each block that is not cached.
         null = self._pool.null_block
         tables = [
             [cached_blocks.get(block_hash, null) for block_hash in hashes]
@@ -335,13 +336,14 @@ class PrefixCache:
         ]
 
         def has_snapshot_after(num_blocks: int) -> bool:
-            # Only recurrent models have snapshots, and can continue only from a snapshot.
+            # A snapshot is a copy of a recurrent state. Only recurrent models have snapshots. A
+            # recurrent model can continue only from a snapshot.
             return self.snapshots is None or hashes[num_blocks - 1] in self.snapshots
 
         return self._window_search.longest_prefix(tables, can_end_after=has_snapshot_after)
 
     def _drop(self, block: int) -> None:
-        """Remove a block and its snapshot from the cache. Do nothing if the block is not cached.
+        """Remove a cached block, and the recurrent state after the block. Ignore unknown blocks.
 
         The pool calls this method before it allocates the block for other tokens. A block that must
         still be written to disk is therefore saved first.

@@ -34,21 +34,21 @@ from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan
 
-# If at least _INTERVAL blocks were computed after the previous snapshot, a new snapshot is saved at
-# the end of the chunk.
+# The recurrent state of a sequence is saved again if at least `_INTERVAL` blocks were computed
+# after the last saved state. The state is saved at the end of the tokens that a step computes.
 _INTERVAL = 32
-# A prompt is divided into chunks to save a snapshot, but only if the previous snapshot is at least
-# _MIN_DISTANCE blocks earlier. A smaller distance would not be worth the forward pass of the
-# additional chunk.
+# A prompt may be divided, so that the recurrent state after its first part is saved. This is done
+# only if the last saved state is at least `_MIN_DISTANCE` blocks earlier. For a smaller distance,
+# the additional forward pass would take too much time.
 _MIN_DISTANCE = 8
-# Sessions can retain snapshots. Retained snapshots are evicted last while they use at most the
-# share _MAX_RETAINED_SHARE of the memory for states. If they use more, the oldest snapshots are
-# evicted first.
+# Sessions can retain copies of recurrent states. These copies are evicted last while they use at
+# most the fraction `_MAX_RETAINED_SHARE` of the memory for states. If they use more, the oldest
+# copies are evicted first.
 _MAX_RETAINED_SHARE = 0.75
 
 
 class StateSnapshots:
-    """Maps the hash of a block to the snapshot at the end of the block.
+    """Maps the hash of a block to the saved copy of the recurrent state after the block.
 
     This class contains only the ids of the snapshots. The forward path stores the states under
     these ids.
@@ -66,11 +66,11 @@ class StateSnapshots:
             clock: returns the time for sessions, in seconds.
         """
         self._block_size = block_size
-        # A new snapshot is saved at the end of a chunk if at least `_interval_tokens` tokens were
-        # computed after the previous snapshot.
+        # The recurrent state is saved again if at least `_interval_tokens` tokens were computed
+        # after the last saved state.
         self._interval_tokens = _INTERVAL * block_size
-        # A prompt is divided to save a snapshot only if the previous snapshot is at least
-        # `_min_distance_tokens` tokens earlier.
+        # A prompt may be divided, so that the recurrent state after its first part is saved. The
+        # last saved state must be at least `_min_distance_tokens` tokens earlier.
         self._min_distance_tokens = _MIN_DISTANCE * block_size
 
         self._num_states = num_states
@@ -80,25 +80,26 @@ class StateSnapshots:
 
         # Maps the hash of a block to the id of the snapshot at the end of the block.
         self._ids: dict[bytes, int] = {}
-        # The hashes of all snapshots, in the order in which the snapshots are deleted if the memory
-        # is full. When a snapshot is used, it becomes the last one.
+        # The hashes of all saved recurrent states. If the memory is full, the states are deleted in
+        # this order. When a state is used, it is moved to the end.
         max_retained = int(num_states * _MAX_RETAINED_SHARE)
         self._order: EvictionOrder[bytes] = EvictionOrder(max_retained, clock)
-        # The number of all snapshots that were saved so far. The next snapshot gets this number as
-        # its id.
+        # The number of recurrent states that were saved so far. The next saved state gets this
+        # number as its id.
         self._num_saved = 0
-        # The ids of deleted snapshots. The next step plan contains these ids, so that the forward
-        # path frees the memory.
+        # The ids of deleted copies of recurrent states. The plan of the next step contains these
+        # ids, so that the memory of the copies is freed.
         self._deleted: list[int] = []
 
-        # The hashes of the snapshots that must still be written to disk; None if there is no cache
-        # on disk. The dict is used as an ordered set, so all its values are None. While an answer
-        # is generated, each of its snapshots replaces the previous one. So only the last snapshot
-        # of an answer is added, when the blocks of the sequence are released.
+        # The hashes of the copied recurrent states (snapshots) that must still be written to disk;
+        # None if there is no cache on disk. The dict is used as an ordered set, so all its values
+        # are None. While an answer is generated, each new snapshot replaces the previous snapshot
+        # of the answer. Therefore, a snapshot of an answer is added only when the blocks of the
+        # sequence are released.
         self.unsaved: dict[bytes, None] | None = None
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Return whether the block with the hash `block_hash` has a snapshot."""
+        """Return whether a recurrent state is saved under the hash `block_hash`."""
         return block_hash in self._ids
 
     def __len__(self) -> int:
@@ -106,7 +107,7 @@ class StateSnapshots:
         return len(self._ids)
 
     def use(self, sequence: Sequence, num_reused: int) -> None:
-        """Set the snapshot from which a sequence starts.
+        """Set the saved recurrent state from which a sequence starts.
 
         The snapshot is a copy of the recurrent state after the first `num_reused` tokens. If
         `num_reused` is 0, the sequence starts without a snapshot.
@@ -121,7 +122,7 @@ class StateSnapshots:
             self._note_use(block_hash)
 
     def chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return the number of tokens in the next chunk, which is at most `num_tokens`.
+        """Return how many tokens of a sequence to compute next, at most `num_tokens`.
 
         A snapshot of the recurrent state can be saved only at the end of a chunk. `_targets`
         returns the positions at which a snapshot should be saved. If the chunk would include such a
@@ -144,7 +145,7 @@ class StateSnapshots:
         return last_block_end - start
 
     def plan(self, chunks: list[Chunk], num_running: int) -> SnapshotPlan:
-        """Return the snapshots that the next step loads, saves and deletes.
+        """Return the copies of recurrent states that the next step loads, saves and deletes.
 
         A snapshot is a copy of a sequence's recurrent state. Old snapshots are deleted if the
         memory is not sufficient for the new snapshots and the states of the running sequences.
@@ -171,18 +172,18 @@ class StateSnapshots:
         return SnapshotPlan(loads, saves, self._take_deleted())
 
     def _evict_until(self, max_remaining: int) -> None:
-        """Delete the oldest snapshots until at most `max_remaining` snapshots are left."""
+        """Delete the oldest saved states until at most `max_remaining` saved states are left."""
         while self._ids and len(self._ids) > max_remaining:
             self._evict()
 
     def _take_deleted(self) -> list[int]:
-        """Return the ids of the snapshots that were deleted since the last call."""
+        """Return the ids of the recurrent state copies that were deleted since the last call."""
         deleted = self._deleted
         self._deleted = []
         return deleted
 
     def add(self, sequence: Sequence) -> None:
-        """Store the snapshot that the last step has saved for a sequence, if there is one.
+        """If the last step has copied the recurrent state of a sequence, store this copy.
 
         Later requests can then continue from this snapshot, which is found by the hash of the last
         block before it. `sequence.block_hashes` must contain this hash. If the block already has a
@@ -203,7 +204,7 @@ class StateSnapshots:
         sequence.num_snapshot_tokens = position
 
     def _delete_previous_of_answer(self, sequence: Sequence) -> None:
-        """Delete the previous snapshot of a sequence if it belongs to the generated answer.
+        """Delete the previous saved state of a sequence if this state includes answer tokens.
 
         The next turn of the chat continues after the whole answer, so only the last snapshot of the
         answer is useful. A snapshot of the prompt, or a snapshot from which the sequence started,
@@ -216,7 +217,7 @@ class StateSnapshots:
             self.delete(self._hash_before(sequence, previous_position))
 
     def _set_snapshot(self, block_hash: bytes, snapshot_id: int) -> None:
-        """Store a snapshot under a hash. If the hash already has one, delete the new snapshot."""
+        """Store `snapshot_id` under a hash. Delete the snapshot if the hash already has an id."""
         if block_hash in self._ids:
             self._deleted.append(snapshot_id)
             self._note_use(block_hash)
@@ -225,7 +226,7 @@ class StateSnapshots:
             self._order.add(block_hash)
 
     def discard(self, sequence: Sequence) -> None:
-        """Delete the snapshot that the running step saves for a sequence, if there is one.
+        """If the running step saves the recurrent state of a sequence, delete this saved state.
 
         The blocks of the sequence are being released, so the snapshot cannot be used. If the
         sequence has an earlier snapshot of its answer, write that snapshot to the cache on disk
@@ -238,17 +239,18 @@ class StateSnapshots:
         if sequence.unsaved_snapshot_id is not None:
             self._deleted.append(sequence.unsaved_snapshot_id)
             sequence.unsaved_snapshot_id = None
-        # If the last snapshot covers only the prompt, `add` has already recorded it in `unsaved`.
+        # The method `add` has already put snapshots of the prompt into `unsaved`. A snapshot of the
+        # answer is put into `unsaved` here.
         last_position = sequence.num_snapshot_tokens
         if last_position > sequence.num_prompt_tokens:
             self._write_to_disk_later(self._hash_before(sequence, last_position))
 
     def id_of(self, block_hash: bytes) -> int | None:
-        """Return the id of the snapshot at the end of a block, or None if there is no snapshot."""
+        """Return the id of the recurrent state saved for a block, or None if no state was saved."""
         return self._ids.get(block_hash)
 
     def insert(self, block_hash: bytes) -> int | None:
-        """Insert a snapshot that was read from disk, and return its id.
+        """Insert a saved recurrent state that was read from disk, and return its id.
 
         If the memory is full, the snapshots that come first in the eviction order are deleted. The
         caller must store the state under the returned id before the next step.
@@ -266,50 +268,50 @@ class StateSnapshots:
         return snapshot_id
 
     def delete(self, block_hash: bytes) -> None:
-        """Delete the snapshot of the block with this hash, if there is one."""
+        """Delete the recurrent state that is saved under this hash, if there is one."""
         snapshot_id = self._ids.pop(block_hash, None)
         if snapshot_id is not None:
             self._order.forget(block_hash)
             self._deleted.append(snapshot_id)
 
     def retain(self, hashes: Iterable[bytes], key: SessionKey, seconds: float) -> None:
-        """Let a session retain the snapshots of some blocks; see `EvictionOrder.retain`."""
+        """Let a session retain the saved states of some blocks; see `EvictionOrder.retain`."""
         with_snapshot = (block_hash for block_hash in hashes if block_hash in self._ids)
         self._order.retain(with_snapshot, key, seconds)
 
     def extend(self, key: SessionKey, seconds: float) -> None:
-        """Extend the retention of a session's snapshots; see `EvictionOrder.extend`."""
+        """Keep the saved states of a session for a longer time; see `EvictionOrder.extend`."""
         self._order.extend(key, seconds)
 
     def _hash_before(self, sequence: Sequence, position: int) -> bytes:
-        """Return the hash of the block that ends at `position`. The hash identifies a snapshot.
+        """Return the hash of the block that ends at `position`. A saved state has this hash as key.
 
         Example with 16 tokens in a block: the position 32 is the end of the second block.
         """
         return sequence.block_hashes[position // self._block_size - 1]
 
     def _new_id(self) -> int:
-        """Return an id that no other snapshot has had."""
+        """Return an id that no other saved recurrent state has had."""
         snapshot_id = self._num_saved
         self._num_saved += 1
         return snapshot_id
 
     def _note_use(self, block_hash: bytes) -> None:
-        """Mark a snapshot as the most recently used snapshot."""
+        """Mark a saved recurrent state as the most recently used saved state."""
         self._order.remove(block_hash)
         self._order.add(block_hash)
 
     def _evict(self) -> None:
-        """Delete the snapshot that comes first in the eviction order."""
+        """Delete the saved recurrent state that comes first in the eviction order."""
         self._deleted.append(self._ids.pop(self._order.pop()))
 
     def _write_to_disk_later(self, block_hash: bytes) -> None:
-        """Add a snapshot to `unsaved`. Do nothing if there is no cache on disk."""
+        """Add the hash of a saved state to `unsaved`. Do nothing if there is no cache on disk."""
         if self.unsaved is not None:
             self.unsaved[block_hash] = None
 
     def _targets(self, sequence: Sequence) -> list[int]:
-        """Return the positions at which the prompt is divided into chunks to save snapshots."""
+        """Return the positions in the prompt after which the recurrent state should be saved."""
         if sequence.images is not None:
             return []
         num_full_blocks = len(sequence.token_ids) // self._block_size
@@ -321,7 +323,7 @@ class StateSnapshots:
         return [position for position in positions if position >= min_position]
 
     def _is_worth_saving(self, chunk: Chunk) -> bool:
-        """Return whether the recurrent state after `chunk` must be saved as a snapshot.
+        """Return whether the recurrent state after the tokens of `chunk` must be saved.
 
         A state can be saved only at the end of a block. In an answer, it is saved at the end of
         every block. In a prompt, it is saved at the positions of `_targets`, and also if many
@@ -330,7 +332,7 @@ class StateSnapshots:
         sequence = chunk.sequence
         chunk_end = chunk.start + chunk.num_tokens
         is_end_of_block = chunk_end % self._block_size == 0
-        # Sequences with images are computed by another forward path, which cannot copy states.
+        # Sequences with images are computed by other code, which cannot copy recurrent states.
         if not is_end_of_block or sequence.images is not None:
             return False
         is_in_answer = chunk_end > sequence.num_prompt_tokens

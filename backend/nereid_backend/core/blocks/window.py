@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The attention limits of the layers in a group.
+    """The numbers of earlier tokens to which the layers of one group can attend.
 
     The class is used only if every layer of the group has a limit.
 
@@ -53,7 +53,7 @@ class AttentionWindow:
         return max(min(limit for limit in pair if limit is not None) for pair in self.limits)
 
     def max_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Return the largest number of blocks that a sequence has in the group at the same time.
+        """Return the largest number of blocks that one sequence can use in this group of layers.
 
         Args:
             num_tokens: the largest number of tokens that one step computes for one sequence.
@@ -68,7 +68,7 @@ def max_sequence_blocks(
     max_step_tokens: int | None,
     block_size: int,
 ) -> int:
-    """Return the largest number of blocks that a sequence has in all groups at the same time.
+    """Return the largest number of blocks that one sequence can use at the same time.
 
     The attention layers of a model are divided into groups, and a sequence has its own blocks in
     each group. In a group with an attention window, the blocks before the window are freed.

@@ -74,7 +74,7 @@ class WindowSearch:
     def _last_missing_by_window(
         self, tables: list[list[int]]
     ) -> dict[AttentionWindow | None, list[int]]:
-        """For each window, list the index of the last missing block at or before each block.
+        """For each attention window and each block, find the last missing block up to that block.
 
         Several groups of layers can have one window. A block is missing if one of their tables
         contains the null block. Element i of a list is the largest index j <= i of a missing block;
@@ -109,7 +109,7 @@ class WindowSearch:
     def _hide_blocks_before_window(
         self, table: list[int], window: AttentionWindow | None
     ) -> list[int]:
-        """Return a copy of a table, with the null block in place of each block before the window.
+        """Return a copy of `table` in which a placeholder replaces each block before the window.
 
         The window is that of the token that directly follows the blocks of the table.
         """
@@ -145,5 +145,5 @@ def _num_leading_cached(last_missing: list[int]) -> int:
 
     Example: [-1, 1, 1, 1] gives 1.
     """
-    # The list is sorted. Its elements before the first missing block are -1.
+    # The list is sorted. The elements for the blocks before the first missing block are -1.
     return bisect_right(last_missing, -1)

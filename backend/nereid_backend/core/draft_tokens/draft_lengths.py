@@ -50,7 +50,7 @@ _MEASURE_EVERY = 64
 
 @dataclass(slots=True)
 class _Rate:
-    """The share of draft tokens that were accepted. New drafts have more weight than old drafts.
+    """The fraction of draft tokens that were accepted. New drafts have more weight than old ones.
 
     Attributes:
         accepted: the weighted number of accepted draft tokens.
@@ -113,7 +113,7 @@ class StepCosts:
         self._measured: dict[int, _Measured] = {}
 
     def add_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """Record the duration of a step, from which the cost of a draft token is computed.
+        """Record the duration of a step. The cost of a draft token is computed from durations.
 
         In the step, the model computed one known token for each sequence, and `num_drafts` draft
         tokens in total. The cost of a draft token is its additional time, divided by the time that
@@ -138,7 +138,7 @@ class StepCosts:
         self._of(num_sequences).drafting.append(seconds / num_drafts)
 
     def ratio(self, num_sequences: int) -> float:
-        """Return the cost ratio of a draft token in a step with `num_sequences` sequences."""
+        """Return the cost of a draft token, divided by the cost of one sequence in the step."""
         measured = self._of(num_sequences)
         is_known = len(measured.ratios) >= _MIN_MEASUREMENTS
         ratio = statistics.median(measured.ratios) if is_known else _FIRST_RATIO
@@ -188,7 +188,7 @@ class DraftLengths:
         self._is_plain_step = False
 
     def begin_step(self, num_sequences: int) -> None:
-        """Set the approximate number of sequences of the next step.
+        """Prepare for the next step, which computes about `num_sequences` sequences.
 
         The cost of a draft token depends on this number.
         """
@@ -228,7 +228,7 @@ class DraftLengths:
         return min(self.max_tokens, math.ceil(break_even_length) - 1)
 
     def _history_of(self, sequence: Sequence) -> _History:
-        """Return the draft history of a sequence. If there is none, create and store one."""
+        """Return the record of a sequence's drafts. If no record exists, create and store one."""
         history = self._histories.get(sequence)
         if history is None:
             num_accepted = self._overall.value * _FIRST_WEIGHT

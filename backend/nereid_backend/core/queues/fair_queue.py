@@ -87,7 +87,7 @@ class FairQueue:
         self._num_waiting -= 1
 
     def first(self) -> Sequence:
-        """Return the sequence that gets a row next. The queue must not be empty.
+        """Return the waiting sequence that is started next. The queue must not be empty.
 
         If two clients have the same service, the client with fewer sequences comes first.
         """
@@ -122,8 +122,9 @@ def fair_shares(
     shares: dict[str, int] = {}
     remaining_budget = budget
     remaining_weight = sum(weights[client] for client in demands)
-    # The clients are sorted by the quotient of demand and weight, in ascending order. If a client
-    # does not need its whole share, the rest remains in the budget for the next clients.
+    # The clients are sorted by demand divided by weight, the smallest quotient first. If a client
+    # needs fewer tokens than its fair part of the budget, the remaining tokens go to the clients
+    # after it.
     smallest_demand_first = sorted(demands, key=lambda client: demands[client] / weights[client])
     for client in smallest_demand_first:
         fair_share = int(remaining_budget * weights[client] / remaining_weight)

@@ -78,14 +78,14 @@ class DecodeGroup:
     _rows: dict[tuple[LayerWindow, int], Tensor] = field(default_factory=dict)
 
     def visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Return the blocks that the decodes read for an attention window."""
+        """Return the cache blocks that the decodes read in a layer with the window `window`."""
         visible = self._visible.get(window)
         if visible is None:
             visible = self._visible[window] = self._compute_visible(window)
         return visible
 
     def rows(self, window: LayerWindow, num_heads: int) -> Tensor:
-        """Return the cache rows that a layer with `num_heads` key heads reads."""
+        """Return the row indices of the blocks that a layer with `num_heads` key heads reads."""
         rows = self._rows.get((window, num_heads))
         if rows is None:
             rows = self._rows[window, num_heads] = gather_rows(
@@ -94,7 +94,7 @@ class DecodeGroup:
         return rows
 
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Return the blocks that the decodes read, and a bias that hides tokens in these blocks.
+        """Return the blocks that the decodes read, and an attention bias that hides masked tokens.
 
         A decode is a sequence with one new token, which attends to itself and to earlier tokens.
 
@@ -107,7 +107,8 @@ class DecodeGroup:
         blocks, first_blocks = self._blocks_in_window(first_positions, window)
         num_read_tokens = blocks.shape[1] * self.block_size
         offsets = torch.arange(num_read_tokens, device=blocks.device)
-        # For each token that is read, its position in the sequence, [num_decodes, num_read_tokens].
+        # For each token that is read, the position of the token in the sequence, [num_decodes,
+        # num_read_tokens].
         positions = first_blocks * self.block_size + offsets
         is_hidden = positions >= lens
         if not window.is_full:
@@ -142,9 +143,11 @@ class DecodeGroup:
         if max_blocks >= table_width:
             return self.blocks, torch.zeros_like(first_positions)
         first_blocks = first_positions // self.block_size
-        # For each decode, the indices of the returned blocks in its block table.
+        # The indices of the returned blocks in the block table, with one row of indices for each
+        # decode.
         indices = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
-        # A short sequence may have fewer than `max_blocks` blocks after the first block.
+        # A short sequence may have fewer than `max_blocks` blocks after the first block of the
+        # window. The indices must stay within the width of the block table.
         indices.clamp_(max=table_width - 1)
         return self.blocks.gather(1, indices), first_blocks
 
@@ -178,7 +181,7 @@ class AttentionBatch:
     _prefill_masks: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
 
     def store_rows(self, num_heads: int) -> Tensor:
-        """Return the cache rows into which a layer writes the keys or values of this step.
+        """Return the cache rows (indices of vectors) that hold this step's keys or values.
 
         `num_heads` is the number of key heads of the layer.
         """

@@ -56,7 +56,7 @@ class AttentionHook:
 
     @contextmanager
     def serving(self, forward: AttentionForward) -> Iterator[None]:
-        """Return a context in which `forward` computes all attention calls of the model."""
+        """Return a context manager that makes `forward` compute all of the model's attention."""
         self._forward = forward
         try:
             yield
@@ -114,7 +114,7 @@ class PagedForward:
         return self._batches[0].slots.numel()
 
     def native(self) -> AbstractContextManager[None]:
-        """Return a context in which compiled models call the CPU kernels without Python.
+        """Return a context manager that lets compiled models call the CPU kernels without Python.
 
         If the cache is not a CpuKVCache, the context manager does nothing.
         """

@@ -67,7 +67,8 @@ class KVCache:
         values_of_place: list[Tensor] = []
         for index in self._first_layers():
             layer = layers[index]
-            # Keys and values can have different head sizes, which are appended to this shape.
+            # The shape of the keys and values without the head size, which can differ between keys
+            # and values.
             shape = (num_blocks + 1, layer.num_kv_heads, block_size)
             keys_of_place.append(_zeros((*shape, layer.key_dim), dtype, device))
             values_of_place.append(_zeros((*shape, layer.value_dim), dtype, device))
@@ -80,7 +81,7 @@ class KVCache:
         return 1 + max(self.group_of, default=0)
 
     def _first_layers(self) -> list[int]:
-        """Return a list of layer indices: for each tensor of keys, the first layer that uses it.
+        """For each tensor of keys, return the index of the first layer that uses the tensor.
 
         Layers with the same place in a block share a tensor of keys and a tensor of values.
         """
@@ -115,7 +116,7 @@ class KVCache:
         _store(self.values[layer], value, rows)
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values of sequences from their blocks into contiguous tensors.
+        """Copy the keys and values of sequences from cache blocks into contiguous tensors.
 
         Args:
             layer: the index of the layer.
@@ -167,7 +168,8 @@ class KVCache:
         content_rows = torch.frombuffer(joined, dtype=torch.uint8).view(len(blocks), -1)
         content_rows = content_rows.to(self.device)
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        # Each row contains the bytes of all tensors, one tensor after the other.
+        # Each row of `content_rows` contains the bytes of one block: first the bytes of the first
+        # tensor, then the bytes of the second tensor, and so on.
         tensors = self.tensors()
         block_bytes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
         parts = torch.split(content_rows, block_bytes, dim=1)
@@ -176,14 +178,17 @@ class KVCache:
             tensor.index_copy_(0, index, new_blocks)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Fill some blocks of the cache with zeros. Mutates: this cache."""
+        """Fill the blocks `blocks` of this cache with zeros.
+
+        Mutates: this cache.
+        """
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         for tensor in self.tensors():
             tensor.index_fill_(0, index, 0)
 
 
 def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Return the cache rows into which the keys or values of some tokens are written.
+    """Return the cache rows (indices of vectors) that hold the keys or values of some tokens.
 
     If a tensor of the cache is viewed as [..., dim], a row is one vector. Each token has one row
     for each head.
@@ -200,7 +205,8 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
     """
     blocks = slots // block_size
     places_in_block = slots % block_size
-    # In a block, the rows of one head are consecutive, and the heads follow one after the other.
+    # A block contains all vectors of the first head, then all vectors of the second head, and so
+    # on.
     rows_per_block = num_heads * block_size
     first_head_rows = blocks * rows_per_block + places_in_block
     head_offsets = torch.arange(num_heads, device=slots.device) * block_size
@@ -208,7 +214,7 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
 
 
 def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
-    """Return the cache rows that contain the keys or values of some blocks.
+    """Return the row indices of some blocks in a cache tensor that is viewed as a matrix.
 
     If a tensor of the cache is viewed as [..., block_size * dim], a row contains the keys or values
     of one head in one block. Each block has one row for each head.
@@ -234,13 +240,16 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _store(cache: Tensor, vectors: Tensor, rows: Tensor) -> None:
-    """Write vectors [..., dim] into the given rows of one cache tensor. Mutates: cache."""
+    """Write the vectors [..., dim] into the rows `rows` of the cache tensor `cache`.
+
+    Mutates: cache.
+    """
     dim = cache.shape[-1]
     cache.view(-1, dim).index_copy_(0, rows, vectors.reshape(-1, dim))
 
 
 def _gather(cache: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows of one tensor of the cache into a contiguous tensor."""
+    """Copy the rows `rows` of one cache tensor into a contiguous tensor."""
     num_seqs, num_heads, count = rows.shape
     _, _, block_size, dim = cache.shape
     gathered = cache.view(-1, block_size * dim).index_select(0, rows.reshape(-1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The properties of a model's attention layers, including their attention windows and groups."""
+"""The properties of a model's attention layers, such as the attention window of each layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +80,9 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The groups into which a model's attention layers are divided; see core/blocks/window.py.
+    """The groups of a model's attention layers. All layers of a group share one block table.
+
+    The module core/blocks/window.py describes the division of the layers into groups.
 
     A block stores the keys and values of one group. A group may have fewer layers than a block has
     places. Example: a model has four layers. The first three layers have a window (W), and the last
@@ -101,12 +103,12 @@ class LayerGroups:
 
     @property
     def num_places(self) -> int:
-        """The largest number of layers in a group."""
+        """The largest number of layers in one group of attention layers."""
         return 1 + max((place for _, place in self.places), default=-1)
 
 
 def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
-    """Return the attention window of a group of layers; None if a layer has full attention."""
+    """Return the attention window of some layers; None if any of the layers has full attention."""
     if not layers or any(layer.window.is_full for layer in layers):
         return None
     distinct_windows = dict.fromkeys(layer.window for layer in layers)

@@ -15,7 +15,8 @@ from nereid_backend.attention.attention_batch import AttentionBatch, Prefill, hi
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
-# A slice of a prefill has at most _MAX_SCORES scores and at most _MAX_ROWS queries.
+# A prefill is computed in slices. Each slice has at most `_MAX_ROWS` queries and at most
+# `_MAX_SCORES` attention scores.
 _MAX_SCORES = 2**25
 _MAX_ROWS = 64
 
@@ -33,7 +34,7 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute the attention of one packed step in one layer.
+    """Compute one layer's attention for all new tokens of a step.
 
     A packed step contains the new tokens of several sequences in one row: first the decodes (one
     token each), then the prefills (several tokens each).
@@ -76,7 +77,7 @@ def _attend_decodes(
     rows = query[:, : batch.num_decodes].transpose(0, 1)
     out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
     for group in batch.decodes:
-        # If `group.tokens` is None, the group contains all decodes of the step.
+        # `group.tokens` is None if the group contains all decodes of the step.
         tokens = slice(None) if group.tokens is None else group.tokens
         keys, values = cache.gather(number, group.rows(spec.window, spec.num_kv_heads))
         bias = group.visible(spec.window).bias
@@ -235,7 +236,8 @@ def _stepwise(
     query, key, value = inputs
     num_seqs, num_heads, num_queries, key_dim = query.shape
     _, num_kv_heads, num_keys, _ = key.shape
-    # The query heads that share a key head become rows of one matrix product.
+    # The queries of all heads that share a key head become the rows of one matrix, so that one
+    # matrix product computes the scores of these heads.
     grouped_query = query.reshape(num_seqs, num_kv_heads, -1, key_dim)
     scores = (grouped_query @ key.transpose(2, 3)).float().mul_(scale)
     scores = scores.view(num_seqs, num_heads, num_queries, num_keys)

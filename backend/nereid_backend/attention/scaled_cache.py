@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache that stores 8-bit numbers, and one factor for each vector.
+"""A KV cache of 8-bit numbers, with a separate scaling factor for each key or value vector.
 
 The cache needs about half of the memory of a bfloat16 cache. Each key vector and each value vector
 has its own factor, so a stored vector does not depend on the other vectors of its block.
@@ -17,7 +17,7 @@ from nereid_backend.attention.layers import LayerGroups, LayerSpec
 
 
 class ScaledKVCache(KVCache):
-    """A KV cache that stores each key and each value as a vector of 8-bit numbers and a factor.
+    """A KV cache that stores each key or value as 8-bit numbers with one scaling factor.
 
     The restored vector is the product of the stored vector and its factor.
 
@@ -70,7 +70,7 @@ class ScaledKVCache(KVCache):
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Round vectors to 8-bit numbers, and return the rounded vectors and their factors.
+        """Round vectors to 8-bit numbers. Return these vectors, and the factors that restore them.
 
         Example for int8: [1.0, -2.0] gives [64, -127] and the factor 2 / 127.
 
@@ -105,7 +105,7 @@ class ScaledKVCache(KVCache):
         self.value_scales[layer].view(-1).index_copy_(0, rows, value_scales.flatten())
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return restored keys and values in the model's dtype; see `KVCache.gather`."""
+        """Return keys and values that are converted to the model's dtype; see `KVCache.gather`."""
         keys, values = super().gather(layer, rows)
         return (
             self._restore_gathered(keys, self.key_scales[layer], rows),
@@ -118,7 +118,7 @@ class ScaledKVCache(KVCache):
         return [*super().tensors(), *scales]
 
     def _restore_gathered(self, stored: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        """Convert gathered vectors back to the model's dtype.
+        """After a read from the cache, convert the keys or values to the model's dtype.
 
         The vectors were gathered from the cache rows `rows`. `scales` contains the factors of all
         vectors of the layer.
@@ -148,7 +148,7 @@ def scaled_to(top: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
     restoring_factors = largest / top
     # A vector of zeros has no scaling factor, because `top / 0` is infinite.
     scaling_factors = torch.where(largest > 0, top / largest, 0.0)
-    # Integers cannot represent NaN and infinity, so these numbers are replaced by 0. The factor is
-    # NaN, so the restored vector is NaN, too.
+    # Integers cannot represent NaN and infinity, so 0 is stored instead. The factor that restores
+    # the vector is NaN, so the restored vector is NaN, too.
     scaled = (wide * scaling_factors.unsqueeze(-1)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return scaled, restoring_factors

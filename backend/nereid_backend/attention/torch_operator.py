@@ -23,7 +23,7 @@ _current = threading.local()
 
 @contextmanager
 def serving(forward: PagedForward) -> Iterator[None]:
-    """Return a context in which calls of `paged_attend` in the current thread use `forward`."""
+    """Return a context manager that makes `paged_attend` use `forward` in the current thread."""
     _current.forward = forward
     try:
         with forward.native():
@@ -75,7 +75,7 @@ def _attend(
 
 
 def _current_forward() -> PagedForward:
-    """Return the object that `serving` has stored for the current thread.
+    """Return the `PagedForward` that `serving` has set for the current thread.
 
     Raises:
         EngineError: if no step is running in the current thread.
@@ -94,7 +94,7 @@ def _attend_meta(
     layer: int,  # noqa: ARG001
     scale: float,  # noqa: ARG001
 ) -> Tensor:
-    """Return an uninitialised tensor with the shape of the output. torch uses it for tracing."""
+    """Return an uninitialised tensor with the output's shape, which torch needs for tracing."""
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 

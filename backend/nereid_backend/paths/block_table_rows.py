@@ -45,21 +45,23 @@ class BlockTableRows:
         self._null_block = null_block
         max_blocks = math.ceil(max_model_len / block_size)
         shape = (max_num_seqs, max_blocks)
-        # For each group, the ids of the blocks, [max_num_seqs, max_blocks].
+        # For each group of layers, the block ids of all sequences, [max_num_seqs, max_blocks].
         self._arrays: list[Integers] = [
             np.full(shape, null_block, dtype=np.int64) for _ in range(num_groups)
         ]
-        # For each group and row, the number of blocks that were copied into the row.
+        # For each group of layers and each row of the block tables, the number of block ids that
+        # were copied into the row.
         self._num_filled = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each group and row, the number of blocks at the start of the row that were replaced by
-        # the null block, because the sequence no longer needs them.
+        # For each group of layers and each row of the block tables, the number of block ids at the
+        # start of the row that were replaced by the null block. The sequence no longer needs the
+        # replaced blocks.
         self._num_replaced = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each row, the value of `Sequence.table_version` when the row was last filled. If the
-        # row's sequence still has the same `table_version`, the row needs no update.
+        # For each row of the block tables, the value of `Sequence.table_version` at the last update
+        # of the row. If the sequence of the row still has this version, the row needs no update.
         self._versions = [0] * max_num_seqs
 
     def update(self, plan: StepPlan) -> Integers:
-        """For each sequence in a plan, copy the new blocks into the row of the sequence.
+        """Add the new blocks of each sequence in `plan` to the block tables.
 
         A plan consists of chunks. A chunk is the tokens of one sequence that the step computes. The
         block table of a sequence is stored in one row of an array.
@@ -69,9 +71,9 @@ class BlockTableRows:
         """
         versions = self._versions
         rows: list[int] = []
-        # This loop runs for every chunk of every step, so it must be fast. In most steps, a
-        # sequence gets no new block, and its row stays unchanged. Unpacking a chunk is faster than
-        # reading its fields by name.
+        # This loop runs for every sequence of every step, so it must be fast. In most steps, a
+        # sequence gets no new block, and the block tables need no update. Unpacking a tuple is
+        # faster than reading the fields by name.
         for sequence, _start, _num_tokens, _samples, is_first, _num_logits in plan.chunks:
             row = sequence.row
             assert row is not None
@@ -109,7 +111,7 @@ class BlockTableRows:
         return self._arrays[group][rows, :num_blocks]
 
     def _fill_row(self, group: int, row: int, sequence: Sequence, *, is_first: bool) -> None:
-        """Copy the new blocks of a sequence into its row. Replace freed blocks by the null block.
+        """Copy a sequence's new block ids into the array. Replace freed blocks by the null block.
 
         Args:
             group: the index of the group of layers.
@@ -132,8 +134,8 @@ class BlockTableRows:
             self._num_filled[group][row] = 0
             self._num_replaced[group][row] = 0
         elif num_freed > num_replaced:
-            # The freed blocks may already belong to another sequence, so the row must not contain
-            # them.
+            # A freed block may already contain tokens of another sequence. Therefore, the ids of
+            # freed blocks are removed from the array.
             table_row[num_replaced:num_freed] = self._null_block
             self._num_replaced[group][row] = num_freed
         if len(block_table) > num_filled:

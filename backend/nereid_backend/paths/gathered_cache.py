@@ -70,7 +70,7 @@ class LayerParts:
 def probe_cache(
     checkpoint: Checkpoint, token_id: int, *, accepts_states: bool = False
 ) -> CacheLayout:
-    """Run the model with one token, and return the layout of its cache.
+    """Run the model with one token, and return the layout of the model's cache.
 
     The layout describes which tensors of transformers' cache can be stored in blocks. A block
     contains the keys and values of a fixed number of tokens.
@@ -129,7 +129,7 @@ def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN40
 
 
 def _check_class(layer: object, *, accepts_states: bool) -> None:
-    """Raise an UnfitError if blocks cannot store a layer of a model's cache."""
+    """Raise an UnfitError if KV cache blocks cannot store the data of a cache layer."""
     has_states = isinstance(layer, LinearAttentionCacheLayerMixin)
     is_supported = isinstance(layer, DynamicLayer) and not has_states
     if accepts_states:
@@ -142,7 +142,7 @@ def _check_class(layer: object, *, accepts_states: bool) -> None:
 
 
 def gathered_layer(layer: object, parts: LayerParts, kv_cache: KVCache) -> "GatheredLayer":
-    """Return a cache layer that replaces `layer` and stores its keys and values in blocks.
+    """Return a cache layer that replaces `layer`, and that stores keys and values in blocks.
 
     Args:
         layer: a layer of a cache of transformers.
@@ -168,7 +168,7 @@ def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers 
 
 
 def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes of a sparse indexer's stored keys; see `LayerParts.indexer`."""
+    """Return the shapes in which a sparse indexer's keys are stored; see `LayerParts.indexer`."""
     shape = tuple(layer.indexer_keys.shape)
     if shape[:2] != (1, 1) or shape[2] % 2:
         raise UnfitError(
@@ -180,7 +180,7 @@ def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' laye
 
 @dataclass(slots=True)
 class GatheredStep:
-    """The tensors that describe the sequences of one forward pass.
+    """The block tables, cache slots, mask and positions of the sequences in one forward pass.
 
     Attributes:
         blocks: [num_seqs, n] int64, the block tables, padded with the null block.
@@ -201,7 +201,7 @@ class GatheredStep:
 
     @classmethod
     def of(cls, chunks: list[Chunk], cache: KVCache) -> "GatheredStep":
-        """Build the tensors for some chunks. All chunks must have the same number of tokens.
+        """Build the tensors for a forward pass. All chunks must have the same number of tokens.
 
         The model gets a copy of all keys and values of the batch, in which shorter sequences are
         padded on the left.
@@ -237,7 +237,7 @@ class GatheredStep:
 
 
 def _padded_block_tables(chunks: list[Chunk], num_blocks: int, null_block: int) -> Tensor:
-    """Return the first `num_blocks` blocks of each chunk's sequence, [num_chunks, num_blocks].
+    """Return the ids of each sequence's first `num_blocks` blocks, [num_chunks, num_blocks].
 
     If a sequence has fewer blocks, the null block fills the rest. Example: for 3 blocks, the block
     tables [7, 3, 9, 4] and [8] give [[7, 3, 9], [8, null, null]].
@@ -254,7 +254,8 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
     """
 
     is_croppable = False
-    # The attributes that are not part of the state of a sequence.
+    # The names of attributes that the engine sets. These attributes are not part of a sequence's
+    # state.
     engine_names = frozenset({"num_past_tokens", "_cache", "_step", "_parts"})
 
     def __init__(self, cache: KVCache, parts: LayerParts) -> None:
@@ -265,7 +266,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         self._step: GatheredStep | None = None
 
     def begin(self, step: GatheredStep) -> None:
-        """Use the sequences in `step` for the next forward pass."""
+        """Set the sequences that the next forward pass computes."""
         self._step = step
         self.num_past_tokens = step.num_past_tokens
 
@@ -358,9 +359,9 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
 
 
 class StateAndGatheredLayer(LinearAttentionLayer, GatheredLayer):  # type: ignore[no-untyped-call, override]
-    """A cache layer with a state for each sequence, and with keys and values in blocks."""
+    """A cache layer that stores recurrent states in tensors, and keys and values in blocks."""
 
     def __init__(self, cache: KVCache, parts: LayerParts, number_of_states: int) -> None:
-        """Create a layer with `number_of_states` empty states; see `GatheredLayer`."""
+        """Create a layer for `number_of_states` recurrent states; see `GatheredLayer`."""
         GatheredLayer.__init__(self, cache, parts)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that several forward paths use. The class ModelCall calls a transformers model."""
+"""Calls a transformers model, and prepares the inputs and outputs of the calls."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ _CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 class UnfitError(Exception):
-    """Raised if a forward path does not support a model. The engine then tries the next path.
+    """Raised if one implementation of the forward pass cannot run a model. Others are then tried.
 
     The message states the reason, as a clause without a final period.
     """
@@ -30,7 +30,7 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the caches and block tables of a forward path.
+    """The sizes of the KV cache and of the block tables.
 
     Attributes:
         num_blocks: the number of blocks that sequences may use.
@@ -134,7 +134,7 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
         *args: object,  # noqa: ARG002 - transformers' signature
         **kwargs: object,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged, because the attention hook stores them."""
+        """Return the new keys and values unchanged. The engine's attention code stores them."""
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -151,7 +151,7 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
 
 
 def token_inputs(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the token ids and the positions of chunks that have equal numbers of tokens.
+    """Return the token ids and positions in `chunks`, which must have equal numbers of tokens.
 
     The two tensors are copied to the device together, and the CPU does not wait for the copy.
 
@@ -166,7 +166,7 @@ def token_inputs(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor,
 
 
 def extend_to_start(chunk: Chunk) -> Chunk:
-    """Extend a chunk to the left, so that the chunk begins with the first token of its sequence.
+    """Return a chunk that also contains all earlier tokens of the sequence.
 
     Example: a chunk of 3 tokens that starts at 5 becomes a chunk of 8 tokens that starts at 0.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path `packed`: the model computes each step as one row of tokens."""
+"""The forward path `packed`: one forward pass computes all tokens of a step in one row."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,7 +28,7 @@ class ImageSteps(Protocol):
     """The interface through which PackedPath changes the decoder's inputs in steps with images."""
 
     def injecting(self, plan: StepPlan, batch: StepBatch) -> AbstractContextManager[None]:
-        """Return a context in which the decoder receives the embeddings and positions of images."""
+        """Return a context manager that passes image embeddings and positions to the decoder."""
         ...
 
 
@@ -38,7 +38,7 @@ def has_images(plan: StepPlan) -> bool:
 
 
 class PackedPath:
-    """A forward path for models whose only state is the keys and values of attention.
+    """Computes the forward pass of models whose only state is the keys and values of attention.
 
     The object owns the KV cache and the block tables.
 
@@ -126,14 +126,14 @@ class PackedPath:
                 with self.images.injecting(plan, batch):
                     return self._run_model(batch, self._attention(batch))
             if needs_hooks:
-                # Hooks of the layers compute the adapters of this step. Captured graphs and the
-                # compiled forward pass do not call these hooks.
+                # The adapters of this step are computed in forward hooks of the model's layers.
+                # CUDA graphs and the compiled forward pass do not call these hooks.
                 return self._run_model(batch, self._attention(batch))
             logits = self._replay(batch)
             return self.run(batch) if logits is None else logits
 
     def _replay(self, batch: StepBatch) -> Tensor | None:
-        """Replay a step from CUDA graphs, and return its logits.
+        """Compute a step by replaying captured CUDA graphs, and return the logits.
 
         Return None if no graph was captured for steps of this kind and size.
         """
@@ -145,7 +145,7 @@ class PackedPath:
         return logits
 
     def run(self, batch: StepBatch, attention: PagedForward | None = None) -> Tensor:
-        """Compute a step without CUDA graphs and return its logits, [num_logits, vocab_size].
+        """Compute a step without CUDA graphs. Return the logits, [num_logits, vocab_size].
 
         Args:
             batch: the step.
@@ -160,7 +160,7 @@ class PackedPath:
         return self._run_model(batch, attention)
 
     def _attention(self, batch: StepBatch) -> PagedForward:
-        """Return the attention function for a step. It uses the KV cache of this forward path."""
+        """Return a function that computes the attention of a step with this object's KV cache."""
         return PagedForward(self._layers, self._cache, batch.attention)
 
     def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:
@@ -181,7 +181,7 @@ class PackedPath:
     def piecewise_graphs(
         self, capture: CapturePieces, sizes: Sizes, report: Callable[[str], None]
     ) -> PiecewiseGraphs:
-        """Return an object that captures steps with prefills as CUDA graphs and replays them.
+        """Return an object that captures steps with prefills as CUDA graphs and replays the graphs.
 
         The object contains no graph yet.
 
@@ -201,7 +201,10 @@ class PackedPath:
         return use_fastest_backends(self._cache, self._layers)
 
     def empty(self) -> None:
-        """Set all keys and values to zero. Mutates: the KV cache."""
+        """Set all keys and values in the KV cache to zero.
+
+        Mutates: the KV cache.
+        """
         for tensor in self._cache.tensors():
             tensor.zero_()
 

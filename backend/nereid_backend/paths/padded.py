@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path `padded`, for models that use their own attention code.
+"""Computes the forward pass of models with their own attention code (the path `padded`).
 
 The path passes a cache object to the model. The object writes new keys and values into the blocks
 of the KV cache, and returns a copy of all keys and values of the batch (gathered_cache.py).
@@ -20,7 +20,7 @@ from nereid_backend.paths.position_embeddings import PositionEmbeddings
 
 
 class PaddedPath:
-    """A forward path for models with their own attention code. The object owns the KV cache."""
+    """Computes the forward pass of models with their own attention code. Owns the KV cache."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PaddedPath:
         self._batches_sequences = batches_sequences
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step. `sampled` must be None. See `ForwardPath.forward`."""
+        """Return the logits of one step. `sampled` must be None; see `ForwardPath.forward`."""
         assert sampled is None
         self._cache.copy_blocks(plan.copies)
         logits_of_chunks: list[Tensor | None] = [None] * len(plan.chunks)
@@ -70,7 +70,7 @@ class PaddedPath:
         self._cache.clear(sequence.block_table)
 
     def _groups(self, chunks: list[Chunk]) -> list[list[int]]:
-        """Divide chunks into groups that can share a forward pass.
+        """Divide the chunks of a step into groups. One forward pass computes each group.
 
         Each group is a list of indices of chunks.
 
@@ -79,8 +79,8 @@ class PaddedPath:
         chunks of 1, 1, 1 and 4 tokens that start at 5, 9, 7 and 0 give the groups [[0, 2], [1],
         [3]], because 5 and 7 have 3 bits, and 9 has 4 bits.
         """
-        # Decodes whose positions have the same number of bits form one group. The key is the number
-        # of bits.
+        # Decodes whose positions have the same number of binary digits form one group. The key of
+        # the dict is the number of binary digits.
         decode_groups: dict[int, list[int]] = {}
         single_chunks: list[list[int]] = []
         for index, chunk in enumerate(chunks):
@@ -92,7 +92,7 @@ class PaddedPath:
         return [*decode_groups.values(), *single_chunks]
 
     def _run(self, chunks: list[Chunk]) -> Tensor:
-        """Compute one group of chunks in one forward pass.
+        """Compute the logits of one group of chunks in one forward pass.
 
         A chunk is the tokens of one sequence that the step computes. All chunks of a group have the
         same number of tokens.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes the positions of a step to modules that derive positions from the length of the cache.
+"""Passes token positions to modules that otherwise derive positions from the cache length.
 
 The decoders of some models (such as Bart) have no argument for positions. A module of the decoder
 computes the positions from the length of the cache. In a step with several sequences, the lengths
@@ -20,7 +20,7 @@ _LENGTH, _POSITIONS = "past_key_values_length", "position_ids"
 
 
 class PositionEmbeddings:
-    """Sets the positions in modules that would derive positions from the length of the cache."""
+    """Passes correct positions to modules that would derive positions from the cache length."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Find the modules in `model` that derive positions from the length of the cache."""
@@ -36,7 +36,7 @@ class PositionEmbeddings:
 
     @contextmanager
     def serving(self, position_ids: Tensor) -> Iterator[None]:
-        """Return a context in which the modules use `position_ids`, [batch, num_tokens] int64."""
+        """Return a context manager that passes `position_ids` [batch, num_tokens] to modules."""
         with ExitStack() as hooks:
             for module, num_before in self._modules:
                 replace_positions = partial(_replace_positions, position_ids, num_before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path `rows`, for models that have a recurrent state for each sequence.
+"""Computes the forward pass of models with recurrent states (the forward path `rows`).
 
 Convolutions and recurrences mix the neighbouring tokens of a row, so a row must contain tokens of
 one sequence only. All decodes of a step form one batch with one row for each sequence. Every other
@@ -55,7 +55,7 @@ class _BatchCache(NamedTuple):
 
 
 class RowsPath:
-    """A forward path for models that have a recurrent state for each sequence.
+    """Computes the forward pass of models that have a recurrent state for each sequence.
 
     The object owns the states and the KV cache.
     """
@@ -87,18 +87,20 @@ class RowsPath:
         self._keys = keys
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
-        # For each row, the recurrent state of its sequence. The states of the last batch are in
-        # `_batch_cache` instead.
+        # Maps the row number of a sequence to the recurrent state of the sequence. The states of
+        # the last batch are in `_batch_cache` instead.
         self._states: dict[int, State] = {}
-        # For each row, the number of tokens that its state covers.
+        # Maps the row number of a sequence to the number of tokens that the sequence's recurrent
+        # state covers.
         self._lengths: dict[int, int] = {}
-        # The merged states of the last batch; None if the state of every sequence is in `_states`.
+        # The recurrent states of the last batch, merged into one cache; None if the state of every
+        # sequence is in `_states`.
         self._batch_cache: _BatchCache | None = None
-        # Maps the id of each snapshot to the state in this snapshot.
+        # Maps each snapshot id to a stored copy of a sequence's recurrent state.
         self._snapshots: dict[int, State] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step. `sampled` must be None. See `ForwardPath.forward`.
+        """Return the logits of one step. `sampled` must be None; see `ForwardPath.forward`.
 
         Before the computation, load the snapshots of new sequences. After the computation, save
         the snapshots that the plan requires. A snapshot is a copy of one sequence's state.
@@ -106,7 +108,8 @@ class RowsPath:
         assert sampled is None, "only pending chunks need sampled tokens"
         for chunk in plan.chunks:
             if chunk.is_first:
-                # The row still contains the state of an earlier sequence.
+                # The state of an earlier sequence is still stored for this row number. This state
+                # is deleted.
                 self._forget(_row(chunk))
         if plan.snapshots is None:
             return self._forward(plan)
@@ -118,12 +121,12 @@ class RowsPath:
         return logits
 
     def _forward(self, plan: StepPlan) -> Tensor:
-        """Compute the chunks of a step, and return the logits; see `ForwardPath.forward`.
+        """Compute all tokens of a step, and return the logits; see `ForwardPath.forward`.
 
         All decodes are computed in one pass. Each prefill is computed in a pass of its own. A
         decode is a chunk of one token that continues the state of its sequence.
         """
-        # The indices of the chunks in the plan.
+        # The indices of the decodes and of the prefills among the chunks of the plan.
         decodes: list[int] = []
         prefills: list[int] = []
         for index, chunk in enumerate(plan.chunks):
@@ -132,12 +135,12 @@ class RowsPath:
                 decodes.append(index)
             else:
                 prefills.append(index)
-        # One item for each chunk, in the order of the plan.
+        # The logits of each chunk, in the order of the chunks in the plan.
         logits_of_chunks: list[Tensor | None] = [None] * len(plan.chunks)
         if decodes:
             logits = self._decode([plan.chunks[index] for index in decodes])
             for index, chunk_logits in zip(decodes, logits, strict=True):
-                # A chunk for which no logits are needed gets an empty tensor.
+                # If no logits of a chunk are needed, an empty tensor is stored for the chunk.
                 logits_of_chunks[index] = chunk_logits[: plan.chunks[index].num_logits]
         for index in prefills:
             logits_of_chunks[index] = self._prefill(plan.chunks[index])
@@ -145,12 +148,12 @@ class RowsPath:
 
     @property
     def kv_cache(self) -> KVCache | None:
-        """The KV cache of this forward path; None if the model has no attention."""
+        """The KV cache of this object; None if the model has no attention layers."""
         return self._keys.kv_cache
 
     @property
     def snapshots(self) -> dict[int, State]:
-        """Maps the id of each snapshot to the state in this snapshot."""
+        """Maps each snapshot id to a stored copy of a sequence's recurrent state."""
         return self._snapshots
 
     def clear(self, sequence: Sequence) -> None:
@@ -161,7 +164,7 @@ class RowsPath:
             self._keys.kv_cache.clear(sequence.all_blocks())
 
     def state_bytes(self) -> int:
-        """Return the size of one sequence's state in bytes.
+        """Return the size of one sequence's recurrent state in bytes.
 
         At least one sequence must have a state.
         """
@@ -169,7 +172,7 @@ class RowsPath:
         return num_bytes(next(iter(self._states.values())))
 
     def _load_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
-        """Load snapshots as the states of new sequences. Delete snapshots that are not needed.
+        """Copy stored states into new sequences. Delete stored states that are not needed.
 
         `snapshots` lists the snapshots to load and the snapshots to delete.
         """
@@ -181,14 +184,14 @@ class RowsPath:
             self._snapshots.pop(snapshot_id, None)
 
     def _copy_state(self, row: int) -> State:
-        """Return a copy of a row's state. Later steps do not change the copy."""
+        """Return a copy of one sequence's recurrent state. Later steps do not change the copy."""
         if self._batch_cache is not None and row in self._batch_cache.rows:
             rows, cache = self._batch_cache
             return row_state(cache, rows.index(row), len(rows))
         return copy_state(self._states[row])
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
-        """Compute several chunks of one token each in one forward pass.
+        """Compute one token of each of several sequences, all in one forward pass.
 
         The sequence of each chunk must already have a state.
 
@@ -196,8 +199,9 @@ class RowsPath:
             Logits, [num_chunks, 1, vocab_size].
         """
         rows = tuple(_row(chunk) for chunk in chunks)
-        # If the pass fails, the states may be partly changed. The states are therefore removed
-        # before the pass, and stored again only if the pass succeeds.
+        # If the forward pass fails, the states may be partly changed. The states are therefore
+        # removed before the forward pass, and stored again only after the forward pass has
+        # succeeded.
         cache = self._take_cache(rows)
         lengths = [self._lengths.pop(row) for row in rows]
         ids, positions = token_inputs(chunks, self._device)
@@ -208,7 +212,7 @@ class RowsPath:
         return logits
 
     def _take_cache(self, rows: tuple[int, ...]) -> Any:  # noqa: ANN401 - an untyped cache
-        """Move the states of `rows` from this object into a cache, and return the cache."""
+        """Remove the states of `rows` from this object. Return a cache that contains the states."""
         if self._batch_cache is not None and self._batch_cache.rows == rows:
             cache = self._batch_cache.cache
             self._batch_cache = None
@@ -217,7 +221,7 @@ class RowsPath:
         return self._merge([self._states.pop(row) for row in rows])
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Compute a chunk in a forward pass that contains no other chunk.
+        """Compute the tokens of `chunk` in a separate forward pass.
 
         Example: the model must compute a prompt in one pass. A prompt of 20 tokens is divided into
         the chunks 0 to 15 and 16 to 19. For the first chunk, the result is None. The second chunk
@@ -240,12 +244,12 @@ class RowsPath:
         return self._continue(whole)
 
     def _is_computed_later(self, chunk: Chunk) -> bool:
-        """Return whether the tokens of `chunk` will be computed together with a later chunk."""
+        """Return whether a later chunk of the sequence will compute the tokens of `chunk`, too."""
         has_later_chunk = chunk.start + chunk.num_tokens < len(chunk.sequence.token_ids)
         return self._computes_from_start and has_later_chunk and chunk.num_logits == 0
 
     def _can_continue(self, chunk: Chunk) -> bool:
-        """Return whether a chunk can be computed from the stored state of its sequence.
+        """Return whether the tokens of `chunk` can be computed from the sequence's stored state.
 
         The state must cover exactly the tokens before the chunk. Some models can continue a state
         only by one token; see the argument `computes_from_start` of the constructor.
@@ -254,7 +258,7 @@ class RowsPath:
         return is_exact and self._has_state(chunk)
 
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
-        """Compute a sequence from its start: the prompt in one pass, then token by token.
+        """Compute a sequence from its first token: first the whole prompt, then token by token.
 
         Example: a sequence with 20 prompt tokens and 2 output tokens is computed in three passes,
         for the tokens 0 to 19, the token 20, and the token 21. `chunk` contains all tokens of the
@@ -274,7 +278,7 @@ class RowsPath:
         return logits[len(logits) - chunk.num_logits :]
 
     def _continue(self, chunk: Chunk) -> Tensor:
-        """Compute a chunk of a sequence, starting from the state after the earlier tokens.
+        """Compute the tokens of `chunk`, starting from the state after the earlier tokens.
 
         If the chunk starts at the first token, start from an empty state.
 
@@ -283,15 +287,15 @@ class RowsPath:
         """
         row = _row(chunk)
         self._split_batch_cache()
-        # If the pass fails, the state may be partly changed. The state is therefore removed before
-        # the pass, and stored again only if the pass succeeds.
+        # If the forward pass fails, the state may be partly changed. The state is therefore removed
+        # before the forward pass, and stored again only after the forward pass has succeeded.
         state = self._states.pop(row, None)
         self._lengths.pop(row, None)
         earlier_states = [state] if state and chunk.start > 0 else []
         cache = self._merge(earlier_states)
         ids, positions = token_inputs([chunk], self._device)
-        # The model always returns the logits of at least one token. These logits are dropped below
-        # if the chunk needs no logits.
+        # The model always returns the logits of at least one token. If no logits are needed, these
+        # logits are dropped below.
         num_logits = max(1, chunk.num_logits)
         logits = self._run([chunk], ids, positions, cache, num_logits=num_logits)
         self._batch_cache = _BatchCache((row,), cache)
@@ -306,7 +310,7 @@ class RowsPath:
         cache: Any,  # noqa: ANN401 - an untyped cache
         num_logits: int,
     ) -> Tensor:
-        """Run the model on `chunks`, and apply the adapter of each chunk.
+        """Run the model on the tokens of `chunks`, and apply the adapter of each sequence.
 
         Args:
             chunks: the chunks, one for each row.
@@ -328,14 +332,14 @@ class RowsPath:
             )
 
     def _merge(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
-        """Return a cache with the given states, one for each row. `states` may be empty."""
+        """Return a cache for a batch of sequences with the states `states`, which may be empty."""
         cache = self._keys.make_cache()
         if states:
             merge_states(cache, states)
         return cache
 
     def _has_state(self, chunk: Chunk) -> bool:
-        """Return whether the state of a row covers exactly the tokens before a chunk."""
+        """Return whether a sequence's state covers exactly the tokens before `chunk`."""
         return chunk.start == self._lengths.get(_row(chunk), 0)
 
     def _forget(self, row: int) -> None:
@@ -346,7 +350,7 @@ class RowsPath:
         self._lengths.pop(row, None)
 
     def _split_batch_cache(self) -> None:
-        """Split the cache of the last batch into separate states, one for each row."""
+        """Split the cache of the last batch into separate states, one for each sequence."""
         if self._batch_cache is None:
             return
         rows, cache = self._batch_cache

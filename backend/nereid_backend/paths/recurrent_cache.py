@@ -22,8 +22,9 @@ from transformers.cache_utils import (
 
 from nereid_backend.paths.model_call import BlockCacheLayer, UnfitError
 
-# The state of one sequence: for each layer of the cache, the attributes of the layer by name. Each
-# tensor contains only the part that belongs to the sequence.
+# The state of one sequence: a list with one dict for each layer of the cache. The dict maps the
+# names of the layer's attributes to their values. Each tensor contains only the part that belongs
+# to the sequence.
 State = list[dict[str, Any]]
 
 
@@ -36,7 +37,7 @@ class StateAndBlockLayer(LinearAttentionLayer, BlockCacheLayer):  # type: ignore
 
 
 def make_cache(config: PretrainedConfig) -> DynamicCache:
-    """Return an empty cache whose layers store states, but no keys and values.
+    """Return an empty cache whose layers store recurrent states, but no keys and values.
 
     Raises:
         UnfitError: if no layer stores a state, or if a layer stores data other than keys, values
@@ -66,7 +67,8 @@ def _replace_layer(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers ar
         return StateAndBlockLayer(layer.number_of_states) if has_keys else layer
     if isinstance(layer, DummyLayer):
         return layer
-    # Subclasses are not accepted, because they may store more than keys and values.
+    # Subclasses of these two classes are not accepted, because a subclass may store more than keys
+    # and values.
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return BlockCacheLayer()
     raise UnfitError(
@@ -76,7 +78,7 @@ def _replace_layer(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers ar
 
 
 def split_states(cache: Any, num_rows: int) -> list[State]:  # noqa: ANN401 - an untyped cache
-    """Split the cache of a batch into separate states, one for each row.
+    """Split the cache of a batch into separate states, one for each sequence.
 
     Args:
         cache: a cache from `make_cache`.
@@ -90,14 +92,15 @@ def split_states(cache: Any, num_rows: int) -> list[State]:  # noqa: ANN401 - an
 
 
 def row_state(cache: Any, row: int, num_rows: int) -> State:  # noqa: ANN401 - an untyped cache
-    """Return a copy of one row's state, from the cache of a batch with `num_rows` rows."""
+    """Return a copy of one sequence's state from the cache of a batch of `num_rows` sequences."""
     state = [_row_state(layer, row, num_rows) for layer in cache.layers]
-    # If there is only one row, `_row_state` returns the tensors of the cache without a copy.
+    # For a batch of one sequence, `_row_state` returns the tensors of the cache themselves, not
+    # copies.
     return copy_state(state) if num_rows == 1 else state
 
 
 def copy_state(state: State) -> State:
-    """Return a copy of a state. The tensors of the copy have memory of their own."""
+    """Return a copy of a state, including copies of all tensors in the state."""
     return [_copy_value(layer) for layer in state]
 
 
@@ -113,13 +116,14 @@ def _copy_value(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
 
 
 def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - an untyped cache
-    """Merge the states of several rows into `cache`, so that the rows can be computed together.
+    """Merge the recurrent states of several sequences into the cache of one batch.
 
     Args:
         cache: an empty cache. Mutated.
         states: the state of each row.
     """
-    # Each state is a list with one item for each layer. `zip` groups the items by layer instead.
+    # Each sequence's state is a list with one item for each layer. `zip` turns the list of states
+    # into one tuple for each layer, with one item for each sequence.
     states_by_layer = zip(*states, strict=True)
     for layer, row_states in zip(cache.layers, states_by_layer, strict=True):
         for attribute in row_states[0]:
@@ -128,10 +132,11 @@ def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - an 
 
 
 def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
-    """Return the state of one row in a cache layer, as a dict of the layer's attributes."""
+    """Return the attributes of a cache layer for one row of the batch, as a dict."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return {}
-    # A layer that is also a BlockCacheLayer has attributes that the engine sets before each pass.
+    # A layer that is also a BlockCacheLayer has attributes that the engine sets before each forward
+    # pass. These attributes are not part of the state.
     engine_names: frozenset[str] = getattr(layer, "engine_names", frozenset())
     return {
         name: _cut_row(value, row, num_rows)
@@ -141,7 +146,7 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
 
 
 def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return the part of `value` that belongs to one row. `value` is an attribute of a cache layer.
+    """Return one sequence's part of `value`, which is an attribute of the cache layer of a batch.
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
     """
@@ -149,7 +154,7 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
     if has_rows:
         if num_rows == 1:
             return value
-        # The part is copied, because a view would keep the memory of the whole batch allocated.
+        # The row is copied, because a view would keep the memory of the whole batch allocated.
         return value[row : row + 1].clone()
     if isinstance(value, dict):
         return {key: _cut_row(part, row, num_rows) for key, part in value.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two classes with which the forward path `rows` stores keys and values in blocks.
+"""Two classes that store keys and values in blocks, for models with recurrent states.
 
 The states of convolutions and recurrences are not in blocks. They stay in the cache of transformers
 (recurrent_cache.py).
@@ -33,19 +33,19 @@ from nereid_backend.paths.step_batch import BatchBuilder
 
 
 class RowKeys(Protocol):
-    """The storage of keys and values for the forward path `rows`."""
+    """The storage of keys and values for models with recurrent states."""
 
     @property
     def kv_cache(self) -> KVCache | None:
         """The KV cache; None if the model has no attention."""
 
     def make_cache(self) -> DynamicCache:
-        """Return a cache of transformers with empty states, for one or several forward passes."""
+        """Return an empty transformers cache, which can be used for several forward passes."""
 
     def serving(
         self, chunks: list[Chunk], cache: DynamicCache
     ) -> AbstractContextManager[Tensor | None]:
-        """Return a context in which the model computes `chunks` and uses `cache`.
+        """Return a context manager that prepares the model for `chunks` and `cache`.
 
         The context yields the attention mask, [num_chunks, longest] int64, or None if the model
         needs no mask.
@@ -53,7 +53,7 @@ class RowKeys(Protocol):
 
 
 class HookedKeys:
-    """Stores keys and values in blocks. The engine's attention hook reads these blocks."""
+    """Stores keys and values in blocks. The engine's attention code reads these blocks."""
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class HookedKeys:
         return None if self._paged is None else self._paged[0]
 
     def make_cache(self) -> DynamicCache:
-        """Return a cache whose attention layers store nothing; see `RowKeys`."""
+        """Return a transformers cache whose attention layers store nothing; see `RowKeys`."""
         return make_cache(self._config)
 
     @contextmanager
     def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[None]:
-        """Return a context in which the hook computes attention for `chunks`; see `RowKeys`.
+        """Return a context manager that makes the attention hook compute attention; see `RowKeys`.
 
         Mutates: the lengths in the layers of `cache`.
         """
@@ -99,12 +99,12 @@ class HookedKeys:
             yield
 
     def _serving_attention(self, chunks: list[Chunk]) -> AbstractContextManager[None]:
-        """Return a context in which the hook computes the attention of `chunks`."""
+        """Return a context manager that makes the attention hook compute attention for `chunks`."""
         if self._paged is None:  # The model has no attention.
             return nullcontext()
         kv_cache, builder = self._paged
-        # `chunks` may be only some of the step's chunks. The attention metadata must describe
-        # only the chunks of this forward pass.
+        # One step may need several forward passes, and `chunks` are the chunks of this forward
+        # pass. The attention metadata must describe only these chunks.
         plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
         batch = builder.build(plan, kv_cache.device)
         attention = PagedForward(self._layers, kv_cache, batch.attention)
@@ -112,7 +112,7 @@ class HookedKeys:
 
 
 class GatheredKeys:
-    """Stores keys and values in blocks, and copies them for the model's own attention."""
+    """Stores keys and values in blocks, and copies both for the model's own attention code."""
 
     def __init__(self, config: PretrainedConfig, layout: CacheLayout, kv_cache: KVCache) -> None:
         """Create an object that owns the blocks.
@@ -127,7 +127,7 @@ class GatheredKeys:
         self.kv_cache = kv_cache
 
     def make_cache(self) -> DynamicCache:
-        """Return a cache whose keys and values are in blocks; see `RowKeys`."""
+        """Return a transformers cache that stores keys and values in blocks; see `RowKeys`."""
         cache: Any = DynamicCache(config=self._config)
         for index, layer in enumerate(cache.layers):
             parts = self._layout.parts[index]
@@ -137,7 +137,7 @@ class GatheredKeys:
 
     @contextmanager
     def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[Tensor]:
-        """Return a context in which `cache` reads the blocks of `chunks`; see `RowKeys`."""
+        """Return a context manager that lets `cache` read the blocks of `chunks`; see `RowKeys`."""
         step = GatheredStep.of(chunks, self.kv_cache)
         for layer in cache.layers:
             if isinstance(layer, GatheredLayer):
@@ -146,7 +146,7 @@ class GatheredKeys:
 
 
 class RowsForward:
-    """An attention function for a batch of rows with one token each.
+    """Computes attention for a batch that has one token in each row.
 
     `PagedForward` expects all tokens in one row, so this function transposes the rows into one row.
     """

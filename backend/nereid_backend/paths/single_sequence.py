@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path `single`, which runs one sequence at a time.
+"""Computes the forward pass of one sequence at a time (the forward path `single`).
 
 This path is used for models that cannot use any other path.
 
@@ -41,7 +41,7 @@ class _SequenceState:
 
 
 class SinglePath:
-    """A forward path that runs one sequence at a time. It stores the state of each sequence."""
+    """Computes the forward pass of one sequence at a time, and stores each sequence's state."""
 
     def __init__(self, checkpoint: Checkpoint, *, uses_cache: bool) -> None:
         """Create a path.
@@ -64,11 +64,11 @@ class SinglePath:
         # The name of the model's argument for the cache.
         has_cache_params = "cache_params" in argument_names
         self._cache_name = "cache_params" if has_cache_params else "past_key_values"
-        # For each row, the state of the row's sequence.
+        # Maps the row number of a sequence to the stored state of the sequence.
         self._states: dict[int, _SequenceState] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step. `sampled` must be None. See `ForwardPath.forward`."""
+        """Return the logits of one step. `sampled` must be None; see `ForwardPath.forward`."""
         assert sampled is None
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
@@ -81,16 +81,16 @@ class SinglePath:
         return join_logits(parts, self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
-        """Delete the state of a sequence; see `ForwardPath.clear`."""
+        """Delete the stored state of a sequence; see `ForwardPath.clear`."""
         if sequence.row is not None:
             self._states.pop(sequence.row, None)
 
     def stored_bytes(self) -> int:
-        """Return the size of all stored states in bytes."""
+        """Return the total size of the stored states of all sequences, in bytes."""
         return sum(num_bytes(state.arguments) for state in self._states.values())
 
     def _logits(self, row: int, chunk: Chunk) -> Tensor | None:
-        """Return the logits at the last tokens of a chunk, [num_logits, vocab_size].
+        """Return the logits of the last tokens of a chunk, [num_logits, vocab_size].
 
         Example: the last chunk of a prompt contains the tokens 6 to 9 and needs 1 logit. One call
         of the model computes all tokens from 0 to 9, because not every model can continue its cache
@@ -113,7 +113,7 @@ class SinglePath:
         )
 
     def _restore_state(self, row: int, sequence: Sequence, end: int) -> None:
-        """Compute the state of a preempted sequence again, and store it.
+        """Compute a preempted sequence's state again, and store the state.
 
         The model is called as before the preemption: once for the prompt, and then once for each
         output token. On some models, one call for all tokens gives different logits. Example: for a
@@ -129,7 +129,7 @@ class SinglePath:
             self._logits_after(row, sequence, prefix_len)
 
     def _covers(self, row: int, num_tokens: int) -> bool:
-        """Return whether the stored state of a row covers exactly the first `num_tokens` tokens."""
+        """Return whether a sequence's stored state covers exactly `num_tokens` tokens."""
         state = self._states.get(row)
         return state is not None and state.num_tokens == num_tokens
 
@@ -143,7 +143,8 @@ class SinglePath:
 
         Mutates: the stored state of `row`.
         """
-        # The state is removed, because a failed call of the model may change the cache partly.
+        # A failed call of the model may change the cache partly. Therefore, the stored state is
+        # removed before the call.
         state = self._states.pop(row, None)
         if state is None or state.num_tokens != num_tokens - 1:
             state = self._first_state(sequence, num_tokens)
@@ -178,7 +179,7 @@ class SinglePath:
         return inputs
 
     def _first_state(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
-        """Return the state of a sequence before the first call of the model.
+        """Return the state with which the first call of the model starts for a sequence.
 
         In an encoder-decoder model, the encoder computes the prompt. Otherwise, the first call
         computes the first `num_tokens` tokens.
@@ -204,7 +205,7 @@ class SinglePath:
         return [start_token, *sequence.token_ids[sequence.num_prompt_tokens : num_tokens]]
 
     def _first_arguments(self, ids: Tensor, images: ImageInputs | None) -> dict[str, Any]:
-        """Return the arguments for the first model call that a sequence needs.
+        """Return the arguments of the model's first call for a sequence.
 
         The arguments are those that transformers' `generate` would prepare.
 

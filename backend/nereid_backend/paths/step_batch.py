@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a step plan into the tensors of one packed forward pass.
+"""Converts the plan of an engine step into the input tensors of a forward pass.
 
 Example: a plan with two decodes and a prefill of three tokens becomes one row of five tokens.
 Attention computes the two decodes together and the prefill separately.
@@ -20,8 +20,8 @@ from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
 from nereid_backend.paths.block_table_rows import BlockTableRows
 
-# Decodes with at most `_SHORT_BLOCKS` blocks always form one group. Computing their padding takes
-# less time than computing a second group.
+# Decodes with at most `_SHORT_BLOCKS` blocks are always computed together and padded to the same
+# number of blocks. Computing the padding takes less time than a second attention call.
 _SHORT_BLOCKS = 16
 
 
@@ -47,7 +47,7 @@ class StepBatch:
 
 
 def tokens_of(chunk: Chunk) -> list[int]:
-    """Return the token ids of a chunk: known tokens, followed by draft tokens.
+    """Return the token ids of a part of a sequence: known tokens, followed by draft tokens.
 
     Example: the known tokens are [5, 6, 7], and the draft tokens are [8, 9]. A chunk of 3 tokens
     that starts at 2 has the token ids [7, 8, 9].
@@ -72,7 +72,7 @@ class _DecodeLengths(NamedTuple):
 
 @dataclass(slots=True)  # not frozen, because frozen objects are slower to create
 class _PackedChunks:
-    """The chunks of a step. The tokens of all chunks are joined to one row of tokens.
+    """The tokens that a step computes, packed into one row. Each chunk belongs to one sequence.
 
     Attributes:
         chunks: the chunks. Chunks of one token (decodes) come before longer chunks (prefills).
@@ -105,7 +105,7 @@ class _PackedChunks:
             rows=rows,
             positions=_joined_ranges(starts, counts),
             token_rows=rows.repeat(counts),
-            # The logits of the last num_logits tokens of each chunk are needed.
+            # The logits of the last `chunk.num_logits` tokens of each chunk are needed.
             logits_index=_joined_ranges(counts.cumsum() - num_logits, num_logits),
         )
 
@@ -116,7 +116,7 @@ class _PackedChunks:
 
 
 class BatchBuilder:
-    """Builds the tensors of steps, and stores the block tables of running sequences."""
+    """Converts the plans of steps into tensors, and stores the block tables of sequences."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class BatchBuilder:
         )
 
     def _decode_arrays(self, step: _PackedChunks, groups: list[_DecodeLengths]) -> list[Integers]:
-        """Return the arrays of all groups of decodes, in the order of the groups.
+        """Return the block tables, lengths and token indices of each group of decodes.
 
         Each group has two or three arrays: the blocks, the lengths, and the token indices. If the
         token indices are a slice, they are left out. `_decode_groups` reads the arrays.
@@ -226,7 +226,7 @@ class BatchBuilder:
         return arrays
 
     def _prefill_blocks(self, step: _PackedChunks, group: int = 0) -> list[Integers]:
-        """Return the block table of each prefill, [1, num_blocks]. `group` is a group of layers."""
+        """Return each prefill's block table, [1, num_blocks], for the group of layers `group`."""
         return [
             self._tables.blocks(step.rows[index : index + 1], chunk.start + chunk.num_tokens, group)
             for index, chunk in enumerate(step.prefills, step.num_decodes)
@@ -235,7 +235,7 @@ class BatchBuilder:
     def _arrays_of_other_groups(
         self, step: _PackedChunks, groups: list[_DecodeLengths]
     ) -> list[Integers]:
-        """For all groups of layers except the first, return the arrays that use the block tables.
+        """Return the slots and blocks for all groups of attention layers except the first group.
 
         For each group of layers, the arrays are the slots of the tokens, the blocks of each group
         of decodes, and the blocks of each prefill; see `_with_blocks`.
@@ -255,11 +255,12 @@ class BatchBuilder:
         """
         if self._layout is None:
             return []
-        # For each group of decodes: the number of decodes, and the number of blocks of the longest
+        # For each group of decodes: the number of decodes, and the largest number of blocks of a
         # decode.
         decode_shapes = [(len(lens), self._num_blocks(int(lens.max()))) for _, lens in groups]
-        # Each decode is one chunk of one token. The number of decodes is therefore the index of the
-        # first prefill, both among the chunks and among the tokens.
+        # Each decode has one token, and the decodes come before the prefills. The number of decodes
+        # is therefore the index of the first prefill among the chunks, and the index of the first
+        # prefill's first token among the tokens.
         num_decodes = sum(len(lens) for _, lens in groups)
         token_index = num_decodes
         prefills = []
@@ -312,9 +313,9 @@ class BatchBuilder:
         if max_blocks <= _SHORT_BLOCKS or is_padding_small:
             all_decodes = slice(len(lens))
             return [_DecodeLengths(all_decodes, lens)]
-        # Level n contains the decodes with more than 2^(n-1) and at most 2^n blocks, so the numbers
-        # of blocks in a level differ by less than a factor of two. All short sequences form one
-        # level.
+        # All decodes with at most `_SHORT_BLOCKS` blocks form one level. Every other level n
+        # contains the decodes with more than 2^(n-1) and at most 2^n blocks, so the longest decode
+        # in the level has less than twice as many blocks as the shortest decode.
         levels = np.ceil(np.log2(num_blocks.clip(min=_SHORT_BLOCKS))).astype(np.int64)
         groups = [np.flatnonzero(levels == level) for level in np.unique(levels)]
         return [_DecodeLengths(group, lens[group]) for group in groups]
@@ -346,7 +347,7 @@ def _pending_tokens(plan: StepPlan) -> Integers:
 
 
 def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
-    """Return the token ids of a step, [num_tokens] int64.
+    """Return the ids of all tokens that a step computes, [num_tokens] int64.
 
     If the previous step is still sampling the token of a decode, the id of this token is 0. The
     caller then copies the sampled token on the device. The first `num_decodes` chunks are decodes.
@@ -362,7 +363,7 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
 
 
 def _with_blocks(attention: AttentionBatch, tensors: Iterator[Tensor]) -> AttentionBatch:
-    """Return the attention metadata for a group of layers other than the first group.
+    """Return a copy of `attention` with the slots and blocks of another group of layers.
 
     Each group of layers has its own block tables and slots. All other metadata is that of the first
     group, `attention`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the blocks and snapshots of a forward path to bytes and back."""
+"""Converts stored prefixes of sequences to bytes and back: KV cache blocks and recurrent states."""
 
 import io
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from nereid_backend.paths.recurrent import RowsPath
 
 
 class StoredPrefixes:
-    """Reads and writes the blocks and snapshots of a forward path as bytes.
+    """Reads and writes KV cache blocks and recurrent states as bytes.
 
     Attributes:
         has_blocks: whether the blocks contain keys and values. False for a model without attention.
@@ -20,7 +20,7 @@ class StoredPrefixes:
     """
 
     def __init__(self, path: Any) -> None:  # noqa: ANN401 - any path with the attribute kv_cache
-        """Create an object that reads and writes the blocks and snapshots of a forward path.
+        """Create an object that reads and writes the KV cache and the recurrent states of `path`.
 
         `path` must have the attribute `kv_cache`.
         """
@@ -44,11 +44,11 @@ class StoredPrefixes:
             self._cache.write_blocks(blocks, contents)
 
     def read_snapshot(self, snapshot_id: int) -> bytes:
-        """Return the state of a snapshot as bytes."""
+        """Return the recurrent state that is stored with the id `snapshot_id`, as bytes."""
         buffer = io.BytesIO()
         torch.save(self._snapshots[snapshot_id], buffer)
         return buffer.getvalue()
 
     def write_snapshot(self, snapshot_id: int, content: bytes) -> None:
-        """Restore the state of a snapshot from bytes that `read_snapshot` has returned."""
+        """Restore a stored recurrent state from the bytes that `read_snapshot` returned."""
         self._snapshots[snapshot_id] = torch.load(io.BytesIO(content), weights_only=True)

@@ -42,7 +42,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class _NativeStep:
-    """The metadata of a step as C structs. The kernels read the structs for every layer.
+    """C structs that describe the tokens and sequences of a step to the CPU kernels.
 
     The pointers refer to tensors that the AttentionBatch owns.
 
@@ -119,7 +119,7 @@ class CpuKVCache(KVCache):
         self.key_scales = []
         self.value_scales = []
         self.kernel_times = None
-        # For each layer, the arguments of the last call of `native`, and the struct that the call
+        # For each layer, the arguments of the last call of `native`, and the struct that `native`
         # returned.
         self._native: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
         # The result of `native_layers`; None before the first call.
@@ -280,7 +280,7 @@ def attend(
 def serving(
     cache: CpuKVCache, layers: Sequence[LayerSpec], batches: Sequence[AttentionBatch]
 ) -> Iterator[None]:
-    """Return a context in which compiled models use `cache` and the metadata in `batches`.
+    """Return a context manager that makes compiled models use `cache` and the metadata `batches`.
 
     The context applies only to models that run in this thread.
 
@@ -337,7 +337,7 @@ def native_rows(tensor: Tensor) -> NativeRows:
 
 
 def _native_step(batch: AttentionBatch) -> _NativeStep:
-    """Return the metadata of a step as C structs for the kernels.
+    """Return C structs that describe the tokens and sequences of a step to the CPU kernels.
 
     The first call builds the structs and stores them in `batch.device_rows`.
     """
@@ -348,7 +348,7 @@ def _native_step(batch: AttentionBatch) -> _NativeStep:
 
 
 def _make_native_step(batch: AttentionBatch) -> _NativeStep:
-    """Build the C structs with the metadata of a step.
+    """Build C structs that describe the tokens and sequences of a step.
 
     The structs contain pointers to the tensors of `batch`, so they must not be used after `batch`
     has been freed.
@@ -373,8 +373,7 @@ def _make_native_step(batch: AttentionBatch) -> _NativeStep:
         for prefill in batch.prefills
     ]
     # The kernel is called once for each group of decodes. The first call also stores the keys and
-    # values of the step. If a step has no decodes, an empty group is added, so that this call is
-    # made.
+    # values of the step. A step without decodes gets an empty group, so that there is a first call.
     if not groups:
         groups = [NativeDecodeGroup()]
     return _NativeStep(

@@ -108,9 +108,9 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
     if openmp is None or not path.is_file():
         return None
     try:
-        # A precompiled library is not linked with torch and OpenMP, because the names of their
-        # files depend on torch's version. The kernels call functions of torch and OpenMP as global
-        # symbols, so these two libraries are loaded first.
+        # A precompiled library is not linked with torch and OpenMP, because the file names of these
+        # two libraries depend on torch's version. The kernels call functions of torch and OpenMP as
+        # global symbols, so torch and OpenMP are loaded first.
         for needed_path in (str(_TORCH), openmp):
             ctypes.CDLL(needed_path, mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -121,7 +121,7 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
 
 @contextlib.contextmanager
 def _build_lock(path: Path) -> Iterator[None]:
-    """Return a context in which no other process builds the same library.
+    """Return a context manager that keeps other processes from building the same library.
 
     The context locks the file `path`, and deletes the file at the end. If the process crashes, the
     operating system releases the lock. If the folder does not support locks, the context has no

@@ -169,7 +169,7 @@ def kernels() -> ctypes.CDLL:
 
 @contextmanager
 def forced_instruction_set(name: str) -> Iterator[None]:
-    """Return a context in which the kernels for another instruction set are used.
+    """Return a context manager that selects the kernels for another instruction set.
 
     The context is intended for tests and measurements. A model that was compiled outside the
     context must not be called inside the context.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the attention within texts on a CPU. No KV cache is used."""
+"""Computes attention on a CPU among the tokens of each text. No KV cache is used."""
 
 import ctypes
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class TextAttention:
 
 
 def native_texts(lens: Sequence[int]) -> "ctypes.Array[NativePrefill]":
-    """Return the lengths of texts that follow each other in one tensor, as C structs."""
+    """Return C structs with the lengths of texts that lie one after the other in a tensor."""
     texts = (NativePrefill * len(lens))()
     first_token = 0
     for text, length in zip(texts, lens, strict=True):

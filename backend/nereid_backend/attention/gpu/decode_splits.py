@@ -24,12 +24,13 @@ _MIN_TILES = 2
 # multiprocessor runs several programs, all multiprocessors finish at about the same time. A step
 # with few tokens has fewer programs.
 _PROGRAMS_PER_PROCESSOR = 4
-# A launch in a CUDA graph may have up to `_CAPTURED_FACTOR` times as many programs as a launch for
-# one step. The reason is that the graph is also used for steps in which one sequence is much longer
-# than the others.
+# A kernel launch in a CUDA graph may have up to `_CAPTURED_FACTOR` times as many programs as a
+# launch for a single step, because the graph is also used for steps in which one sequence is much
+# longer than the others.
 _CAPTURED_FACTOR = 2
-# In a CUDA graph, each sequence gets at least `_MIN_CAPTURED_SPLITS` splits, unless all sequences
-# are too short. A program whose split is empty ends immediately.
+# In a CUDA graph, the keys of each sequence are divided into at least `_MIN_CAPTURED_SPLITS`
+# splits, unless all sequences are too short. A program whose split contains no keys ends
+# immediately.
 _MIN_CAPTURED_SPLITS = 4
 # The number of multiprocessors of the GPU that tests simulate on a machine without a GPU.
 _SIMULATED_PROCESSORS = 4
@@ -38,7 +39,7 @@ _SIMULATED_PROCESSORS = 4
 def split(
     rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
 ) -> tuple[int, int]:
-    """Return the number of tokens in each split, and the number of splits of the longest sequence.
+    """Return the size of a split in tokens, and the number of splits of the longest sequence.
 
     A split is a part of a sequence's keys. Different programs compute the splits in parallel.
 

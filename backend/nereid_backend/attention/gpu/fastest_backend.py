@@ -33,15 +33,16 @@ logger = logging.getLogger(__name__)
 # and returns the time that the call takes on the device, in milliseconds.
 Timer = Callable[[Callable[[], object]], float]
 
-# A library is used only if it takes at most the share `_MAX_SHARE` of the time that the project's
-# kernels take. A smaller advantage could be an error of the measurement.
+# A library is used only if it takes at most `_MAX_SHARE` times as long as the project's kernels. A
+# smaller advantage could be a measurement error.
 _MAX_SHARE = 0.95
 _NUM_WARM_UPS = 3
 _NUM_RUNS = 7
 
 
-# The test steps of each situation. In the step of `_CHECKED`, the results are compared with the
-# reference. In the step of `_MEASURED`, the time is measured.
+# The inputs of the tests for each situation (decodes, whole prompts, or later parts of prompts).
+# With `_CHECKED`, the results of a library are compared with the reference implementation. With
+# `_MEASURED`, the time of the library is measured.
 _CHECKED = {
     Situation.DECODE: TrialStep(decodes=(400, 1, 17)),
     Situation.PROMPT: TrialStep(prefills=((0, 40), (0, 7))),
@@ -160,7 +161,7 @@ def _fastest(
 def _library_ms(
     backend: AttentionBackend, situation: Situation, trial: Trial, timer: Timer
 ) -> float:
-    """Return how many milliseconds a library needs to compute the attention of `trial`."""
+    """Return how many milliseconds a library needs for the attention of the test step `trial`."""
     backends: ChosenBackends = {(trial.spec, situation): backend}
     return timer(lambda: trial.attend(backends))
 

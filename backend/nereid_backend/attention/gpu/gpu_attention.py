@@ -166,7 +166,10 @@ def _call(
 
 
 def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
-    """Compute the decodes or the prefills of a step with the project's kernels. Mutates: out."""
+    """Compute the decodes or the prefills of a step with the project's kernels.
+
+    Mutates: out.
+    """
     call = inputs.call
     rows = inputs.rows
     is_decode = situation is Situation.DECODE
@@ -187,7 +190,7 @@ def _largest_dim(spec: LayerSpec) -> int:
 
 
 def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
-    """Return the `StepLayout` of a model. It contains the tilings of all layers.
+    """Return the `StepLayout` of a model: how each layer divides prefills into tiles.
 
     Args:
         cache: the KV cache of the model.

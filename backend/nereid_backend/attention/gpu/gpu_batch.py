@@ -187,13 +187,13 @@ class StepLayout:
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """The tilings whose tiles are uploaded together with the other arrays of a step."""
+        """The tilings (divisions of prefills into tiles) whose tiles are copied to the device."""
         return self._tilings
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The arrays that `StepLayout.arrays` returned for a step, after their upload to the device.
+    """The arrays that `StepLayout.arrays` returned for a step, after a copy to the device.
 
     Attributes:
         layout: the layout that created the arrays.
@@ -224,7 +224,7 @@ class PackedRows:
 
 
 def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
-    """Return the index at which the block table of each decode starts in the flat table.
+    """Return the start index of each decode's block table in the concatenated block tables.
 
     The result is [num_decodes] int64. Example: two groups of decodes have block tables of the
     shapes [2, 3] and [1, 8]. The block tables start at [0, 3, 6].
@@ -239,7 +239,7 @@ def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
 
 
 def _sequence_rows(prefills: Sequence[PrefillShape]) -> Integers:
-    """Return an array with one row for each prefill and four columns, [num_prefills, 4] int64.
+    """Return one row of four numbers for each prefill, [num_prefills, 4] int64.
 
     The columns contain the index of the first new token, the number of new tokens, the number of
     cached tokens, and the index of the first block in the flat table of all prefills.
@@ -253,7 +253,7 @@ def _sequence_rows(prefills: Sequence[PrefillShape]) -> Integers:
 
 
 def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
-    """Divide the new tokens of prefills into tiles, and return one row for each tile.
+    """Divide the new tokens of prefills into tiles, and return an array with one row per tile.
 
     The result is [num_tiles, 2] int64. All tokens of a tile belong to one sequence. A row contains
     the index of the sequence, and the index of the tile's first token among the new tokens of the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one attention call on a GPU, and their conversion to kernel arguments."""
+"""Converts the arguments of an attention call to the arguments of the GPU kernels."""
 
 import enum
 import functools
@@ -65,7 +65,7 @@ class AttentionCall:
 
     @property
     def cache_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Four tensors: the keys, the values, the factors of the keys, the factors of the values.
+        """The keys, the values, the factors that restore keys, and the factors that restore values.
 
         If the cache has no factors, the keys and values are used instead of the factors, because
         the kernels require a valid pointer for each argument. The kernels do not read these

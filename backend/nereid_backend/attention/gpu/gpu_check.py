@@ -35,8 +35,8 @@ _SCALE = 0.3
 # 2**-17 of the largest number in the vector, because small numbers are stored as subnormal numbers.
 _FLOAT8_ERROR = 1.01 / 16
 _FLOAT8_SMALLEST = 2.0**-17
-# In an int8 cache, the rounding error of a number may be at most this share of the largest number
-# in the vector. The share is half of the distance between two stored numbers, plus 2 % because of
+# The largest accepted rounding error in an int8 cache, as a fraction of the largest number in the
+# vector. The fraction is half of the distance between two stored numbers, plus 2 % because of
 # inexact arithmetic.
 _INT8_ERROR = 0.51 / 127
 
@@ -282,19 +282,20 @@ def _padded(tables: list[list[int]], null_block: int) -> list[list[int]]:
 
 
 def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
-    """Return the cache slots of the tokens at `positions`. `table` is their block table."""
+    """Return the cache slots of one sequence's tokens. `table` is the sequence's block table."""
     return [table[p // block_size] * block_size + p % block_size for p in positions]
 
 
 def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
-    """Return a float32 copy of a cache with one layer. The numbers of an 8-bit cache are restored.
+    """Return a float32 copy of a cache with one layer. 8-bit numbers are converted to float32.
 
     Args:
         cache: the cache.
         spec: the properties of the layer.
         block_size: the number of tokens in one block.
     """
-    # The null block follows all other blocks, so its id is the number of the other blocks.
+    # The null block follows all other blocks, so the id of the null block is the number of the
+    # other blocks.
     num_blocks = cache.null_block
     copy = KVCache(
         [spec],

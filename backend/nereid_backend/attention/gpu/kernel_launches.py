@@ -25,8 +25,8 @@ _MAX_DECODE_ROWS = 64
 # The number of splits that the reduction kernel combines in one iteration.
 _REDUCE_STEP = 16
 # The argument `split_tokens` of a launch that is captured into a CUDA graph. The number of tokens
-# in a split depends on the longest sequence of the step. Therefore, the kernels compute this number
-# whenever the graph is replayed.
+# in a split depends on the longest sequence of the step. Therefore, the kernels compute the number
+# of tokens in a split whenever the graph is replayed.
 _COMPUTED_BY_KERNEL = 0
 
 
@@ -145,7 +145,7 @@ def decode(
 def _split_sizes(
     rows: DecodeRows, spec: LayerSpec, num_programs: int, tile: int
 ) -> tuple[int, int]:
-    """Return the number of tokens in each split, and the number of splits of the longest sequence.
+    """Return the size of a split in tokens, and the number of splits of the longest sequence.
 
     `decode_splits.split` documents the arguments. If the launch is captured into a CUDA graph, the
     first number is `_COMPUTED_BY_KERNEL`.
@@ -161,7 +161,7 @@ def _split_sizes(
 def prefill(
     query: Tensor, call: AttentionCall, rows: PrefillRows, out: Tensor, tuning: Tuning
 ) -> None:
-    """Compute the attention of all prefills of a step with one launch.
+    """Compute the attention of all prefills of a step with one kernel launch.
 
     Args:
         query: [num_heads, num_tokens, key_dim].

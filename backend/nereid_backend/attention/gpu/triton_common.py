@@ -34,7 +34,7 @@ def block_numbers(table, key_positions, is_read, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def cache_rows(blocks, key_positions, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the cache rows of one key head for some tokens of a sequence.
+    """Return the cache rows (the indices of vectors) of one key head for some tokens.
 
     The cache is viewed as a matrix of rows, [..., dim]. key_positions [n] contains the positions of
     the tokens, and blocks [n] contains the numbers of their blocks.
@@ -68,7 +68,7 @@ def load_rows(
 
 @triton.jit
 def load_scales(scales, key_rows, is_read, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
-    """Load the factors of some rows of an 8-bit cache, [n] float32.
+    """Load the factors of some cache rows (vectors of 8-bit numbers), [n] float32.
 
     key_rows [n] contains the indices of the rows. To restore a number, multiply the result of
     `converted` by the factor of its row. If FLOAT8 is FLOAT8_BITS, `converted` returns numbers that
@@ -154,8 +154,8 @@ def add_tile(
     matrix products use the data type `dtype`.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
-    # If a row has no key yet, new_top is -inf. For such a row, the base is 0, because -inf minus
-    # -inf would be NaN.
+    # If a query has attended to no key yet, new_top is -inf. For such a query, the base is 0,
+    # because -inf minus -inf would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
     # The exponents in `total` and `acc` are relative to `top`. Multiplying by `decay` makes them

@@ -32,7 +32,8 @@ def first_visible(
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
     if HAS_CHUNK:
-        # A token attends only to the tokens of its own chunk.
+        # With chunked attention, a token attends only to the tokens of the chunk that contains the
+        # token.
         chunk_start = (length - 1) // chunk * chunk
         first = tl.maximum(first, chunk_start)
     tile_start = first // TILE * TILE
@@ -44,7 +45,7 @@ def part_tokens(
     longest, window, chunk, max_splits,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the number of tokens in each split for a launch in a CUDA graph.
+    """Return the number of a sequence's tokens in each split, for a launch in a CUDA graph.
 
     A sequence may have at most max_splits splits. longest points to the length of the longest
     sequence of the step. The length must be read from memory, because a graph always repeats the
@@ -54,8 +55,8 @@ def part_tokens(
     has 256 tokens.
     """
     length = tl.load(longest).to(tl.int32)
-    # The first split begins at the start of a tile, so it can begin up to TILE tokens before the
-    # window.
+    # The first split begins at the start of a tile, so the split can begin up to TILE tokens before
+    # the attention window.
     if HAS_WINDOW:
         length = tl.minimum(length, window + TILE)
     if HAS_CHUNK:

@@ -27,7 +27,7 @@ def add_keys(
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys in [begin, end) to the running softmax of some rows, and return the new softmax.
+    """Add the keys in [begin, end) to the running softmax of some queries. Return the new softmax.
 
     The arguments are:
         begin, end: positions in the sequence. begin is a multiple of TILE.
@@ -135,8 +135,8 @@ def prefill_kernel(  # noqa: PLR0915 - each input and output needs a statement
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
-    # No row attends to a key outside [first, length). Every row attends to all keys in
-    # [low, middle), so these keys need no mask. The keys in [middle, length) need a mask.
+    # No query attends to a key outside [first, length). Every query attends to all keys in [low,
+    # middle), so these keys need no mask. The keys in [middle, length) need a mask.
     oldest = num_cached + begin
     length = num_cached + tl.minimum(begin + num_queries, num_new)
     first = oldest * 0
@@ -166,8 +166,8 @@ def prefill_kernel(  # noqa: PLR0915 - each input and output needs a statement
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         total += tl.exp2(sink * LOG2E - top)
-    # If a row belongs to no token, its total may be 0. The total of such a row is replaced by 1, to
-    # avoid a division by 0.
+    # A row that belongs to no token may have a total of 0. This total is replaced by 1, to avoid a
+    # division by 0.
     total = tl.where(is_row, total, 1.0)
     columns = tl.arange(0, VALUE_PADDED)
     num_heads: tl.constexpr = GROUP * NUM_KV_HEADS

@@ -5,8 +5,8 @@
 import triton
 import triton.language as tl
 
-# This is 1.5 * 2**23. If it is added to a float32 number and then subtracted, the number is rounded
-# to the nearest integer. A number halfway between two integers is rounded to the even integer.
+# Adding 1.5 * 2**23 to a float32 number, and then subtracting 1.5 * 2**23, rounds the number to the
+# nearest integer. A number halfway between two integers is rounded to the even integer.
 ROUNDING = tl.constexpr(12582912.0)
 
 
@@ -33,7 +33,7 @@ def float8_bits(scaled):
     """
     # float32 has 23 mantissa bits, and e4m3 has 3 mantissa bits.
     DROPPED_BITS: tl.constexpr = 20
-    # Half the value of the lowest bit that is kept, minus 1.
+    # Half the value of the lowest bit that remains after rounding, minus 1.
     BELOW_HALF: tl.constexpr = 0x7FFFF
     # The bias of the exponent is 127 in float32 and 7 in e4m3.
     BIAS_DIFFERENCE: tl.constexpr = 120 << 3
@@ -56,7 +56,7 @@ def float8_bits(scaled):
 
 @triton.jit
 def rounded_heads(heads, IS_FLOAT8: tl.constexpr):
-    """Round the keys or values of attention heads to 8-bit numbers, with one factor for each head.
+    """Round keys or values to 8-bit numbers. The numbers of one head share a scaling factor.
 
     The input is [n, dim] for `n` heads. The result is the 8-bit numbers and the factors. The
     numbers of each head are scaled so that the largest absolute number is 448 for e4m3 numbers, or

@@ -48,7 +48,7 @@ NO_PARAMETER = (
 
 
 class TracedModel(nn.Module):
-    """The module that torch.export traces. It computes the logits of a packed step."""
+    """The torch module that torch.export traces. The module computes the logits of a step."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _literals(constants: dict[str, Any], model_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the constants of a trace that are not parameters or buffers of the model.
+    """Return the constant tensors of the traced code, except the model's parameters and buffers.
 
     Args:
         constants: all constants of the trace, by name.
@@ -164,7 +164,7 @@ def _literals(constants: dict[str, Any], model_tensors: dict[str, Tensor]) -> di
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Return a context that suppresses the warnings of torch about torch's own code."""
+    """Return a context manager that suppresses torch's warnings about torch's own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

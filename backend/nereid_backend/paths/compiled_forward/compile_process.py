@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that compiles a forward pass. background_compilation.py starts this process.
+"""The program of the process that compiles a forward pass; see background_compilation.py.
 
     python -m nereid_backend.paths.compiled_forward.compile_process FD FOLDER
 

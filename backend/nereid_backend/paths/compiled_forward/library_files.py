@@ -63,7 +63,7 @@ def has_library(folder: Path) -> bool:
 
 
 def write_trace_error(folder: Path, error: TraceError) -> None:
-    """Store an error in the folder of a library. The next start then does not trace the model."""
+    """Store an error in the folder of a library, so that the next start skips the tracing."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _TRACE_ERROR_FILE).write_text(str(error), encoding="utf-8")
@@ -98,7 +98,7 @@ def count_check(folder: Path) -> None:
 
 
 def confirm_check(folder: Path) -> None:
-    """Record that the logits of the library are correct; see `count_check`."""
+    """Record that a check has found the logits of the library correct; see `count_check`."""
     with contextlib.suppress(OSError):
         (folder / _CHECKS_FILE).unlink(missing_ok=True)
 
@@ -194,7 +194,7 @@ def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
 
 
 def _inlined_values(tensor: Tensor) -> object:
-    """Return a tensor's values if torch's compiler writes them into the library, or else None."""
+    """Return the tensor's values, or None if torch's compiler leaves them out of the library."""
     is_inlined = tensor.ndim <= 1 and tensor.numel() <= _MAX_INLINED_ELEMENTS
     return tensor.tolist() if is_inlined else None
 

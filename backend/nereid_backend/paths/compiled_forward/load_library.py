@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the compiled forward pass of a model, or compiles the forward pass first.
+"""Loads the compiled forward pass of a model. Compiles the forward pass if necessary.
 
 The compiled code is a library (build_library.py). The library is stored on disk, so that later
 starts of the engine load it. The code of this module is tested on CPUs, and has never run on a GPU.
@@ -53,7 +53,7 @@ class CompiledForward:
         self._folder = folder
 
     def __call__(self, batch: StepBatch, attention: PagedForward) -> Tensor:
-        """Compute a step and return its logits, [num_logits, vocab_size].
+        """Compute a step, and return the logits, [num_logits, vocab_size].
 
         Mutates: the KV cache of `attention`.
         """
@@ -63,7 +63,7 @@ class CompiledForward:
         return logits[: batch.num_logits]
 
     def confirm(self) -> None:
-        """Record on disk that the logits of the library are correct; see `count_check`."""
+        """Record on disk that the logits of the library passed a check; see `count_check`."""
         if self._folder is not None:
             confirm_check(self._folder)
 
@@ -139,8 +139,9 @@ def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: AN
     if unknown := [name for name in names if name not in tensors]:
         raise UnfitError(NO_PARAMETER.format(name=unknown[0]))
     constants = {name: tensors[name] for name in names}
-    # The arguments after the tensors are use_inactive=False, check_full_update=True (the code gets
-    # all its tensors), and user_managed=True (the tensors are not copied).
+    # The arguments after the tensors are use_inactive=False, check_full_update=True (the call
+    # passes all tensors that the compiled code needs), and user_managed=True (the tensors are not
+    # copied).
     library.load_constants(constants, False, True, True)
 
 

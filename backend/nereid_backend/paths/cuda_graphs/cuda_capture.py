@@ -13,8 +13,8 @@ import torch
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-# The type of the function `cut`, which ends the current graph and begins the next graph; see
-# `GraphCapture.pieces`.
+# The type of the function `cut`. A call of `cut` ends the capture of one CUDA graph and begins the
+# capture of the next graph; see `GraphCapture.pieces`.
 Cut = Callable[[Callable[[], None]], None]
 CapturePieces = Callable[[Callable[[Cut], None]], Replay]
 
@@ -28,14 +28,14 @@ _failed_captures: list[torch.cuda.CUDAGraph] = []
 
 
 class GraphMemoryError(Exception):
-    """Raised if too little GPU memory is free to capture another graph.
+    """Raised if too little GPU memory is free to capture another CUDA graph.
 
     Graphs that were captured before can still be replayed.
     """
 
 
 def capture_on(device: torch.device, reserve_bytes: int = 0) -> "GraphCapture | None":
-    """Return an object that captures graphs on a device, or None if the device is not a GPU.
+    """Return an object that captures CUDA graphs on a GPU; None if `device` is not a GPU.
 
     Args:
         device: the device on which the work runs.
@@ -53,7 +53,7 @@ class GraphCapture:
     """
 
     def __init__(self, device: torch.device, reserve_bytes: int) -> None:
-        """Create a memory pool and a stream for captures; see `capture_on` for the arguments."""
+        """Create the memory pool and the CUDA stream for captures; see `capture_on`."""
         self._device = device
         self._reserve_bytes = reserve_bytes
         with torch.cuda.device(device):
@@ -68,7 +68,7 @@ class GraphCapture:
         return self.pieces(lambda _: work())
 
     def pieces(self, work: Callable[[Cut], None]) -> Replay:
-        """Capture `work` as several graphs, and return a function that replays them in order.
+        """Capture `work` as several CUDA graphs. Return a function that replays them in order.
 
         The work gets a function `cut`. A call `cut(between)` ends the current graph and begins the
         next graph. `between` is not captured: each replay calls it between these two graphs.
@@ -83,7 +83,8 @@ class GraphCapture:
         """
         parts: list[Replay] = []
         with torch.cuda.device(self._device):
-            # Wait for running replays, because the new capture may reuse their memory.
+            # Wait until running graphs have finished, because the new capture may reuse their
+            # memory.
             torch.cuda.synchronize()
             self._check_memory()
             with torch.cuda.stream(self._stream), _without_collection():
@@ -102,8 +103,9 @@ class GraphCapture:
                 try:
                     work(cut)
                 except BaseException:
-                    # After such an error, ending the capture usually raises a second error. The
-                    # second error is suppressed, so that the caller gets the first error.
+                    # After an error during a capture, ending the capture usually raises a second
+                    # error. The second error is suppressed, so that the caller gets the first
+                    # error.
                     with suppress(RuntimeError):
                         _end(graph, self._pool)
                     raise
@@ -118,7 +120,7 @@ class GraphCapture:
         return replay
 
     def _begin(self) -> torch.cuda.CUDAGraph:
-        """Begin a capture on the current stream, and return the graph that is captured."""
+        """Begin to capture a CUDA graph on the current stream, and return the graph."""
         graph = torch.cuda.CUDAGraph()
         # With "thread_local", other threads may use the device during the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -127,7 +129,8 @@ class GraphCapture:
     def _check_memory(self) -> None:
         """Raise GraphMemoryError if less memory is free than later steps may need."""
         free_bytes, _ = torch.cuda.mem_get_info()
-        # Steps first use the memory that torch's allocator has cached.
+        # Later steps first use the memory in the cache of torch's allocator, so they need less free
+        # memory.
         step_bytes = max(0, self._reserve_bytes - _cached_bytes(self._device))
         needed_bytes = step_bytes + _SPARE_BYTES
         if free_bytes < needed_bytes:
@@ -188,7 +191,7 @@ def is_lost(device: torch.device) -> bool:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Return a context in which Python's garbage collector is off, for the capture of a graph.
+    """Return a context manager that turns off Python's garbage collector during a graph capture.
 
     The capture can fail if the collector frees an object, such as another graph.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of decode steps. One replay of a graph replaces the launches of all its kernels.
+"""Captures decode steps as CUDA graphs. A graph launches all kernels of a step at once.
 
 If every sequence adds one token, a step runs the same kernels as the previous step, with different
 inputs. Such a step is therefore captured once. The inputs of the step are in tensors whose
@@ -38,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 Run = Callable[[StepBatch], Tensor]
 
-# The largest number of rows of a graph. Steps with more rows gain nothing from a graph, because the
-# GPU needs longer to run the kernels than the CPU needs to launch them.
+# The largest number of sequences in a captured step. For more sequences, a graph saves no time,
+# because the GPU needs longer to run the kernels than the CPU needs to launch them.
 _MAX_ROWS = 512
-# The smallest allowed difference between the row counts of two graphs. This rule does not apply to
-# graphs with fewer than `_MIN_DISTANCE` rows.
+# The smallest allowed difference between the batch sizes of two graphs. This rule does not apply to
+# graphs for fewer than `_MIN_DISTANCE` sequences.
 _MIN_DISTANCE = 8
-# The largest accepted error of a replay, relative to the standard deviation of the logits. A replay
-# runs the same kernels as a step without a graph. Correct logits can therefore differ only by
-# rounding, whereas a wrong input causes an error of at least 0.1.
+# The largest accepted error of the logits that a CUDA graph computes, relative to the standard
+# deviation of the logits. The graph runs the same kernels as a step without a graph. Correct logits
+# can therefore differ only by rounding, whereas a wrong input causes an error of at least 0.1.
 _TOLERANCE = 0.03
 # `_difference` compares the logits in slices of `_COMPARED_ROWS` rows.
 _COMPARED_ROWS = 16
@@ -55,7 +55,7 @@ _ALIGNED_VALUES = 64 // 8
 
 
 class DecodeGraphs:
-    """Captures and replays the decode steps of a forward path as CUDA graphs.
+    """Captures decode steps as CUDA graphs, and replays the graphs.
 
     Attributes:
         failure: the reason why steps are no longer replayed; None if steps are replayed.
@@ -86,12 +86,14 @@ class DecodeGraphs:
         self._sizes = sizes
         self._device = device
         self._report = report
-        # The numbers of rows for which graphs can be captured, in ascending order.
+        # The batch sizes (numbers of sequences) for which CUDA graphs can be captured, in ascending
+        # order.
         self._row_counts = row_counts(sizes.max_num_seqs)
-        # The captured graphs by their number of rows.
+        # Maps a batch size (a number of sequences) to the captured CUDA graph for batches of this
+        # size.
         self._graphs: dict[int, _DecodeGraph] = {}
         # The tensor into which all graphs write their logits, [max_rows, vocab_size]. The first
-        # capture creates it.
+        # capture creates the tensor.
         self._logits: Tensor | None = None
         # Whether further graphs can be captured. False after a capture has failed, or if too little
         # memory is free.
@@ -102,7 +104,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture a graph for each number of rows, so that no later step waits for a capture.
+        """Capture a CUDA graph for each batch size, so that no later step waits for a capture.
 
         The largest graph comes first, because the smaller graphs can then use its memory.
         """
@@ -111,7 +113,7 @@ class DecodeGraphs:
                 self._try_capture(rows)
 
     def forward(self, batch: StepBatch) -> Tensor | None:
-        """Replay a step and return its logits, [num_logits, vocab_size].
+        """Compute a step by replaying a CUDA graph. Return the logits, [num_logits, vocab_size].
 
         If no graph of the right size exists, capture a graph first. The caller owns the returned
         tensor. Return None if the step cannot be replayed; the caller then launches the kernels of
@@ -128,12 +130,12 @@ class DecodeGraphs:
         graph.step.fill(batch)
         graph.replay()
         self.num_replays += 1
-        # The caller gets a copy, because the next replay overwrites these logits and may run before
-        # the caller reads them.
+        # The caller gets a copy of the logits. The next replay of a graph overwrites the original,
+        # and may run before the caller has read the logits.
         return graph.logits[: batch.num_logits].clone()
 
     def rows_of(self, batch: StepBatch) -> int | None:
-        """Return the number of rows of the graph for a step.
+        """Return the batch size of the CUDA graph for a step; None if there is no such graph.
 
         Return None if the step is not a decode step, if the step has too many rows, or if the
         logits of some tokens are not needed.
@@ -148,7 +150,7 @@ class DecodeGraphs:
         return None
 
     def _try_capture(self, rows: int, batch: StepBatch | None = None) -> "_DecodeGraph | None":
-        """Capture a graph. The inputs are `batch`. If `batch` is None, all inputs are padding.
+        """Capture a CUDA graph with the inputs `batch`, or with padding if `batch` is None.
 
         Return None if too little memory is free, or if this capture or an earlier capture fails.
         After a failed capture, no graph is used, so the kernels of decode steps are launched one by
@@ -176,7 +178,7 @@ class DecodeGraphs:
         return graph
 
     def _capture_and_check(self, rows: int, batch: StepBatch | None) -> "_DecodeGraph":
-        """Capture a graph, and check that a replay gives the model's logits. Return the graph.
+        """Capture a CUDA graph, check the logits that the graph computes, and return the graph.
 
         Args:
             rows: the number of rows of the graph.
@@ -192,9 +194,9 @@ class DecodeGraphs:
         else:
             step.fill(batch)
             num_compared = batch.num_logits
-        # This run uses no graph. It computes the expected logits, and also compiles kernels that
-        # are not compiled yet. The run and the replay store the same keys and values in the KV
-        # cache.
+        # This run uses no graph. The run computes the expected logits, and also compiles kernels
+        # that are not compiled yet. This run and the replay of the graph store the same keys and
+        # values in the KV cache.
         expected = self._run(step.batch())
         if self._logits is None:
             self._logits = expected.new_empty(self._row_counts[-1], expected.shape[1])
@@ -240,24 +242,25 @@ class StaticStep:
         self._num_rows = rows
         self._block_size = sizes.block_size
         self._null_block = sizes.num_blocks
-        # The token, position, slot and length of a padding row, [4, 1].
+        # The token id, position, cache slot and length of a sequence that serves only as padding,
+        # [4, 1].
         self._padding = torch.tensor([[0], [0], [-1], [1]], device=device)
-        # The token, position, slot and length of every row, [4, rows]. The tokens, positions, slots
-        # and lengths each start at an aligned address, because Triton would compile a second kernel
-        # for unaligned pointers.
+        # The token id, position, cache slot and length of each sequence, [4, rows]. Each of these
+        # four rows starts at an aligned address, because Triton would compile a second kernel for
+        # unaligned pointers.
         num_aligned = math.ceil(rows / _ALIGNED_VALUES) * _ALIGNED_VALUES
         self._numbers = self._padding.repeat(1, num_aligned)[:, :rows]
-        # The block table of each row, [rows, max_blocks].
+        # The block table of each sequence in the batch, [rows, max_blocks].
         max_blocks = math.ceil(sizes.max_model_len / sizes.block_size)
         self._table = torch.full((rows, max_blocks), self._null_block, device=device)
-        # Each row has one token, and the logits of each token are needed.
+        # Each sequence has one new token, and the logits of each new token are needed.
         self._logits_index = torch.arange(rows, device=device)
-        # The metadata that GPU kernels read. The metadata is copied to the GPU before the capture,
-        # because a graph cannot contain this copy.
+        # The metadata that the GPU kernels read. The metadata is copied to the GPU before a CUDA
+        # graph is captured, because the graph cannot contain the copy from the CPU.
         self._device_rows = gpu_batch(self._attention())
 
     def fill(self, batch: StepBatch) -> None:
-        """Copy the inputs of a step into the tensors, and fill the other rows with padding.
+        """Copy a step's inputs into the tensors. Fill the remaining elements with padding.
 
         The step has at most as many tokens as this object has rows.
         """
@@ -278,7 +281,7 @@ class StaticStep:
                 columns.index_copy_(0, group.tokens, group.blocks)
 
     def batch(self) -> StepBatch:
-        """Return the inputs for one run of the model. The run may be captured as a graph.
+        """Return the inputs for one forward pass, which may be captured as a CUDA graph.
 
         The inputs are the tensors of this object. A replay of the captured run therefore reads the
         values that `fill` has copied into these tensors.
@@ -291,11 +294,11 @@ class StaticStep:
             self._device_rows,
             decodes=replace(
                 device_decodes,
-                # The graph contains the computation of this maximum. Each replay therefore computes
-                # the longest length among the sequences of its step.
+                # The graph also computes the length of the longest sequence. Each replay therefore
+                # uses the longest length in the replayed step.
                 longest=lens.amax(0, keepdim=True),
-                # The kernels must not reuse the intermediate tensors of an earlier run. They
-                # allocate new tensors during the capture, in the memory that all graphs share.
+                # The kernels must not reuse the intermediate tensors of an earlier run. During the
+                # capture, the kernels allocate new tensors in the memory that all graphs share.
                 _workspaces={},
             ),
         )
@@ -304,14 +307,14 @@ class StaticStep:
         )
 
     def _attention(self) -> AttentionBatch:
-        """Return an attention batch that reads from the tensors of this step."""
+        """Return attention metadata that refers to the tensors of this object."""
         _, _, slots, lens = self._numbers
         decodes = DecodeGroup(None, self._table, lens, self._block_size)
         return AttentionBatch(slots, self._num_rows, [decodes], [], self._block_size)
 
 
 def row_counts(max_rows: int) -> list[int]:
-    """Return the numbers of rows for which graphs are captured: 1, 2, 4, 8, 16, 24, 32 and so on.
+    """Return the batch sizes for which CUDA graphs are captured: 1, 2, 4, 8, 16, 24, 32, ...
 
     A step uses the graph with the next larger number of rows, and fills the rest with padding.
 
@@ -339,7 +342,7 @@ def row_counts(max_rows: int) -> list[int]:
 
 
 def check_replay(replayed: Tensor, expected: Tensor) -> None:
-    """Check that the logits of a replay equal the logits of the same step without a graph.
+    """Check that a CUDA graph computes the same logits as the step without a graph.
 
     Args:
         replayed: [n, vocab_size].
@@ -357,7 +360,7 @@ def check_replay(replayed: Tensor, expected: Tensor) -> None:
 
 
 def _difference(replayed: Tensor, expected: Tensor) -> float:
-    """Return the largest relative error of a row of `replayed`, compared with `expected`.
+    """Compare two tensors of logits row by row. Return the largest relative error of a row.
 
     The relative error of a row is the root mean square of the differences, divided by the standard
     deviation of the expected logits.

@@ -98,14 +98,15 @@ class PiecewiseGraphs:
         self._cache = cache
         self._sizes = sizes
         self._report = report
-        # The captured graphs by the number of tokens in the step.
+        # Maps a number of tokens to the captured CUDA graphs for steps with this number of tokens.
         self._graphs: dict[int, _StepGraphs] = {}
         # The tensor into which all graphs write their logits, [max_num_logits, vocab_size]. The
-        # first capture creates it.
+        # first capture creates the tensor.
         self._logits: Tensor | None = None
-        # The buffers that layers share. The key is (num_heads, key_dim, value_dim); see `buffers`.
+        # The buffers that layers share. The key of the dict is (num_heads, key_dim, value_dim); see
+        # `buffers`.
         self._buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
-        # The attention metadata of the step that is replayed; empty before the first step.
+        # The attention metadata of the step that the graphs compute; empty before the first step.
         self._attention = AttentionBatch(torch.empty(0), 0, [], [], sizes.block_size)
         self.failure: str | None = None
         self.num_captures = 0
@@ -138,7 +139,7 @@ class PiecewiseGraphs:
             self.num_captures += 1
 
     def forward(self, batch: StepBatch) -> Tensor | None:
-        """Replay the CUDA graphs for a step. Return the step's logits, [num_logits, vocab_size].
+        """Compute a step by replaying CUDA graphs. Return the logits, [num_logits, vocab_size].
 
         The graphs for the next larger number of tokens are used, and the surplus tokens are
         padding. The caller owns the returned tensor. Return None if the step cannot be replayed;
@@ -157,12 +158,12 @@ class PiecewiseGraphs:
         self._attention = batch.attention  # `replay` computes this attention between the graphs
         graphs.replay()
         self.num_replays += 1
-        # The caller gets a copy, because the next replay overwrites these logits and may run before
-        # the caller reads them.
+        # The caller gets a copy of the logits. The next replay of a graph overwrites the original,
+        # and may run before the caller has read the logits.
         return graphs.logits[: batch.num_logits].clone()
 
     def _capture_and_check(self, num_tokens: int) -> "_StepGraphs":
-        """Capture the graphs for one number of tokens, and check the logits of a replay.
+        """Capture the CUDA graphs for steps of `num_tokens` tokens, and check the computed logits.
 
         The logits must equal the logits of the same step without graphs. The step consists of
         padding, for which no attention is computed.
@@ -172,9 +173,10 @@ class PiecewiseGraphs:
             Exception: of any class, if the step cannot be captured.
         """
         static = StaticTokens(num_tokens, self._sizes, self._cache.device)
-        # The step contains no sequence, so `attend` returns immediately during the capture.
+        # The metadata describes no sequence, so `attend` returns immediately while the graphs are
+        # captured.
         self._attention = static.attention()
-        # This run is not captured. The replay must compute the same logits as this run.
+        # This run is not captured. The captured graphs must compute the same logits as this run.
         expected = self._run(static.batch(), self._split_attention(static, _without_cut))
         # The largest graph is captured first, so this tensor is large enough for all graphs.
         if self._logits is None:
@@ -191,7 +193,7 @@ class PiecewiseGraphs:
         return _StepGraphs(static, replay, logits)
 
     def _split_attention(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
-        """Return an attention function that uses `cut` to end a CUDA graph in each call."""
+        """Return an attention function. Each call ends one CUDA graph and begins the next."""
         return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
 
     def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:
@@ -275,15 +277,15 @@ class StaticTokens:
         """
         self.num_logits = min(num_tokens, sizes.max_num_seqs)
         self._block_size = sizes.block_size
-        # The token id, position and slot of a padding token, [3, 1].
+        # The token id, position and cache slot of a padding token, [3, 1].
         self._padding = torch.tensor([[0], [0], [-1]], device=device)
-        # The token id, position and slot of every token of the step, [3, num_tokens].
+        # The token id, position and cache slot of every token of the step, [3, num_tokens].
         self._numbers = self._padding.repeat(1, num_tokens)
         # The indices of the tokens whose logits are needed. Unused items at the end are 0.
         self._index = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
 
     def fill(self, batch: StepBatch) -> None:
-        """Copy the inputs of a step into the tensors, and fill the rest with padding."""
+        """Copy a step's inputs into the tensors. Fill the remaining elements with padding."""
         num_tokens = batch.input_ids.shape[1]
         tokens, positions, slots = self._numbers
         self._numbers[:, num_tokens:] = self._padding
@@ -301,7 +303,7 @@ class StaticTokens:
         return StepBatch(tokens[None], positions[None], attention, self._index, self.num_logits)
 
     def attention(self) -> AttentionBatch:
-        """Return attention metadata that contains the slots of all tokens, but no sequences.
+        """Return attention metadata that contains the cache slots of all tokens, but no sequences.
 
         Keys and values are therefore stored, but no attention is computed.
         """
@@ -309,7 +311,7 @@ class StaticTokens:
 
 
 class _SplitForward(PagedForward):
-    """An attention function for captures. Each call ends a graph, and begins the next graph."""
+    """An attention function that ends one CUDA graph and begins the next graph in each call."""
 
     def __init__(
         self,
@@ -319,7 +321,7 @@ class _SplitForward(PagedForward):
         graphs: PiecewiseGraphs,
         cut: Cut,
     ) -> None:
-        """Create an attention function for the capture of a step.
+        """Create an attention function that is called while the CUDA graphs are captured.
 
         Args:
             layers: the attention layers of the model, in order.
@@ -341,7 +343,7 @@ class _SplitForward(PagedForward):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Compute the attention of one layer between two graphs, and return the result.
+        """Compute the attention of one layer, after one CUDA graph and before the next graph.
 
         The graph that ends here stores the keys and values of the layer. No graph contains the
         attention: `cut` computes it after the graph that ends here, and before the graph that
@@ -365,5 +367,5 @@ class _SplitForward(PagedForward):
 
 
 def _without_cut(between: Callable[[], None]) -> None:
-    """Call `between` immediately. When nothing is captured, this function is used as `cut`."""
+    """Call `between` immediately. This function replaces `cut` in runs without a capture."""
     between()

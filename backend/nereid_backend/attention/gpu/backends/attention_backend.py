@@ -59,8 +59,8 @@ class LayerInputs:
             situations.append(Situation.DECODE)
         if self.batch.prefills:
             has_cached_tokens = any(prefill.num_cached for prefill in self.batch.prefills)
-            # A library that computes `Situation.PROMPT` reads the new keys and values from
-            # `self.new`, so `self.new` must not be None.
+            # A library that computes whole prompts (`Situation.PROMPT`) reads the new keys and
+            # values from `self.new`. Therefore, `self.new` must not be None.
             is_prompt = self.new is not None and not has_cached_tokens
             situations.append(Situation.PROMPT if is_prompt else Situation.CHUNK)
         return situations
@@ -78,7 +78,7 @@ class AttentionBackend(Protocol):
     situations: frozenset[Situation]
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:
-        """Return the reason why the library cannot compute a layer; None if there is no reason.
+        """Return the reason why the library cannot compute a layer; None if the library can.
 
         The reason is a clause without a final period.
 
@@ -103,13 +103,13 @@ class AttentionBackend(Protocol):
         ...
 
 
-# Maps each pair of a layer's properties and a situation to the library that was chosen for it. If a
-# pair is absent, the project's kernels compute the attention.
+# Maps a layer's properties and a situation (for example, decodes) to the library that computes the
+# attention. If a pair is absent, the project's kernels compute the attention.
 ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 
 
 def first_refusal(spec: LayerSpec, *, supports_window: bool, supports_softcap: bool) -> str | None:
-    """Return a reason why a library does not support a layer; None if it supports the layer.
+    """Return the reason why a library cannot compute a layer; None if the library can.
 
     The library functions that this package calls do not support attention sinks and attention
     chunks.

@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class _Sequences(NamedTuple):
-    """The lengths and block tables of n sequences. One call computes the attention of all of them.
+    """The lengths and block tables of n sequences. One call computes the attention of all n.
 
     Attributes:
         blocks: [n, width] int32, the block tables.
@@ -74,7 +74,10 @@ class TorchVarlen:
             self._attend_prefills(inputs, out)
 
     def _attend_decodes(self, inputs: LayerInputs, out: Tensor) -> None:
-        """Compute the attention of the decodes, with one call for each group. Mutates: out."""
+        """Compute the attention of the decodes. One call computes each group of decodes.
+
+        Mutates: out.
+        """
         for group in inputs.batch.decodes:
             count, width = group.blocks.shape
             sequences = _Sequences(

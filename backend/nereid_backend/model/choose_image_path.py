@@ -261,7 +261,7 @@ def _check_other_kinds(
 
 
 def _report(choice: _Choice | None, refused: Mapping[str, str], progress: Progress) -> None:
-    """Report how images, videos and audio are computed, or why the model refuses them."""
+    """Report whether the model accepts images, videos and audio, and how it computes them."""
     for kind in KINDS:
         if choice is None or kind in refused:
             progress(f"{kind}: refused, because {refused[kind]}")

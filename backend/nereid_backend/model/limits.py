@@ -73,7 +73,7 @@ class BlockShape:
         return self.bytes_per_token * self.block_size
 
     def num_sequence_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks a sequence of `num_tokens` tokens needs at the same time."""
+        """Return the largest number of blocks that a sequence of `num_tokens` tokens ever needs."""
         return max_sequence_blocks(self.windows, num_tokens, self.max_step_tokens, self.block_size)
 
     def longest_sequence(self, num_blocks: int, max_tokens: int) -> int:

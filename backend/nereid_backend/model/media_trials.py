@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test prompts with images, videos or audio, and the logits of transformers' generate for them."""
+"""Creates prompts with images, videos or audio for tests, and computes their reference logits."""
 
 import random
 from collections.abc import Iterable

@@ -113,8 +113,8 @@ def search(
     # does not run.
     high = tl.where(is_enough, high, low + 1)
     while (high - low > 1) & (count - high_count > 1):
-        # The three new thresholds divide the interval from `low` to `high` into about four equal
-        # intervals. Each pass keeps one of these intervals, so the interval always becomes smaller.
+        # Three new thresholds divide the interval from `low` to `high` into four intervals of
+        # nearly equal size. Each pass keeps one of them, so the interval always becomes smaller.
         step = (high - low + 3) // 4
         first = low + step
         second = tl.minimum(first + step, high)

@@ -23,7 +23,7 @@ class SharedBudget:
 
     @property
     def used(self) -> int:
-        """The amount that all clients together use now."""
+        """The part of the budget that all clients together use now."""
         return self._used
 
     def transaction(self) -> AbstractContextManager[None]:

@@ -122,7 +122,7 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     """Write the tokenizer and the chat template of a file into a folder.
 
     Raises:
-        UnsupportedModelError: if transformers cannot build the tokenizer exactly.
+        UnsupportedModelError: if transformers cannot build an equivalent tokenizer.
         ModelError: if the vocabulary is damaged.
     """
     # transformers is imported here and in the functions below, because the import takes a second

@@ -75,7 +75,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class _History:
-    """The acceptance rate of one sequence's drafts, and the pauses between its drafts.
+    """The acceptance rate of one sequence's drafts, and how long the sequence gets no drafts.
 
     Attributes:
         rate: the share of accepted draft tokens.

@@ -32,7 +32,7 @@ def sentence_piece(text: str) -> bytes:
 
 
 def byte_fallback(text: str) -> bytes:
-    r"""Return the bytes that an entry of a SentencePiece vocabulary stands for.
+    r"""Return the bytes of the text that a token of a SentencePiece vocabulary represents.
 
     Examples: "<0x0A>" gives b"\n", and "▁a" gives b" a".
     """

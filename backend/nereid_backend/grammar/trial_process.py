@@ -30,8 +30,8 @@ from typing import Any
 from nereid_backend.process_limits import limit_child
 
 # The number of grammars that are compiled at the same time, each in its own child process. The
-# operating system divides the processors equally among the children, so a quick compilation ends
-# soon even while others take long.
+# operating system divides the processors equally among the children, so a short compilation
+# does not wait for the end of a long compilation.
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
 

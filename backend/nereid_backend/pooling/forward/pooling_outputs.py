@@ -133,7 +133,7 @@ def _largest_relu(parts: Iterator[tuple[int, Tensor]], num_texts: int) -> Tensor
     largest: Tensor | None = None
     for number, logits in parts:
         if largest is None:
-            # The maximum of 0 and the logits is the ReLU of the largest logit.
+            # The initial value is 0, because the result is the ReLU of the largest logit.
             largest = logits.new_zeros(num_texts, logits.shape[1])
         largest[number] = torch.maximum(largest[number], logits.amax(0))
     assert largest is not None, "a batch contains at least one text"

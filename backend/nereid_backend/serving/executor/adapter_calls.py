@@ -225,7 +225,7 @@ class AdapterCalls:
         return change.sender, self.listing()
 
     def _add_to_history(self, message: list[str]) -> None:
-        """Store the message of a successful change. A restarted process then repeats the change.
+        """Store the message of a successful change, which a restarted process will receive again.
 
         The message replaces the earlier message about the same adapter or about the weights.
         """

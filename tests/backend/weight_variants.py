@@ -4,6 +4,7 @@ Each function takes the folder of a checkpoint, and returns the expected tokens 
 the engine. The prompts run together, as in the situation "mixed" of backend.exactness.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +30,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 # The largest difference of two nearly equal logits, relative to the standard deviation of the
-# logits of a token.
-TIE = 0.02
+# logits of a token. If one input of a layer is rounded to another integer, the logits change by up
+# to 0.035 of their standard deviation (measured with bart).
+TIE = 0.05
 _NOISE = 1e-6
 
 
@@ -86,7 +88,13 @@ def _load_rounded(folder: Path, bits: int) -> PreTrainedModel:
     model = load_float32(folder)
     quantise_linears(model, bits)
     prompt = torch.tensor([PROMPTS[0]])
-    pack_embedding(model, lambda: bool(model(prompt).logits.isfinite().all()), can_round=True)
+
+    def is_correct() -> bool:
+        # A copy runs, because some models, such as recurrent_gemma, store the state of a recurrence
+        # in their layers. The next prompt with one token would continue with this state.
+        return bool(copy.deepcopy(model)(prompt).logits.isfinite().all())
+
+    pack_embedding(model, is_correct, can_round=True)
     return model
 
 

@@ -10,26 +10,22 @@ to twice the memory of the weights.
 import contextlib
 import ctypes
 import mmap
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 from torch import Tensor, nn
 
 # Each call that returns memory takes about 1 ms, so memory is returned only after _STEP_BYTES bytes
 # have been freed.
 _STEP_BYTES = 32 * 2**20
 _PAGE_BYTES = mmap.PAGESIZE
-# Matches a file that is mapped into the memory of this process, if none of its pages was changed.
-# Linux describes mapped files in /proc/self/smaps. Here are two lines of a description:
-# "7f3489600000-7f34d06e9000 rw-p 00000000 fe:00 2361743   /models/chat/model.safetensors"
-# "Anonymous:             0 kB"
-_UNCHANGED_FILE = re.compile(
-    r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]\d* .*\n(?:[A-Z]\S+:.*\n)*?Anonymous: +0 kB",
-    re.MULTILINE,
-)
+# Linux describes each page of a process with a number of 64 bits in /proc/self/pagemap. These bits
+# are set if the page is in memory, if it is in the swap space, and if it is a page of a file. A page
+# of a file that this process has changed is a copy, so the last bit is not set.
+_IS_PRESENT, _IS_SWAPPED, _IS_FILE_PAGE = 1 << 63, 1 << 62, 1 << 61
 
 
 class FreedMemory:
@@ -63,55 +59,62 @@ def discard_pages(address: int, num_bytes: int) -> None:
     Example: the address is 4000, num_bytes is 9000, and pages have 4096 bytes. The two pages from
     address 4096 to 12288 are returned.
     """
-    first_page = (address + _PAGE_BYTES - 1) // _PAGE_BYTES  # rounded up
-    end_page = (address + num_bytes) // _PAGE_BYTES  # rounded down
-    if sys.platform == "linux" and end_page > first_page:
-        start_address = ctypes.c_void_p(first_page * _PAGE_BYTES)
-        size = ctypes.c_size_t((end_page - first_page) * _PAGE_BYTES)
+    pages = _whole_pages(address, num_bytes)
+    if sys.platform == "linux" and pages:
+        start_address = ctypes.c_void_p(pages.start * _PAGE_BYTES)
+        size = ctypes.c_size_t(len(pages) * _PAGE_BYTES)
         # The call is only meant to save memory, so its errors are ignored.
         ctypes.CDLL(None).madvise(start_address, size, mmap.MADV_DONTNEED)
 
 
-class MappedFiles:
-    """Returns the pages of mapped files to the operating system after their tensors were used.
+def discard_file_pages(tensor: Tensor) -> None:
+    """If a tensor is in a mapped file, return the tensor's pages to the operating system.
 
-    The safetensors library maps the files of a checkpoint into the memory. The tensors keep their
+    The safetensors library maps the files of a checkpoint into the memory. The tensor keeps its
     values, because the operating system reads a page from the file again when the page is used. If
-    this process has changed a page of a file, the whole file is left out, because the change would
-    be lost. On systems other than Linux, nothing is returned.
+    this process has changed the tensor, nothing is returned, because the change would be lost. On
+    systems other than Linux, nothing is returned.
     """
-
-    def __init__(self) -> None:
-        self._ranges = _unchanged_file_ranges()
-
-    def discard(self, tensor: Tensor) -> None:
-        """If a tensor is in a mapped file, return the tensor's pages to the operating system."""
-        address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
-        if any(start <= address < end for start, end in self._ranges):
-            discard_pages(address, tensor.nbytes)
-
-    @contextlib.contextmanager
-    def discard_after_use(self, model: nn.Module) -> Iterator[None]:
-        """In the `with` block, discard the memory pages of a module's weights after each call."""
-
-        def discard(module: nn.Module, *_: object) -> None:
-            for weight in module.parameters(recurse=False):
-                self.discard(weight)
-
-        hooks = [module.register_forward_hook(discard) for module in model.modules()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    if tensor.device.type != "cpu":
+        return
+    pages = _whole_pages(tensor.data_ptr(), tensor.nbytes)
+    if pages and _are_unchanged_file_pages(pages):
+        discard_pages(tensor.data_ptr(), tensor.nbytes)
 
 
-def _unchanged_file_ranges() -> list[tuple[int, int]]:
-    """Return the start address and end address of each mapped file that has no changed pages."""
+@contextlib.contextmanager
+def discard_weights_after_use(model: nn.Module) -> Iterator[None]:
+    """In the `with` block, call `discard_file_pages` for a module's weights after each call."""
+
+    def discard(module: nn.Module, *_: object) -> None:
+        for weight in module.parameters(recurse=False):
+            discard_file_pages(weight)
+
+    hooks = [module.register_forward_hook(discard) for module in model.modules()]
     try:
-        description = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _whole_pages(address: int, num_bytes: int) -> range:
+    """Return the numbers of the pages that lie completely in a part of the memory."""
+    first_page = (address + _PAGE_BYTES - 1) // _PAGE_BYTES  # rounded up
+    end_page = (address + num_bytes) // _PAGE_BYTES  # rounded down
+    return range(first_page, end_page)
+
+
+def _are_unchanged_file_pages(pages: range) -> bool:
+    """Return whether pages belong to mapped files, and this process has changed none of them.
+
+    A page that is not in memory counts as unchanged.
+    """
+    try:
+        with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+            file.seek(8 * pages.start)
+            flags = np.frombuffer(file.read(8 * len(pages)), np.uint64)
     except OSError:
-        return []  # Only Linux has this file.
-    return [
-        (int(match[1], 16), int(match[2], 16)) for match in _UNCHANGED_FILE.finditer(description)
-    ]
+        return False  # Only Linux has this file.
+    is_copy = (flags & _IS_PRESENT != 0) & (flags & _IS_FILE_PAGE == 0)
+    return len(flags) == len(pages) and not is_copy.any() and not (flags & _IS_SWAPPED).any()

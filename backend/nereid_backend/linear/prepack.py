@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from nereid_backend.freed_memory import FreedMemory, MappedFiles
+from nereid_backend.freed_memory import FreedMemory, discard_file_pages
 from nereid_backend.linear import native_linear
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.loading_progress import no_progress, report_items
@@ -71,7 +71,6 @@ def prepack_linears(
     """
     shared = shared_weights(model)
     freed = FreedMemory()
-    files = MappedFiles()
     count = 0
     for module in report_items(list(model.modules()), "packing modules", progress):
         if type(module) is not nn.Linear:
@@ -80,7 +79,7 @@ def prepack_linears(
         if is_shared and not copy_shared:
             continue
         num_bytes = module.weight.nbytes
-        count += _prepack(module, files, keep=is_shared)
+        count += _prepack(module, keep=is_shared)
         freed.add(num_bytes)
     return count
 
@@ -130,15 +129,14 @@ def change_class(layer: nn.Linear, kind: type[LinearClass]) -> LinearClass:
     return layer
 
 
-def _prepack(layer: nn.Linear, files: MappedFiles, *, keep: bool) -> bool:
+def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
     """Convert the weight of one layer. Return False if the weight cannot be converted.
 
     Args:
         layer: the layer. Mutated.
-        files: the mapped files, which may contain the weight.
         keep: whether other layers share the weight. If so, the weight stays in memory unchanged.
     """
-    result = _pack_weight(layer.weight.detach(), files)
+    result = _pack_weight(layer.weight.detach())
     if result is None:
         return False
     packed_class, packed = result
@@ -150,17 +148,17 @@ def _prepack(layer: nn.Linear, files: MappedFiles, *, keep: bool) -> bool:
     return True
 
 
-def _pack_weight(weight: Tensor, files: MappedFiles) -> tuple[type[nn.Linear], Tensor] | None:
+def _pack_weight(weight: Tensor) -> tuple[type[nn.Linear], Tensor] | None:
     """Return the fastest layer class for a weight, and the weight in the layout of this class.
 
-    Return None if no class supports the weight. The pages of the weight in `files` are returned to
-    the operating system.
+    Return None if no class supports the weight. If the weight is in a mapped file, its
+    pages are returned to the operating system.
     """
     if native_linear.can_pack(weight):
-        return NativeLinear, native_linear.pack(weight, files.discard)
+        return NativeLinear, native_linear.pack(weight, discard_file_pages)
     if _can_reorder(weight):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
-        files.discard(weight)
+        discard_file_pages(weight)
         return PackedLinear, packed
     return None
 

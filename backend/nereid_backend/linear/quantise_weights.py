@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nereid_backend.freed_memory import FreedMemory, MappedFiles
+from nereid_backend.freed_memory import FreedMemory, discard_file_pages
 from nereid_backend.linear import grouped_linear
 from nereid_backend.linear.grouped_linear import LANES, GroupedLinear
 from nereid_backend.linear.prepack import (
@@ -83,14 +83,13 @@ def quantise_linears(
     shared = shared_weights(model)
     output_layer = output_layer_of(model)
     freed = FreedMemory()
-    files = MappedFiles()
     count = 0
     for module in report_items(list(model.modules()), "rounding modules", progress):
         if type(module) is not nn.Linear or not can_quantise(module.weight):
             continue
         num_bytes = module.weight.nbytes
         is_shared = module.weight.data_ptr() in shared
-        _quantise(module, 8 if module is output_layer else bits, files, keep=is_shared)
+        _quantise(module, 8 if module is output_layer else bits, keep=is_shared)
         freed.add(num_bytes)
         count += 1
     return count
@@ -198,13 +197,12 @@ def _as_float16(scales: Tensor) -> Tensor:
     return scales.clamp(min=_MIN_SCALE).half().float()
 
 
-def _quantise(layer: nn.Module, bits: int, files: MappedFiles, *, keep: bool) -> None:
+def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
     """Convert one layer to a GroupedLinear, and round its weights.
 
     Args:
         layer: the layer, of the class nn.Linear. Mutated.
         bits: 4 or 8.
-        files: the mapped files, which may contain the weight.
         keep: whether other layers share the weight. If so, the weight stays in memory unchanged.
     """
     assert isinstance(layer, nn.Linear)
@@ -212,7 +210,7 @@ def _quantise(layer: nn.Module, bits: int, files: MappedFiles, *, keep: bool) ->
 
     def read_rows(start: int, end: int) -> Tensor:
         rows = weight[start:end].float()
-        files.discard(weight[start:end])
+        discard_file_pages(weight[start:end])
         return rows
 
     round_layer(layer, read_rows, bits)

@@ -9,7 +9,7 @@ from torch import Tensor
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
-from nereid_backend.freed_memory import MappedFiles
+from nereid_backend.freed_memory import discard_weights_after_use
 from nereid_backend.huge_pages import move_weights
 from nereid_backend.linear.float8_linear import find_product, store_linears_as_float8
 from nereid_backend.linear.merged_linear import merge_linears, separate_linears
@@ -238,7 +238,7 @@ def _short_logits(checkpoint: Checkpoint) -> Tensor | None:
     positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
     try:
         set_attention(checkpoint, None)
-        with MappedFiles().discard_after_use(checkpoint.model):
+        with discard_weights_after_use(checkpoint.model):
             logits = ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions).float()
     except Exception:  # noqa: BLE001 - a model can raise any exception; choose_path reports it
         return None

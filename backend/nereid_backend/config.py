@@ -21,7 +21,7 @@ from nereid_backend.settings_validation import (
     settings_class,
 )
 
-# The default of num_speculative_tokens if speculative decoding is on.
+# The default of num_speculative_tokens.
 _DEFAULT_DRAFT_TOKENS = 4
 
 
@@ -145,15 +145,16 @@ class EngineConfig:
     speculative_method: Literal["ngram", "draft", "mtp"] | None = None
     """The source of draft tokens: `ngram` (earlier text of the same request), `draft` (the model
     `draft_model`) or `mtp` (MTP layers of the checkpoint). The default is `draft` if `draft_model`
-    is set, and otherwise `ngram`."""
+    is set. Otherwise, the default is `ngram` on a CPU without `async_scheduling`. On a GPU, the
+    engine then uses no speculative decoding."""
 
     draft_model: CheckpointPath | None = None
     """The folder of a smaller checkpoint with the same vocabulary. It generates draft tokens, which
     the model verifies."""
 
     num_speculative_tokens: NonNegativeInt | None = None
-    """The largest number of draft tokens for each sequence and step. `0` turns speculative decoding
-    off. The default is 4 if `speculative_method` or `draft_model` is set, and otherwise 0."""
+    """The largest number of draft tokens for each sequence and step. The default is 4. `0` turns
+    speculative decoding off."""
 
     trust_remote_code: bool = False
     """Whether Python files of the checkpoint may be executed."""
@@ -229,8 +230,13 @@ class EngineConfig:
         """The largest number of draft tokens for each sequence and step; 0 if drafting is off."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
-        is_on = self.speculative_method is not None or self.draft_model is not None
-        return _DEFAULT_DRAFT_TOKENS if is_on else 0
+        return _DEFAULT_DRAFT_TOKENS
+
+    @property
+    def requests_drafts(self) -> bool:
+        """Whether the operator has turned speculative decoding on, instead of using the default."""
+        settings = (self.speculative_method, self.draft_model, self.num_speculative_tokens)
+        return self.max_draft_tokens > 0 and any(setting is not None for setting in settings)
 
     @property
     def prefix_cache_disk_size(self) -> int:

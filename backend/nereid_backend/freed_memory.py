@@ -22,9 +22,9 @@ from torch import Tensor, nn
 # have been freed.
 _STEP_BYTES = 32 * 2**20
 _PAGE_BYTES = mmap.PAGESIZE
-# Linux describes each page of a process with a number of 64 bits in /proc/self/pagemap. These bits
-# are set if the page is in memory, if it is in the swap space, and if it is a page of a file. A page
-# of a file that this process has changed is a copy, so the last bit is not set.
+# The file /proc/self/pagemap contains 64 bits for each page of this process. Three of these bits
+# are set if the page is in memory, if it is in the swap space, and if it belongs to a file. If this
+# process has changed a page of a file, the page is a copy that does not belong to a file.
 _IS_PRESENT, _IS_SWAPPED, _IS_FILE_PAGE = 1 << 63, 1 << 62, 1 << 61
 
 

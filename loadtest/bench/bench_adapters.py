@@ -98,6 +98,7 @@ def measure_model(model: Path, folders: list[Path], args: argparse.Namespace) ->
         weight_dtype=args.weight_dtype,
         num_threads=args.threads,
         compile_forward=args.compile,
+        num_speculative_tokens=0,
         lora_adapters={folder.name: str(folder) for folder in folders},
     )
     engine = Engine(config)

@@ -101,6 +101,7 @@ def open_engine(folder: str, max_length: int, num_threads: int) -> Engine:
         max_num_seqs=2,
         num_threads=num_threads,
         compile_forward=False,
+        num_speculative_tokens=0,
         enable_prefix_caching=False,
         kv_cache_memory="1GiB",
     )

@@ -193,7 +193,8 @@ def bench_engine(model: str) -> None:
     """Print the engine's tokens per second with and without a schema, and the TTFT."""
     from nereid_backend import Engine, EngineConfig
 
-    engine = Engine(EngineConfig(model=model, num_threads=1, max_model_len=1024))
+    config = EngineConfig(model, num_threads=1, max_model_len=1024, num_speculative_tokens=0)
+    engine = Engine(config)
     prompt = list(range(10, 42))
     free = SamplingParams(temperature=1.0, seed=1, max_tokens=64, ignore_eos=True)
     # The array cannot end before max_tokens, so both runs generate the same number of tokens.

@@ -11,6 +11,7 @@ per response of all processes except the engine's. That CPU time shows what it s
 several tokens into one response. A table then gives the CPU time of each process.
 """
 
+import argparse
 import asyncio
 import json
 import random
@@ -183,8 +184,8 @@ def line_of(concurrency: int, endpoint: str, rounds: Sequence[Figures]) -> str:
     )
 
 
-def main() -> None:
-    """Measure each concurrency and each endpoint, and print one line for each."""
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     flags = command_line.parser(__doc__)
     add = flags.add_argument
     names = list(ENDPOINTS)
@@ -196,13 +197,22 @@ def main() -> None:
     add("--output-tokens", type=int, default=128, help="tokens of each answer")
     add("--num-threads", type=int, help="threads of the engine, in process and in the server")
     add("--json", type=Path, help="also write the figures to this JSON file")
-    args = flags.parse_args()
+    return flags
+
+
+def main() -> None:
+    """Measure each concurrency and each endpoint, and print one line for each."""
+    args = arguments().parse_args()
     rng = random.Random(0)
     print("The engine is loaded in this process, then the server starts.", flush=True)
-    engine = Engine(EngineConfig(model=str(args.model), num_threads=args.num_threads))
+    # Without speculative decoding, all runs compute equally many tokens in each step.
+    config = EngineConfig(str(args.model), num_threads=args.num_threads, num_speculative_tokens=0)
+    engine = Engine(config)
     rows = []
-    threads = {"NEREID_NUM_THREADS": str(args.num_threads)} if args.num_threads else {}
-    with Served(args.model, threads) as served:
+    settings = {"NEREID_NUM_SPECULATIVE_TOKENS": "0"}
+    if args.num_threads:
+        settings["NEREID_NUM_THREADS"] = str(args.num_threads)
+    with Served(args.model, settings) as served:
         for concurrency in args.concurrency:
             rounds: dict[str, list[Figures]] = {endpoint: [] for endpoint in args.endpoints}
             spent: dict[str, list[dict[str, float]]] = {name: [] for name in args.endpoints}

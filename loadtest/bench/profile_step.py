@@ -88,7 +88,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), args.shape, args.dtype)
         config = EngineConfig(
-            folder, dtype=args.dtype, num_threads=args.threads, compile_forward=True
+            folder,
+            dtype=args.dtype,
+            num_threads=args.threads,
+            compile_forward=True,
+            num_speculative_tokens=0,
         )
         engine = Engine(config, progress=print)
         parts = Parts(engine)

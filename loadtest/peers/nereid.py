@@ -78,9 +78,12 @@ class Nereid:
     """One engine. Its prefix cache has no effect, because every prompt is random."""
 
     def __init__(self, path: str, workload: dict[str, Any]) -> None:
-        # The settings of the engine. Without the default below, a contestant whose settings do not
-        # name compile_forward would compile the model during the measurement.
-        options = {"compile_forward": False, **json.loads(os.environ.get("BENCH_ENGINE", "{}"))}
+        # The settings of the engine. Without the first default, a contestant whose settings do not
+        # name compile_forward would compile the model during the measurement. A model with random
+        # weights repeats itself, so speculative decoding would make the engine faster than with
+        # real text.
+        defaults = {"compile_forward": False, "num_speculative_tokens": 0}
+        options = {**defaults, **json.loads(os.environ.get("BENCH_ENGINE", "{}"))}
         self._engine = Engine(
             EngineConfig(path, dtype=workload["dtype"], num_threads=workload["threads"], **options)
         )

@@ -257,8 +257,8 @@ def test_contradictory_settings_are_refused(settings, message):
         EngineConfig("/m", **settings)
 
 
-def test_a_method_turns_speculation_on_and_zero_tokens_turn_it_off():
-    assert EngineConfig("/m").max_draft_tokens == 0
+def test_zero_tokens_turn_speculation_off():
+    assert EngineConfig("/m").max_draft_tokens == 4
     assert EngineConfig("/m", speculative_method="ngram").max_draft_tokens == 4
     assert EngineConfig("/m", draft_model="/d").max_draft_tokens == 4
     assert EngineConfig("/m", draft_model="/d", num_speculative_tokens=0).max_draft_tokens == 0

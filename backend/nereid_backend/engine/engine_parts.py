@@ -211,14 +211,17 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
     """Return the object that proposes draft tokens; None if speculative decoding is off."""
     if loaded.draft is not None:
         return loaded.draft
-    if config.max_draft_tokens == 0:
+    # On a GPU, prompt lookup has not been measured. Async scheduling is impossible with drafts.
+    is_default = loaded.info.device == "cpu" and not config.async_scheduling
+    if config.max_draft_tokens == 0 or not (config.requests_drafts or is_default):
         return None
     if loaded.spec.removes_tokens:
         return PromptLookup(config.max_draft_tokens)
-    report(
-        "Speculative decoding (num_speculative_tokens) is off, because the forward path "
-        f"{loaded.info.path} of {loaded.info.architecture} cannot remove rejected draft tokens."
-    )
+    if config.requests_drafts:
+        report(
+            "Speculative decoding (num_speculative_tokens) is off, because the forward path "
+            f"{loaded.info.path} of {loaded.info.architecture} cannot remove rejected draft tokens."
+        )
     return None
 
 

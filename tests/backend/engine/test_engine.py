@@ -418,7 +418,7 @@ def test_a_grammar_that_cannot_be_made_refuses_the_request_once_a_sequence(check
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_guessed_tokens_do_not_change_an_answer(checkpoint, temperature):
     settings = {"max_model_len": 120, "kv_cache_memory": "4MiB"}
-    plain = open_engine(checkpoint("llama"), **settings)
+    plain = open_engine(checkpoint("llama"), num_speculative_tokens=0, **settings)
     guessing = open_engine(checkpoint("llama"), num_speculative_tokens=4, **settings)
     # A bias makes the answers repeat themselves, as those of a trained model do.
     params = SamplingParams(
@@ -442,6 +442,21 @@ def test_guessed_tokens_do_not_change_an_answer(checkpoint, temperature):
     guessing.check()
     for engine in (plain, guessing):
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_drafts"),
+    [
+        ({}, True),
+        ({"num_speculative_tokens": 0}, False),
+        ({"async_scheduling": True}, False),
+        ({"async_scheduling": True, "speculative_method": "ngram"}, True),
+    ],
+)
+def test_prompt_lookup_is_on_by_default_without_async_scheduling(checkpoint, settings, has_drafts):
+    engine = open_engine(checkpoint("llama"), **settings)
+    assert (engine._parts.scheduler.drafter is not None) == has_drafts
+    engine.close()
 
 
 class Never:

@@ -31,7 +31,7 @@ class BetweenCallsReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, writer: CallWriter) -> None:
-        """Create a reader for the text between the tool calls that `calls` reads.
+        """Create a reader for the text between two tool calls, such as `, ` or `</tool_calls>`.
 
         Args:
             context: The format, the text and the writers, which all readers share.
@@ -42,14 +42,16 @@ class BetweenCallsReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._calls_first = context.calls_first  # Whether no tool call may follow content.
+        # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self._section = calls.section
+        # Decides which tool calls may start at a position.
         self._starts = CallStarts(context.format.calls, writer)
 
     def read(self) -> State | None:
         """Read white space, and then a marker such as `</tool_calls>` or a separator such as `, `.
 
             unread text                         example          next state
-            closing marker of the tool section  `</tool_calls>`  CONTENT
+            closing marker of all tool calls    `</tool_calls>`  CONTENT
             separator between two tool calls    `, `             BETWEEN_CALLS
             other text, which stays unread      `{"name"`        CALL_START or CONTENT
 
@@ -61,14 +63,15 @@ class BetweenCallsReader:
         self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
             return None
+        # Each match is a position, or a negative number: NEED_MORE or NO_MATCH.
         close_end = self._match_section_close()
         if close_end >= 0:
             return self._end_section(buffer.text[buffer.pos : close_end])
         separator_end = self._match_separator()
         if NEED_MORE in (close_end, separator_end):
-            return self._remove_incomplete_marker() if buffer.is_final else None
+            return self._drop_incomplete_marker() if buffer.is_final else None
         if separator_end >= 0:
-            self._text_writer.write_markup(buffer.take_until(separator_end))
+            self._text_writer.drop_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
         return self._expect_call_or_content()
 
@@ -99,7 +102,7 @@ class BetweenCallsReader:
             return NO_MATCH
         return self._section.match_separator(self._buffer)
 
-    def _remove_incomplete_marker(self) -> State:
+    def _drop_incomplete_marker(self) -> State:
         """Remove an incomplete marker, such as `</tool_c`, at the end of the message.
 
         Return the state BETWEEN_CALLS.
@@ -107,7 +110,7 @@ class BetweenCallsReader:
         The message has ended, and the unread text is the beginning of a closing marker or of a
         separator, such as `</tool_c`.
         """
-        self._text_writer.write_markup(self._buffer.take_unread())
+        self._text_writer.drop_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS
 
     def _expect_call_or_content(self) -> State:
@@ -127,36 +130,45 @@ class BetweenCallsReader:
     def _end_section(self, close: str) -> State:
         """Read the marker `close`, such as `</calls>`, after all tool calls. Return the next state.
 
-        If the section contains a tool call, `close` is removed from the output. If the section is
-        empty, its opening marker is pending text, and the two markers are treated alike:
+        If a tool call precedes `close`, the marker is removed from the output. If no tool call
+        precedes `close`, the opening marker is still pending, and `_end_empty_section` decides
+        whether the two markers are content.
+        """
+        self._section.is_open = False
+        if self._is_section_empty():
+            return self._end_empty_section(close)
+        self._text_writer.drop_markup(self._buffer.take(len(close)))
+        return State.CONTENT
 
-            empty section                    policy           the two markers are
+    def _end_empty_section(self, close: str) -> State:
+        """Read the marker `close` after an opening marker without any tool call between them.
+
+        The opening marker is pending text, and `close` is unread. Both are treated alike:
+
+            text                             policy           the two markers are
             `<tool_calls></tool_calls>`      any              content
             `<|calls_begin|><|calls_end|>`   CALLS_FIRST      content
             `<|calls_begin|><|calls_end|>`   any other        removed, because ordinary text never
                                                               contains such special tokens
         """
-        self._section.is_open = False
-        if self._is_section_empty():
-            is_content = self._calls_first or not is_special_token(close)
-            if is_content:
-                return self._call_reader.treat_as_content(
-                    _EMPTY_SECTION, num_unread_chars=len(close)
-                )
-            self._text_writer.drop_pending()  # Removes the opening marker of the section.
-        self._text_writer.write_markup(self._buffer.take(len(close)))
+        is_content = self._calls_first or not is_special_token(close)
+        if is_content:
+            return self._call_reader.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
+        self._text_writer.drop_pending()
+        self._text_writer.drop_markup(self._buffer.take(len(close)))
         return State.CONTENT
 
     def finish(self) -> None:
         """Remove a marker such as `<tool_calls>` if the message ends before the first tool call.
 
-        A tool section without tool calls is empty, and its text is pending text. Examples: the
-        text `<tool_calls>` is removed, because it contains a tag. The text `TOOLS:` is written as
-        content, because it contains no tag.
+        Until the first tool call starts, the marker is pending text. Examples: the marker
+        `<tool_calls>` is removed, because it is a tag. The marker `TOOLS:` is written as content,
+        because it is ordinary text.
         """
-        if not self._is_section_empty():
+        has_pending_marker = self._is_section_empty()
+        if not has_pending_marker:
             return
-        if self._call_reader.does_rest_contain_tag():
-            self._call_reader.remove_rest()
+        if self._call_reader.has_tag_in_unwritten_text():
+            self._call_reader.drop_unwritten_text()
         else:
             self._call_reader.treat_as_content(_EMPTY_SECTION)

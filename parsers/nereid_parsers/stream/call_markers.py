@@ -66,6 +66,7 @@ def match_closing_marker(
     match = _match_first_marker(markers, text, start)
     if match is not None:
         return match
+    # Some models write too many brackets after the arguments, as in `}</tool_call>`.
     start_after_brackets = skip_superfluous(text, start)
     return _match_first_marker(markers, text, start_after_brackets)
 
@@ -118,15 +119,15 @@ class CallSection:
 
         Args:
             buffer: The buffer that contains the text.
-            is_empty: Whether the section contains no tool call yet. At the end of the message, an
-                incomplete marker such as `</ca` is then not matched (NO_MATCH), because the caller
-                handles the whole text of an empty section, from its opening marker on.
+            is_empty: Whether no tool call precedes the marker, as in `<calls></ca`.
 
         Returns:
             The position after the marker, NEED_MORE or NO_MATCH.
         """
+        # If the message ends with `<calls></ca`, the caller handles these two texts together. The
+        # incomplete marker is therefore not matched alone.
         accepts_incomplete = not (is_empty and buffer.is_final)
-        for close in self.closes:
+        for close in self.closes:  # The spellings of the marker.
             end = match_marker(close, buffer.text, buffer.pos)
             is_complete = end >= 0
             if is_complete or (end == NEED_MORE and accepts_incomplete):
@@ -149,13 +150,13 @@ class CallSection:
         Returns:
             The position after the separator, NEED_MORE or NO_MATCH.
         """
-        separator = self._separator
+        separator = self._separator  # Without the white space around the separator.
         if not separator:
             return NO_MATCH
         if buffer.starts_with(separator):
             return buffer.pos + len(separator)
         if not buffer.is_prefix_of(separator):
             return NO_MATCH
-        # The unread text is the beginning of the separator.
-        is_incomplete = not buffer.is_final or looks_like_markup(buffer.unread())
-        return NEED_MORE if is_incomplete else NO_MATCH
+        # The unread text is the beginning of the separator, such as `<se` of `<sep>`.
+        may_be_content = buffer.is_final and not looks_like_markup(buffer.unread())
+        return NO_MATCH if may_be_content else NEED_MORE

@@ -56,20 +56,24 @@ class CallReader:
     _call: OpenCall
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
-        """Create a reader for the text in `context`. The reader passes tool calls to `writer`."""
-        # The format and the policy.
-        self._format = context.format
-        self._starts = CallStarts(context.format.calls, writer)
-        self._calls_first = context.calls_first  # Whether no tool call may follow content.
-        # The objects that store and write text.
+        """Create a reader of tool calls, such as `<tool_call>{"name": "f"}</tool_call>`.
+
+        Args:
+            context: The format, the buffer with the text, and the writer of reasoning and content.
+            writer: The writer that converts the tool calls into events.
+        """
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_writer = writer
-        # The position in the message.
+        self._format = context.format
+        self._calls_first = context.calls_first  # Whether no tool call may follow content.
+        # Decides which tool calls may start at a position.
+        self._starts = CallStarts(context.format.calls, writer)
+        # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self.section = CallSection(context.format.tools)
-        self._expected = self._starts.in_section()  # The tool call that may start next.
-        # The markers, such as `</tool_call>`, that may still follow the arguments of the last tool
-        # call (`_call`).
+        # The tool call that may start next. The method `expect` replaces this first value.
+        self._expected = self._starts.in_section()
+        # The markers, such as `</tool_call>`, that may still follow the last tool call.
         self._closing_markers: tuple[str, ...] = ()
 
     # ---- transitions from content and headers ----------------------------------------------------
@@ -95,9 +99,10 @@ class CallReader:
         return self.expect(self._starts.at_marker(marker))
 
     def open_call_at_head(self, marker: str) -> State | None:
-        """Expect a tool call that starts with text such as `<function=`, without `<tool_call>`.
+        """Expect a tool call whose opening marker the model has omitted.
 
-        Example: the text starts with `<function=`, although `<tool_call>` should precede this text.
+        Example: the model writes `<function=f>` instead of `<tool_call><function=f>`. No text is
+        read. In the returned state, the unread text is compared with the expected tool call.
 
         Args:
             marker: The first fixed text of the tool call's header, for example `<function=`.
@@ -178,36 +183,32 @@ class CallReader:
         Returns:
             The state in which the text after this content is read.
         """
+        # Messages about deviations from the format belong to a tool call, and there is none.
         self._call_writer.clear_deviations()
-        # The marker before all tool calls, such as `<tool_calls>`, is also content if no tool call
-        # follows it.
+        # If no tool call has started, an opening marker such as `<tool_calls>` was content, too.
         if not self.has_calls():
             self.section.is_open = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
-        # With the policy CALLS_FIRST, no tool call may follow content.
-        if self._calls_first and self._text_writer.has_content:
-            return State.CONTENT_ONLY
-        return State.CONTENT
+        is_rest_content = self._calls_first and self._text_writer.has_content
+        return State.CONTENT_ONLY if is_rest_content else State.CONTENT
 
-    def does_rest_contain_tag(self) -> bool:
-        """Return whether the rest of the message contains a tag, such as `<tool_call>`.
+    def has_tag_in_unwritten_text(self) -> bool:
+        """Return whether the text that has not been written contains a tag, such as `<tool_call>`.
 
-        The message has ended inside a tool call or an empty tool section. The rest consists of the
-        pending text and the unread text. No client can use a part of a tool call with a tag, so the
-        caller removes such a rest. Example: the result is True for `<tool_call>{"na`. The result is
-        False for `{"na`, which may be content.
+        The message has ended inside a tool call. The unwritten text consists of the pending text
+        and the unread text. No client can use a part of a tool call with a tag, so the caller
+        removes such a text. Examples: the result is True for `<tool_call>{"na`. The result is False
+        for `{"na`, which may be content.
         """
         return looks_like_markup(self._text_writer.pending_text + self._buffer.unread())
 
-    def remove_rest(self) -> State:
-        """Remove the stored start of a tool call and all unread text from the output.
+    def drop_unwritten_text(self) -> State:
+        """Remove the pending text and all unread text from the output. Return the state CONTENT.
 
-        Return the state CONTENT.
-
-        The message has ended, and this text is an incomplete tool call or an empty tool section.
+        The message has ended, and this text is an incomplete tool call, such as `<tool_call>{"na`.
         """
         self._text_writer.drop_pending()
-        self._text_writer.write_markup(self._buffer.take_unread())
+        self._text_writer.drop_markup(self._buffer.take_unread())
         return State.CONTENT
 
     # ---- CALL_START and CALL_BODY ----------------------------------------------------------------
@@ -215,11 +216,12 @@ class CallReader:
     def read_start(self) -> State | None:
         """Read the text of a tool call before its arguments, such as `<tool_call><function=f>`.
 
-        `_expected` is the tool call that may start here, and the unread text decides. Examples:
+        `_expected` is the tool call that may start here, and the unread text decides:
 
-            `<tool_call>{"` starts a tool call.
-            `<tool_call> is a tag` is content, because no tool call follows the marker.
-            `<tool_call>{` at the end of the message is an incomplete tool call and is removed.
+            `<tool_call>{"`          starts a tool call.
+            `<tool_call> is a tag`   is content, because no tool call follows the marker.
+            `<tool_call>{`           is an incomplete tool call if the message ends here. It is
+                                     removed, because no client can use it.
 
         Returns:
             The next state, or None if more text is required to decide whether a tool call starts.
@@ -229,11 +231,11 @@ class CallReader:
             return self._read_head(match)
         if match == NEED_MORE:
             return None
-        if self._is_start_cut_off() and self.does_rest_contain_tag():
-            return self.remove_rest()
-        # No tool call starts here, so the text that was taken for the opening marker is content.
-        opening = self._expected.opening
-        return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=len(opening))
+        # No complete start of a tool call matches the unread text.
+        if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
+            return self.drop_unwritten_text()
+        num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
+        return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars)
 
     def _is_start_cut_off(self) -> bool:
         """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.
@@ -248,16 +250,16 @@ class CallReader:
     def _read_head(self, match: MatchedCall) -> State:
         """Read the matched text before the arguments of a tool call, and create their reader.
 
-        The text up to `match.head.end` is stored as pending text, which is removed from the output
-        when the tool call starts. Example: in `<call>f{"a": 1}`, the text `<call>f` is read.
+        Example: in `<call>f{"a": 1}`, the text `<call>f` is read, up to `match.head.end`. It is
+        stored as pending text, which is removed from the output when the tool call starts.
 
         Returns:
             The state CALL_BODY, or a later state if the body ends without any text.
         """
-        if match.variant.omits_marker:
+        if match.variant.omits_marker:  # Such as `<function=f>` without `<tool_call>`.
             self._call_writer.add_deviation(_MISSING_MARKER)
         self._text_writer.store_pending(self._buffer.take_until(match.head.end))
-        self._begin_body(match)
+        self._begin_body(match)  # Creates the reader of the arguments.
         if self._buffer.has_unread():
             return State.CALL_BODY
         # Some readers start the tool call before its arguments arrive. `read_body` is called now,
@@ -278,12 +280,15 @@ class CallReader:
     def read_body(self) -> State | None:
         """Read the next part of the text between markers such as `<tool_call>` and `</tool_call>`.
 
-        Example: from `{"name": "f", "arguments": {}}</tool_call>`, the JSON object is read. If the
-        text turns out not to be a tool call, the text is written as content.
+        This text is the body of the tool call. Examples after the marker `<tool_call>`:
+
+            `{"name": "f", "arguments": {}}`         The state becomes CALL_END.
+            `{"name": "f", "argu`                    None, because the body continues.
+            `{"name": "f", "arguments": {"a": [}}`   BROKEN_CALL: the arguments are not valid JSON.
+            `{"x": 1}`                               The text has no name, so it is content.
 
         Returns:
-            None if the body continues. CALL_END after the body, BROKEN_CALL if the arguments are
-            not valid JSON, or the state after content.
+            The next state, or None if the body continues.
         """
         call = self._call
         outcome = call.read()
@@ -305,19 +310,21 @@ class CallReader:
         return self._end_call(call.variant) if call.read_broken() else None
 
     def _end_call(self, variant: CompiledCall) -> State:
-        """Record that a tool call has ended. Markers such as `</tool_call>` may follow.
+        """Record that the arguments of a tool call have ended. Return the next state.
 
-        `variant` is the compiled declaration of the tool call. It contains the closing markers,
-        which become `_closing_markers`.
+        Args:
+            variant: The declaration of the tool call. It contains the closing markers that may
+                follow, such as `</tool_call>`.
 
         Returns:
             CALL_END, in which the closing markers are read. If the tool call is a whole message,
             the result is CONTENT, because the marker that ends a message is read in this state.
         """
-        self._text_writer.end_call()
-        self._text_writer.start_after_call()
+        self._text_writer.end_traced_call()
+        self._text_writer.treat_call_as_marker()  # Blank lines after a tool call are removed.
         self._closing_markers = variant.closing_markers
-        return State.CONTENT if variant is self._format.message_call else State.CALL_END
+        is_whole_message = variant is self._format.message_call
+        return State.CONTENT if is_whole_message else State.CALL_END
 
     # ---- CALL_END --------------------------------------------------------------------------------
 
@@ -340,39 +347,40 @@ class CallReader:
         """
         buffer = self._buffer
         match = match_closing_marker(self._closing_markers, buffer.text, buffer.pos)
-        if match is None:
+        if match is None:  # The unread text does not start with a marker or a part of a marker.
             return self._start_second_object() or State.BETWEEN_CALLS
         if isinstance(match, IncompleteMarker):
             if not buffer.is_final:
                 return None  # The rest of the marker may still arrive.
-            return self._remove_incomplete_marker() if match.prefix else State.BETWEEN_CALLS
-        self._text_writer.write_markup(buffer.take_until(match.end))
+            return self._drop_incomplete_marker() if match.prefix else State.BETWEEN_CALLS
+        self._text_writer.drop_markup(buffer.take_until(match.end))
         self._closing_markers = match.later_markers
         return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
 
-    def _remove_incomplete_marker(self) -> State:
+    def _drop_incomplete_marker(self) -> State:
         """Remove an incomplete marker, such as `</tool_c`, at the end of the message.
 
         Return the state BETWEEN_CALLS.
 
         The message has ended, and the unread text is the beginning of a marker, such as `</tool_c`.
         """
-        self._text_writer.write_markup(self._buffer.take_unread())
+        self._text_writer.drop_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS
 
     def _start_second_object(self) -> State | None:
         """Start another tool call if a second JSON object follows, as in `<call>{..}{..}</call>`.
 
-        Example: in `<tool_call>{..}{..}</tool_call>`, the first object has been read, so the unread
-        text is `{..}</tool_call>`. The second object is another tool call.
+        The first object has been read, so the unread text is `{..}</call>`. The second object is
+        another tool call.
 
         Returns:
-            The state in which the second object is read. None if no object follows, if all closing
-            markers have been read, or if the format does not write a tool call as a JSON object
-            between two markers.
+            The state in which the second object is read, or None if there is no second object.
         """
         call = self._call
-        if not self._closing_markers or not call.variant.may_repeat_object:
+        # Only formats that write a tool call as a JSON object between two markers allow a second
+        # object. After the last closing marker, an object is a tool call without markers instead.
+        is_before_closing_marker = bool(self._closing_markers)
+        if not is_before_closing_marker or not call.variant.may_repeat_object:
             return None
         object_start = skip_whitespace(self._buffer.text, self._buffer.pos)
         if not self._buffer.text.startswith("{", object_start):
@@ -387,7 +395,7 @@ class CallReader:
     def finish_body(self) -> State:
         """End the open tool call, because the message has ended inside this tool call.
 
-        The first case that applies decides:
+        The code tries four cases in this order:
 
             text of the tool call                   effect
             `<call>{.. "a": "x}</call>`             The arguments end before `</call>`, because a
@@ -400,13 +408,15 @@ class CallReader:
             The next state.
         """
         call = self._call
-        if call.end_at_stored_marker():
+        has_ended_at_marker = call.end_at_stored_marker()
+        if has_ended_at_marker:
             return self._end_call(call.variant)
-        if call.finish():
+        has_ended_incomplete_call = call.finish()
+        if has_ended_incomplete_call:
             return State.CONTENT
         is_start_cut_off = call.is_start_cut_off(self.section.closes)
-        if is_start_cut_off and self.does_rest_contain_tag():
-            return self.remove_rest()
+        if is_start_cut_off and self.has_tag_in_unwritten_text():
+            return self.drop_unwritten_text()
         return self.treat_as_content(_NO_CALL)
 
     def finish_broken(self) -> None:

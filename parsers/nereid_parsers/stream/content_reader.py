@@ -106,7 +106,7 @@ class ContentReader:
 
     def _remove(self, marker: str) -> State:
         """Remove a marker from the content, and return the next state."""
-        self._text_writer.write_markup(self._buffer.take(len(marker)))
+        self._text_writer.drop_markup(self._buffer.take(len(marker)))
         return State.CONTENT
 
     def _write_as_content(self, marker: str) -> State:
@@ -133,7 +133,7 @@ class ContentReader:
             self._text_writer.write_content(self._buffer.take_until(text_end))
         if not marker:
             return None
-        self._text_writer.write_markup(self._buffer.take(len(marker)))
+        self._text_writer.drop_markup(self._buffer.take(len(marker)))
         return State.CONTENT_ONLY
 
     def read_plain_message(self) -> State | None:
@@ -178,4 +178,4 @@ class ContentReader:
         possible_markers = [marker for marker in markers if marker.startswith(last_text)]
         has_complete_tag = any(is_compound_start(marker, last_text) for marker in possible_markers)
         if has_complete_tag:
-            self._text_writer.write_markup(self._buffer.take_unread())
+            self._text_writer.drop_markup(self._buffer.take_unread())

@@ -97,7 +97,7 @@ class HeaderReader:
         `<|start|>assistant` is the pending text, and `<|channel|>fin` is unread. Both are removed.
         """
         self._text_writer.drop_pending()
-        self._text_writer.write_markup(self._buffer.take_unread())
+        self._text_writer.drop_markup(self._buffer.take_unread())
         return State.CONTENT
 
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
@@ -120,7 +120,7 @@ class HeaderReader:
         follows_content = self._text_writer.has_content
         if is_call and follows_content and self._calls_first:
             return State.CONTENT_ONLY
-        self._text_writer.write_markup(self._buffer.take_until(head.end))
+        self._text_writer.drop_markup(self._buffer.take_until(head.end))
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)
 
     def _has_header_started(self) -> bool:

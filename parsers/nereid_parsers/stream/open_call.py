@@ -69,19 +69,19 @@ class OpenCall:
             buffer: The buffer whose unread text starts with the body.
             text: The writer that classifies the text of the tool call for the trace.
         """
-        self.variant = match.variant
-        self._is_confirmed = match.is_confirmed
+        self.variant = match.variant  # The declaration of the tool call, with its closing markers.
+        self._is_confirmed = match.is_confirmed  # Whether a marker shows that this is a tool call.
         self._body_reader = body
         self._buffer = buffer
         self._text_writer = text
         self._call_writer = body.writer
 
     def read(self) -> Outcome | None:
-        """Read and classify the next part of the tool call or list of tool calls in the buffer.
+        """Read the next part of the tool call, or of the list of tool calls, from the buffer.
 
-        The body reader parses the part, and the CallWriter appends the events of the tool call.
-        Example: of the body `{"name": "f", "arguments": {}}`, the part `{"name": "f", ` has
-        arrived. The part is read, and the result is None.
+        The body reader parses the part, and passes the name and the arguments to the CallWriter,
+        which appends the events. Example: of the body `{"name": "f", "arguments": {}}`, the part
+        `{"name": "f", ` has arrived. The part is read, and the result is None.
 
         Returns:
             The outcome, or None if the body has not ended.
@@ -91,32 +91,33 @@ class OpenCall:
         was_call_open = self._call_writer.is_open
         part_start = buffer.pos
         buffer.pos = self._body_reader.read(buffer.text, part_start)
-        self._classify_part(part_start, was_call_open)
+        self._classify_part(part_start, was_call_open)  # As "call", or as text that may be content.
         return None if self._body_reader.status is MORE else self._leave_body()
 
     def _classify_part(self, part_start: int, was_call_open: bool) -> None:
-        """Classify the text from `part_start` to `buffer.pos`, which has just been read.
+        """Classify the text that has just been read, as a part of a tool call or as pending text.
 
-        The TextWriter receives the text as "call" if the text belongs to a tool call, or as
-        "pending" if the text may still be content. Examples of parts of one body:
+        The text is `buffer.text[part_start : buffer.pos]`. Pending text may still turn out to be
+        content. Examples of parts of one body:
 
-            `{"na`                        "pending", because no tool call has started
-            `me": "f", "arguments": {`    "call", because a tool call has started and is open
-            `}}`                          "call", because the open tool call has ended
+            `{"na`                        pending text, because no tool call has started
+            `me": "f", "arguments": {`    a part of the tool call, which has started and is open
+            `}}`                          a part of the tool call, which has ended
 
         Args:
             part_start: The position at which the part starts in the buffer.
             was_call_open: Whether a tool call was open before the part was read.
         """
-        if self._call_writer.is_open:
-            part = self._buffer.text[part_start : self._buffer.pos]
-            # `end_at_stored_marker` may remove text from the end of the stored arguments. The
-            # parser then reads the removed text again.
-            self._text_writer.write_call(part, may_be_reread=self._call_writer.stores_arguments)
+        part = self._buffer.text[part_start : self._buffer.pos]
+        is_call_open = self._call_writer.is_open
+        if is_call_open:
+            # If the arguments are stored, `end_at_stored_marker` may remove text from their end.
+            # The parser then reads the removed text again.
+            self._text_writer.trace_call(part, may_be_reread=self._call_writer.stores_arguments)
         elif was_call_open or self._has_part_ended_call():
             self._classify_ended_call(part_start)
         else:
-            self._text_writer.store_pending(self._buffer.text[part_start : self._buffer.pos])
+            self._text_writer.store_pending(part)
 
     def _has_part_ended_call(self) -> bool:
         """Return whether a tool call has ended in the text that has just been read.
@@ -129,14 +130,14 @@ class OpenCall:
         return has_body_ended or has_list_item_ended
 
     def _classify_ended_call(self, part_start: int) -> None:
-        """Classify the text from `part_start` on, which contains the end of a tool call.
+        """Classify a part that contains the end of a tool call. The part starts at `part_start`.
 
-        In a list of tool calls, text may follow the end of the tool call. This text is "pending",
-        because it may start another tool call. Examples:
+        In a list of tool calls, text may follow the end of the tool call. This text is pending text
+        until it is certain that another tool call starts. Examples:
 
-            part            "call"    "pending"
-            ` 1}}`          ` 1}}`
-            ` 1}}, {"na`    ` 1}}`    `, {"na`
+            part            tool call   pending text
+            ` 1}}`          ` 1}}`      none
+            ` 1}}, {"na`    ` 1}}`      `, {"na`
         """
         part_end = self._buffer.pos  # The body reader has just read the part.
         call_end = self._body_reader.last_call_end
@@ -144,33 +145,33 @@ class OpenCall:
             call_end = part_end
         call_text = self._buffer.text[part_start:call_end]
         text_after_call = self._buffer.text[call_end:part_end]
-        self._text_writer.write_call(call_text, may_be_reread=self._call_writer.stores_arguments)
-        self._text_writer.end_call()
+        self._text_writer.trace_call(call_text, may_be_reread=self._call_writer.stores_arguments)
+        self._text_writer.end_traced_call()
         if text_after_call:
             self._text_writer.store_pending(text_after_call)
 
     def _leave_body(self) -> Outcome:
-        """Stop reading a tool call that has ended or is not valid, and return the outcome.
+        """Stop reading a body that is complete or not valid, and return the outcome.
 
         Examples for the body of a tool call between `<call>` and `</call>`:
 
             `{"name": "f", "arguments": {}}`          ENDED, because the object is complete
             `{"x": 1}`                                NO_CALL, because the name is missing
             `{"name": "f", "arguments": {"a": [1}}`   BROKEN, because `]` is missing
-
-        A tool call with arguments that are not valid is ENDED in two cases: the body reader can
-        complete the JSON text of the arguments, or the stored arguments contain the closing marker.
         """
         if self._body_reader.status is DONE:
             if self._text_writer.pending:  # The end of a list of tool calls, for example `]`.
                 self._text_writer.drop_pending()
             return Outcome.ENDED
+        # The body is not valid.
         if not self._call_writer.is_open:
             return Outcome.NO_CALL
-        if self._body_reader.is_verbatim:
-            return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN
-        self._body_reader.end_invalid_call()
-        return Outcome.ENDED
+        writes_model_text = self._body_reader.is_verbatim
+        if not writes_model_text:
+            # The reader converts the arguments to JSON, so it can complete the JSON text.
+            self._body_reader.end_invalid_call()
+            return Outcome.ENDED
+        return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN
 
     def end_at_stored_marker(self) -> bool:
         """End the tool call at a marker such as `</call>`, if the stored arguments contain it.
@@ -178,24 +179,22 @@ class OpenCall:
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
         `</call> Hi` is put back into the buffer, so that the parser reads it again: `</call>` as a
-        marker, and ` Hi` as content. Until then, this text has no classification.
-
-        Nothing is changed if no arguments are stored, or if the stored arguments do not contain the
-        marker. Nothing is changed either if the body reader has converted the arguments to JSON,
-        because the stored arguments are then not the model's own text.
+        marker, and ` Hi` as content.
 
         Returns:
-            Whether the tool call has ended.
+            Whether the tool call has ended. False if no stored arguments contain the marker.
         """
         closing_markers = self.variant.closing_markers
+        # A reader that is not verbatim converts the arguments to JSON. The stored arguments are
+        # then not the model's own text, so the parser cannot read them again.
         if not closing_markers or not self._body_reader.is_verbatim:
             return False
-        # Only the first tag of the closing marker, such as `</f>` in `</f></call>`, is searched
-        # for.
-        text_from_marker = self._call_writer.cut_arguments_at(closing_markers[0])
+        first_tag = closing_markers[0]  # Such as `</f>` in `</f></call>`.
+        text_from_marker = self._call_writer.cut_arguments_at(first_tag)
         if text_from_marker is None:
             return False
-        self._text_writer.shorten_call(len(text_from_marker))
+        # The removed text is no longer a part of the tool call for the trace function either.
+        self._text_writer.shorten_traced_call(len(text_from_marker))
         self._buffer.push_back(text_from_marker)
         self._call_writer.end(BROKEN_ARGUMENTS)
         return True
@@ -214,8 +213,8 @@ class OpenCall:
         if arguments_end > self._buffer.pos:
             piece = self._buffer.take_until(arguments_end)
             self._call_writer.write(piece)
-            self._text_writer.write_call(piece, may_be_reread=self._call_writer.stores_arguments)
-        if not marker:
+            self._text_writer.trace_call(piece, may_be_reread=self._call_writer.stores_arguments)
+        if not marker:  # The text contains no complete marker.
             return False
         self._call_writer.end(BROKEN_ARGUMENTS)
         return True
@@ -237,8 +236,8 @@ class OpenCall:
         self._body_reader.finish()  # This method ends the open tool call, and sets `status`.
         is_call = was_open or self._contains_complete_call()
         if is_call:
-            self._text_writer.end_call()
-            self._text_writer.drop_pending()
+            self._text_writer.end_traced_call()
+            self._text_writer.drop_pending()  # Such as `,` after the last tool call of a list.
         return is_call
 
     def _contains_complete_call(self) -> bool:
@@ -253,16 +252,18 @@ class OpenCall:
     def is_start_cut_off(self, section_closes: tuple[str, ...]) -> bool:
         """Return whether the message ends before the tool call has started, as in `<call>{"na`.
 
-        The caller removes such text from the output. The text is pending, because the name of the
-        function is not known yet. The result is False for two kinds of text that may be content:
+        The caller removes such text from the output. The message has ended, and the text is
+        pending, because the name of the function has not been read. Examples:
 
-        - No marker precedes the text, as in `{"na`.
-        - The text contains a closing marker, as in `<call>{"na</call>`, so it is not cut off.
+            `<call>{"na`          True
+            `{"na`                False: no marker shows that the text is a tool call.
+            `<call>{"na</call>`   False: the text is not cut off, because it has a closing marker.
 
         Args:
-            section_closes: The markers that close the tool section, which encloses all tool calls.
+            section_closes: The markers that close the list of all tool calls, such as `</calls>`.
         """
-        if not self._text_writer.pending or not self._is_confirmed:
+        has_marker = self._is_confirmed
+        if not self._text_writer.pending or not has_marker:
             return False
         text = self._text_writer.pending_text
         closing_markers = (*self.variant.closing_markers, *section_closes)
@@ -272,4 +273,4 @@ class OpenCall:
         """At the end of the message, end a tool call whose arguments are not valid JSON."""
         if self._call_writer.is_open:
             self._call_writer.end(BROKEN_ARGUMENTS)
-            self._text_writer.end_call()
+            self._text_writer.end_traced_call()

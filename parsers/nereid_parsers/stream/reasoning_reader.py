@@ -23,7 +23,7 @@ from nereid_parsers.stream.state import State
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
 
 
-class _End(Enum):
+class _ReasoningEnd(Enum):
     """The text that has ended the reasoning of a message.
 
     NONE          The reasoning has not started, or has not ended.
@@ -52,8 +52,8 @@ class ReasoningReader:
     """
 
     __slots__ = (
-        "_buffer", "_call_reader", "_calls_first", "_end", "_format", "_header_reader",
-        "_is_inline", "_may_be_closed", "_opening_marker", "_reasoning_state", "_stored_text",
+        "_buffer", "_call_reader", "_calls_first", "_format", "_header_reader", "_is_inline",
+        "_may_be_closed", "_opening_marker", "_reasoning_end", "_reasoning_state", "_stored_text",
         "_text_writer",
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ class ReasoningReader:
         # The parser state that reads the reasoning.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
         # The position in the message.
-        self._end = _End.NONE  # The text that has ended the reasoning.
+        self._reasoning_end = _ReasoningEnd.NONE  # The text that has ended the reasoning.
         # The text that `read_interrupted` has read.
         self._stored_text: list[str] = []
         # False if the rest of the message contains no marker, such as `</think>`, that closes the
@@ -87,7 +87,7 @@ class ReasoningReader:
     @property
     def has_reasoned(self) -> bool:
         """Whether the reasoning has ended."""
-        return self._end is not _End.NONE
+        return self._reasoning_end is not _ReasoningEnd.NONE
 
     # ---- reasoning -------------------------------------------------------------------------------
 
@@ -130,9 +130,9 @@ class ReasoningReader:
             case MarkerKind.OPEN_REASONING:
                 return self._read_second_opening(marker)
             case MarkerKind.CLOSE_REASONING:
-                self._end = _End.CLOSED
+                self._reasoning_end = _ReasoningEnd.CLOSED
         # The marker ends the reasoning, the message or the model's turn.
-        self._text_writer.write_markup(self._buffer.take(len(marker)))
+        self._text_writer.drop_markup(self._buffer.take(len(marker)))
         return State.CONTENT
 
     def _read_second_opening(self, marker: str) -> State:
@@ -144,7 +144,7 @@ class ReasoningReader:
         """
         if self._text_writer.has_text:
             return self._write_marker_as_reasoning(marker)
-        self._text_writer.write_markup(self._buffer.take(len(marker)))
+        self._text_writer.drop_markup(self._buffer.take(len(marker)))
         return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
@@ -161,8 +161,8 @@ class ReasoningReader:
         """
         if self._text_writer.has_text and not is_special_token(marker):
             return self._write_marker_as_reasoning(marker)
-        self._text_writer.write_markup(self._buffer.take(len(marker)))
-        self._end = _End.INTERRUPTED
+        self._text_writer.drop_markup(self._buffer.take(len(marker)))
+        self._reasoning_end = _ReasoningEnd.INTERRUPTED
         return State.CONTENT
 
     def _write_marker_as_reasoning(self, marker: str) -> State:
@@ -197,7 +197,7 @@ class ReasoningReader:
         self._text_writer.write_content_exactly(self._buffer.take(len(marker)))
         if kind is not MarkerKind.CLOSE_REASONING:
             return State.INLINE_REASONING
-        self._end = _End.CLOSED
+        self._reasoning_end = _ReasoningEnd.CLOSED
         return State.CONTENT
 
     # ---- tool calls inside the reasoning ---------------------------------------------------------
@@ -299,7 +299,7 @@ class ReasoningReader:
         """
         self._text_writer.drop_whitespace()
         self._text_writer.is_after_marker = True
-        self._end = _End.INTERRUPTED
+        self._reasoning_end = _ReasoningEnd.INTERRUPTED
         self._call_reader.add_deviation(_UNCLOSED_REASONING)
         return State.CONTENT
 
@@ -321,7 +321,7 @@ class ReasoningReader:
             # buffer, because `read_inline` writes it.
             self._text_writer.drop_whitespace()
         else:
-            self._text_writer.write_markup(self._buffer.take(len(marker)))
+            self._text_writer.drop_markup(self._buffer.take(len(marker)))
         return self._reasoning_state
 
     def _may_open(self, marker: str) -> bool:
@@ -354,8 +354,8 @@ class ReasoningReader:
         """
         if not self._may_close(marker):
             return None
-        self._text_writer.write_markup(self._buffer.take(len(marker)))
-        self._end = _End.CLOSED
+        self._text_writer.drop_markup(self._buffer.take(len(marker)))
+        self._reasoning_end = _ReasoningEnd.CLOSED
         return State.CONTENT
 
     def _may_close(self, marker: str) -> bool:
@@ -371,7 +371,7 @@ class ReasoningReader:
         CALLS_FIRST, the parser removes only one closing marker before the output.
         """
         precedes_output = not self._has_output()
-        is_interrupted = self._end is _End.INTERRUPTED
+        is_interrupted = self._reasoning_end is _ReasoningEnd.INTERRUPTED
         if self._calls_first:
             return not self.has_reasoned if precedes_output else is_interrupted
         return precedes_output or is_interrupted or is_special_token(marker)

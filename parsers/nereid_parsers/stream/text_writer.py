@@ -22,7 +22,7 @@ class TextWriter:
       removed if a tool call or message follows. Otherwise the pending text is content.
 
     Example: `write_content("Hi\n")` appends `ContentDelta("Hi")` and stores `"\n"`. If
-    `write_content("you")` follows, `ContentDelta("\nyou")` is appended. If `write_markup("<call>")`
+    `write_content("you")` follows, `ContentDelta("\nyou")` is appended. If `drop_markup("<call>")`
     follows instead, `"\n"` is removed. If more content follows the marker, the removed white space
     is written before this content, so that the two pieces of content stay separated.
 
@@ -39,23 +39,30 @@ class TextWriter:
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
-        """Create a writer that appends events to the list `events`. It has no trace function."""
+        """Create a writer that appends the events for reasoning and content to the list `events`.
+
+        The writer does not append the events of tool calls.
+        """
         self._events = events
+        # Receives each piece of the text with its kind, such as "content". `set_trace` sets it.
         self._trace: TraceWriter | None = None
-        # The text that has been written.
+        # Which text has been written:
         self.has_content = False  # Whether the message has content other than white space.
         self.is_after_marker = False  # Whether a marker directly precedes the next text.
         # The event type of the text that was written last. None if no text has been written since
         # the last marker.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
-        # The text that has been read, but not written.
-        self.pending: list[str] = []  # Text that looks like the start of a tool call or message.
-        self._whitespace: list[str] = []  # White space at the end of the last text.
-        # White space that was removed after content, because a marker followed. If more content
-        # follows the marker, this white space is written before that content.
+        # The text that has been read, but not written:
+        # 1. Text that looks like the start of a tool call, such as `<tool_call>`. If no tool call
+        #    follows, the text is content.
+        self.pending: list[str] = []
+        # 2. White space at the end of the last text. It is removed if a marker follows.
+        self._whitespace: list[str] = []
+        # 3. White space that a marker has removed after content. If more content follows the
+        #    marker, the white space is written before that content.
         self._removed_whitespace = ""
-        # The next text may start with characters of the prompt. This attribute is the number of
-        # these characters.
+        # The number of characters at the start of the next text that belong to the prompt, as `<th`
+        # if the prompt ends with `<th`, and the model writes `ink>`. Events omit these characters.
         self._num_prompt_chars = 0
 
     @property
@@ -83,7 +90,7 @@ class TextWriter:
         blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
         next text starts with this line break, unless a marker follows.
         """
-        ready_text = self._ready_text(text)
+        ready_text = self._exchange_whitespace(text)
         if ready_text:
             if self.is_after_marker:
                 ready_text = self._without_blank_lines(ready_text)
@@ -100,19 +107,20 @@ class TextWriter:
         lines before `Hi` belong to the marker, unless content precedes the marker. The line break
         after `Hi` is stored. The next text starts with this line break, unless a marker follows.
         """
-        ready_text = self._ready_text(text)
+        ready_text = self._exchange_whitespace(text)
         if ready_text:
             # Blank lines between two pieces of content separate these pieces, so they are kept.
             if self.is_after_marker and not self.has_content:
                 ready_text = self._without_blank_lines(ready_text)
             self._append_content(ready_text)
 
-    def _ready_text(self, text: str) -> str:
-        r"""Return the stored white space and `text`, without the white space at the end of `text`.
+    def _exchange_whitespace(self, text: str) -> str:
+        r"""Put the stored white space before `text`, and store the white space at its end instead.
 
-        The white space at the end is stored, because a marker may follow. Example: if `"\n"` is
-        stored, the text `"you "` gives `"\nyou"`, and `" "` is stored. If `text` contains only
-        white space, all of it is stored, and the result is "".
+        Return the text that can be written now. White space at the end of `text` cannot be written
+        yet: if a marker follows, the white space belongs to the marker and is removed. Example: if
+        `"\n"` is stored, the text `"you "` gives `"\nyou"`, and `" "` is stored. If `text` contains
+        only white space, all of it is stored, and the result is "".
         """
         if self._num_prompt_chars:  # The text starts with the end of the prompt.
             text = self._without_prompt(text)
@@ -121,6 +129,7 @@ class TextWriter:
         if not visible:
             self._whitespace.append(trailing_whitespace)
             return ""
+        # The stored white space is taken before the new white space is stored.
         ready_text = self._take_whitespace() + visible if self._whitespace else visible
         if trailing_whitespace:
             self._whitespace.append(trailing_whitespace)
@@ -140,15 +149,15 @@ class TextWriter:
         r"""Append an event for the content `text`, and pass `text` to the trace function.
 
         The event also restores the white space that a marker has removed after the last content.
-        Example: in `One\n<call>..</call>Two`, the marker removes `"\n"`, and the last event is
-        `ContentDelta("\nTwo")`. The trace function receives only `Two`, because it has already
-        received `"\n"` as "markup".
+        Example: in `One\n<call>..</call>Two`, the marker `<call>` removes `"\n"`, and the last
+        event is `ContentDelta("\nTwo")`, so that the client receives `One\nTwo`.
 
         Args:
             text: The text. It contains a character that is not white space.
             fault: The reason for returning text that looked like a marker as content, or None.
         """
         if self._trace is not None:
+            # The trace function has already received the removed white space, as "markup".
             self._trace.write(CONTENT, text)
         restored_whitespace = self._removed_whitespace
         self._removed_whitespace = ""
@@ -174,7 +183,7 @@ class TextWriter:
 
     # ---- markers ---------------------------------------------------------------------------------
 
-    def write_markup(self, marker: str) -> None:
+    def drop_markup(self, marker: str) -> None:
         """Remove a marker from the output, together with the stored white space before the marker.
 
         A marker is a fixed text of the format, for example `</think>`. The trace function receives
@@ -185,8 +194,11 @@ class TextWriter:
         self._classify(MARKUP, marker)
         self.is_after_marker = True
 
-    def start_after_call(self) -> None:
-        """Treat the text after a tool call like the text after a marker such as `</think>`."""
+    def treat_call_as_marker(self) -> None:
+        """Treat the text after a tool call like the text after a marker such as `</think>`.
+
+        Blank lines at the start of that text are removed.
+        """
         self.is_after_marker = True
         self._last_text_type = None
 
@@ -224,14 +236,15 @@ class TextWriter:
         self._last_text_type = None
 
     def finish_whitespace(self, *, is_reasoning: bool, has_calls: bool) -> None:
-        """Write or remove the stored white space, because the message has ended.
+        r"""Write or remove the white space at the end of the message, which has been stored.
 
-        There are three cases:
+        Examples of messages that end with a line break:
 
-        - Reasoning or content precedes the white space. The white space belongs to this text.
-        - A marker or a tool call precedes the white space, so the white space is removed. The trace
-          function receives the white space as "markup".
-        - The message contains only white space, so the white space is content.
+            message               the line break
+            `Hi\n`                belongs to the content and is written.
+            `<think>Hm\n`         belongs to the reasoning and is written.
+            `<call>..</call>\n`   is removed, because it directly follows a marker.
+            `\n`                  is content, because the message contains nothing else.
 
         Args:
             is_reasoning: Whether the message ended inside the reasoning.
@@ -241,9 +254,9 @@ class TextWriter:
         if not whitespace:
             return
         has_markup = self.is_after_marker or is_reasoning or has_calls
-        directly_follows_markup = has_markup and not self.has_text
+        directly_follows_markup = has_markup and not self.has_text  # Text since the last marker.
         if directly_follows_markup:
-            self._classify(MARKUP, whitespace)
+            self._classify(MARKUP, whitespace)  # Without an event, the white space is removed.
         elif is_reasoning:
             self._classify(REASONING, whitespace)
             self._events.append(ReasoningDelta(whitespace))
@@ -272,12 +285,11 @@ class TextWriter:
         self.pending = []
 
     def write_pending(self, text: str, fault: str) -> None:
-        """Write the text in `pending`, which looked like markup, and then `text`, as content.
+        """Write the pending text and `text` as content, because the pending text was no marker.
 
-        The pending text looked like a marker, so no event contains the pending text yet. Example:
+        The pending text looked like the start of a tool call, so no event contains it yet. Example:
         with the pending text `<tool_call>` and the text ` is`, an event for the content
-        `<tool_call> is` is appended. If both texts contain only white space, the white space is
-        stored, because a marker may follow. Afterwards, no text is pending.
+        `<tool_call> is` is appended. Afterwards, no text is pending.
 
         Args:
             text: The text after the pending text.
@@ -288,38 +300,39 @@ class TextWriter:
         if content.strip():
             self._append_content(self._take_whitespace() + content, fault)
         else:
+            # White space is stored until later text shows whether a marker follows.
             self.store_whitespace(content)
 
     # ---- the text of calls -----------------------------------------------------------------------
 
-    def write_call(self, text: str, *, may_be_reread: bool) -> None:
-        """Call the trace function with `text`, a part of a tool call, and the kind "call".
+    def trace_call(self, text: str, *, may_be_reread: bool) -> None:
+        """Pass `text`, a part of a tool call, to the trace function. Append no event.
 
-        First remove the text in `pending` from the output.
-
-        Only the trace function receives this text. The CallWriter appends the events of the call.
+        The CallWriter appends the events of the tool call. Example: `trace_call('{"a": 1}', ..)`
+        calls the trace function with "call" and `{"a": 1}`.
 
         Args:
             text: The text.
             may_be_reread: Whether the parser may read the end of the text again, as other text. If
-                so, the trace function receives the text only when `end_call` is called.
+                so, the trace function receives the text only when `end_traced_call` is called.
         """
         if self.pending:
+            # The pending text was the marker of this tool call, such as `<tool_call>`.
             self.drop_pending()
         if self._num_prompt_chars:
             text = self._without_prompt(text)
         if self._trace is not None:
-            self._trace.write_call(text, may_be_reread=may_be_reread)
+            self._trace.trace_call(text, may_be_reread=may_be_reread)
 
-    def shorten_call(self, num_chars: int) -> None:
-        """Remove the last `num_chars` characters from the text that `write_call` has stored."""
+    def shorten_traced_call(self, num_chars: int) -> None:
+        """Remove the last `num_chars` characters from the text that `trace_call` has stored."""
         if self._trace is not None:
-            self._trace.shorten_call(num_chars)
+            self._trace.shorten_traced_call(num_chars)
 
-    def end_call(self) -> None:
-        """Call the trace function with the text that `write_call` has stored for the tool call."""
+    def end_traced_call(self) -> None:
+        """Call the trace function with the text that `trace_call` has stored for the tool call."""
         if self._trace is not None:
-            self._trace.end_call()
+            self._trace.end_traced_call()
 
     # ---- the prompt ------------------------------------------------------------------------------
 

@@ -34,20 +34,21 @@ class TraceWriter:
         if text:
             self._trace(classification, text)
 
-    def write_call(self, text: str, *, may_be_reread: bool) -> None:
-        """Pass a piece of a tool call to the trace function now, or store the piece for `end_call`.
+    def trace_call(self, text: str, *, may_be_reread: bool) -> None:
+        """Pass a piece of a tool call to the trace function, or store the piece for later.
 
         Args:
             text: The piece.
             may_be_reread: Whether the parser may read the end of the tool call again, as other
-                text. If so, the piece is stored, because its classification may change.
+                text. If so, the classification of the piece may change, so the piece is stored
+                until `end_traced_call` is called.
         """
         if may_be_reread:
             self._call_text.append(text)
         else:
             self.write(CALL, text)
 
-    def shorten_call(self, num_chars: int) -> None:
+    def shorten_traced_call(self, num_chars: int) -> None:
         """Remove the last `num_chars` characters from the stored text of a tool call.
 
         Example: from `{"a": "x}</call>`, the last 7 characters `</call>` are removed. `num_chars`
@@ -55,7 +56,7 @@ class TraceWriter:
         """
         self._call_text = ["".join(self._call_text)[:-num_chars]]
 
-    def end_call(self) -> None:
+    def end_traced_call(self) -> None:
         """Call the trace function with the stored text of the tool call, and delete the text."""
         self.write(CALL, "".join(self._call_text))
         self._call_text = []

@@ -73,7 +73,7 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     if not content:  # The template does not render the content.
         return ContentFindings(reasoning.wrapper)
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
-    wrapper = _wrapper_around(markup_before, after, turn.trailing_text)
+    wrapper = _wrapper_around(markup_before, after, turn.after_user_message)
     after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
     findings = ContentFindings(
         wrapper=wrapper or reasoning.wrapper,
@@ -232,11 +232,11 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 
     Args:
         after: The text after the content of an answer.
-        turn: The text around the model's answers. `turn.trailing_text` is the text after a user's
-            message, and `turn.header` is the text that opens the model's turn.
+        turn: The text around the model's answers. `turn.after_user_message` is the text after a
+            user's message, and `turn.header` is the text that opens the model's turn.
     """
     after_content = after.lstrip()
-    after_user_message = turn.trailing_text.lstrip()
+    after_user_message = turn.after_user_message.lstrip()
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
     if first in ("", EOS_TOKEN):  # EOS_TOKEN is a placeholder for an unknown token.
         return []

@@ -78,8 +78,8 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
         right=_PROMPT,
         finding=_describe_header(header, prompts),
     )
-    trailing_text = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
-    return ModelTurn(prober, header, prompts, trailing_text=trailing_text)
+    after_user_message = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
+    return ModelTurn(prober, header, prompts, after_user_message=after_user_message)
 
 
 def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:

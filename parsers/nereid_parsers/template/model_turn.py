@@ -77,14 +77,15 @@ class ModelTurn:
             prompt is the default. A setting is omitted if the template fails to render the prompt.
         end_markers: The markers that end a message: ("<|im_end|>",). The tuple is empty until
             `compare_content` has found the markers.
-        trailing_text: The text after the user's question, if no answer follows: "<|im_end|>\n".
+        after_user_message: The text after the user's question, if no answer follows. Example:
+            "<|im_end|>\n".
     """
 
     prober: Prober
     header: str = ""
     prompts: tuple[GenerationPrompt, ...] = ()
     end_markers: tuple[str, ...] = ()
-    trailing_text: str = ""
+    after_user_message: str = ""
 
     def text_after_header(
         self, conversation: Conversation, form: InputForm | None = None
@@ -111,7 +112,7 @@ class ModelTurn:
         if not header:
             # If messages have no header, the answer starts after the markup that ends the user's
             # message.
-            end_of_user_message = common_prefix(after_input, self.trailing_text)
+            end_of_user_message = common_prefix(after_input, self.after_user_message)
             return after_input.removeprefix(end_of_user_message)
         _, _, after_header = after_input.partition(header)
         return after_header
@@ -127,7 +128,7 @@ class ModelTurn:
         text = self.text_after_header(conversation)
         if text is None:
             return None
-        return self.without_end_markers(drop_common_suffix(text, self.trailing_text))
+        return self.without_end_markers(drop_common_suffix(text, self.after_user_message))
 
     def without_end_markers(self, text: str) -> str:
         r"""Remove the markers that end a message, such as `<|im_end|>`, from the end of `text`.

@@ -173,8 +173,8 @@ class _AnswerRenderer:
         if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
             return None
         answer = rendering.removeprefix(prompt)
-        # The markup after a user's message (`turn.trailing_text`) may also follow an answer.
-        without_trailing_text = drop_common_suffix(answer, self.turn.trailing_text)
+        # The markup after a user's message (`turn.after_user_message`) may also follow an answer.
+        without_trailing_text = drop_common_suffix(answer, self.turn.after_user_message)
         return self.turn.without_end_markers(without_trailing_text)
 
 

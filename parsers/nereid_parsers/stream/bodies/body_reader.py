@@ -123,12 +123,12 @@ class BodyReader:
 class StepReader(BodyReader):
     """Reads a tool call in steps. A step is a method that reads text and selects the next step."""
 
-    __slots__ = ("_step",)
+    __slots__ = ("_next_step",)
 
     def __init__(self, writer: CallWriter, first_step: Step) -> None:
         """Create a reader that starts with `first_step`."""
         super().__init__(writer)
-        self._step = first_step
+        self._next_step = first_step
 
     def read(self, text: str, pos: int) -> int:
         """Read the text from `pos` on, until the tool call ends or more text is required.
@@ -137,7 +137,7 @@ class StepReader(BodyReader):
         """
         size = len(text)
         while pos < size and self.status is MORE:
-            end = self._step(text, pos)
+            end = self._next_step(text, pos)
             if end == NEED_MORE:
                 return pos
             pos = end

@@ -81,7 +81,7 @@ class ObjectReader(StepReader):
             return skip_whitespace(text, pos)
         if text[pos] != "{":
             return self._reject(pos)
-        self._step = self._read_key_or_closing_brace
+        self._next_step = self._read_key_or_closing_brace
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
@@ -143,7 +143,7 @@ class ObjectReader(StepReader):
         White space at the start and at the end of the key is removed.
         """
         self._key = key.strip()
-        self._step = self._read_colon
+        self._next_step = self._read_colon
 
     def _read_colon(self, text: str, pos: int) -> int:
         """Read the colon between a key and a value, or the white space before the colon.
@@ -155,7 +155,7 @@ class ObjectReader(StepReader):
             return skip_whitespace(text, pos)
         if text[pos] != ":":
             return self._reject(pos)
-        self._step = self._read_value
+        self._next_step = self._read_value
         return pos + 1
 
     def _read_value(self, text: str, pos: int) -> int:
@@ -190,7 +190,7 @@ class ObjectReader(StepReader):
                 self._expect_string(self._set_call_id)
             case KeyRole.IGNORED | KeyRole.ID:  # An id that is not a string is ignored.
                 self._scanner = JsonScanner()
-                self._step = self._skip_value
+                self._next_step = self._skip_value
             case _:
                 return self._reject(pos)
         return pos
@@ -201,7 +201,7 @@ class ObjectReader(StepReader):
         `outer_key`, which is the key of the inner object, is appended to `_outer_keys`.
         """
         self._outer_keys.append(outer_key)
-        self._step = self._read_key_or_closing_brace
+        self._next_step = self._read_key_or_closing_brace
         return pos + 1
 
     def _path_of_key(self) -> str:
@@ -219,7 +219,7 @@ class ObjectReader(StepReader):
         """Select the method that reads a string. `on_string` will receive the decoded string."""
         self._on_string = on_string
         self._string = JsonStringReader()
-        self._step = self._read_string
+        self._next_step = self._read_string
 
     def _read_string(self, text: str, pos: int) -> int:
         """Read a piece of a string. At the end of the string, pass its value to `_on_string`.
@@ -251,7 +251,7 @@ class ObjectReader(StepReader):
         if self._scanner.status is BROKEN:
             self.status = BROKEN
         elif self._scanner.status is DONE:
-            self._step = self._read_key_or_closing_brace
+            self._next_step = self._read_key_or_closing_brace
 
     # ---- name, id and arguments ------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class ObjectReader(StepReader):
         tool call cannot start, the object is not a tool call, so the status becomes BROKEN.
         """
         self._parts.name = name.strip()
-        self._step = self._read_key_or_closing_brace
+        self._next_step = self._read_key_or_closing_brace
         starts_at_name = self._parts.has_arguments or self._is_confirmed
         if starts_at_name and not self._start_call():
             self.status = BROKEN
@@ -271,7 +271,7 @@ class ObjectReader(StepReader):
     def _set_call_id(self, call_id: str) -> None:
         """Store the id of the tool call, and select the method that reads the next key."""
         self._parts.call_id = call_id
-        self._step = self._read_key_or_closing_brace
+        self._next_step = self._read_key_or_closing_brace
 
     def _start_call(self) -> bool:
         """Start the tool call, and write the arguments that preceded the name.
@@ -332,9 +332,9 @@ class ObjectReader(StepReader):
         self._scanner = JsonScanner()
         if first_char == "n":
             self._word_pieces = []
-            self._step = self._read_null
+            self._next_step = self._read_null
         else:
-            self._step = self._pass_on_arguments
+            self._next_step = self._pass_on_arguments
 
     def _pass_on_arguments(self, text: str, pos: int) -> int:
         """Write a piece of the arguments unchanged. Return the position after the piece."""
@@ -368,7 +368,7 @@ class ObjectReader(StepReader):
             text: The decoded value of the JSON string.
         """
         self._write(text.strip() or "{}")
-        self._step = self._read_key_or_closing_brace
+        self._next_step = self._read_key_or_closing_brace
 
     def _write(self, text: str) -> None:
         """Write a part of the arguments. If the tool call has not started yet, store the part."""

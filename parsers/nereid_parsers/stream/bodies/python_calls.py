@@ -65,10 +65,10 @@ class PythonCallsReader(StepReader):
         size = len(text)
         while pos < size and self.status is MORE:
             # White space inside a value is not skipped, because the value may be a string.
-            if text[pos].isspace() and self._step != self._read_value:
+            if text[pos].isspace() and self._next_step != self._read_value:
                 pos = skip_whitespace(text, pos)
                 continue
-            end = self._step(text, pos)
+            end = self._next_step(text, pos)
             if end == NEED_MORE:
                 return pos
             pos = end
@@ -92,7 +92,7 @@ class PythonCallsReader(StepReader):
         """
         if not text.startswith(self._declaration.open, pos):
             return self._reject(pos)
-        self._step = self._read_call_start
+        self._next_step = self._read_call_start
         return pos + len(self._declaration.open)
 
     def _read_call_start(self, text: str, pos: int) -> int:
@@ -119,7 +119,7 @@ class PythonCallsReader(StepReader):
         if not has_started:
             return self._reject(pos)
         self._num_arguments = 0
-        self._step = self._read_keyword_or_end
+        self._next_step = self._read_keyword_or_end
         return bracket_end
 
     def _read_keyword_or_end(self, text: str, pos: int) -> int:
@@ -155,7 +155,7 @@ class PythonCallsReader(StepReader):
         self.writer.write(f"{separator}{quote_json(name)}: ")
         self._num_arguments += 1
         self._literal = LiteralReader(PYTHON)
-        self._step = self._read_value
+        self._next_step = self._read_value
 
     def _read_value(self, text: str, pos: int) -> int:
         """Read a piece of an argument's value, and write the piece as JSON.
@@ -173,7 +173,7 @@ class PythonCallsReader(StepReader):
         if self._literal.status is BROKEN:
             return self._reject(end)
         if self._literal.status is DONE:
-            self._step = self._read_comma_or_end
+            self._next_step = self._read_comma_or_end
             return end
         return end if end > pos else NEED_MORE
 
@@ -184,7 +184,7 @@ class PythonCallsReader(StepReader):
         becomes BROKEN.
         """
         if text[pos] == ",":
-            self._step = self._read_keyword_or_end
+            self._next_step = self._read_keyword_or_end
             return pos + 1
         if text[pos] == ")":
             self._end_call(call_end=pos + 1)
@@ -203,7 +203,7 @@ class PythonCallsReader(StepReader):
         self.last_call_end = call_end
         # One complete tool call shows that the next members of the list are tool calls, too.
         self._is_confirmed = True
-        self._step = self._read_between_calls
+        self._next_step = self._read_between_calls
         is_single_call = not self._declaration.close and not self._declaration.separator.strip()
         if is_single_call:
             self.status = DONE
@@ -223,7 +223,7 @@ class PythonCallsReader(StepReader):
             return pos + len(declaration.close)
         separator = declaration.separator.strip()
         if separator and text.startswith(separator, pos):
-            self._step = self._read_call_start
+            self._next_step = self._read_call_start
             return pos + len(separator)
         return self._reject(pos)
 
@@ -232,7 +232,7 @@ class PythonCallsReader(StepReader):
 
         Example: inside the value of `f(city="Par`, the text `"}` is written.
         """
-        value_end = self._literal.closing_text() if self._step == self._read_value else ""
+        value_end = self._literal.closing_text() if self._next_step == self._read_value else ""
         object_end = "}" if self._num_arguments else "{}"
         self.writer.write(value_end + object_end)
         self.writer.end(BROKEN_ARGUMENTS)
@@ -242,7 +242,7 @@ class PythonCallsReader(StepReader):
 
         If the message ends after a complete tool call, the missing closing bracket is ignored.
         """
-        if self._step == self._read_between_calls:
+        if self._next_step == self._read_between_calls:
             self.status = DONE
             return
         super().finish()

@@ -117,7 +117,7 @@ class TaggedReader(StepReader):
         separator = ", " if self._keys else "{"
         self._keys.add(key)
         self.writer.write(f"{separator}{quote_json(key)}: ")
-        self._step = self._skip_padding
+        self._next_step = self._skip_padding
 
     def _skip_padding(self, text: str, pos: int) -> int:
         r"""Skip white space before a value, and select the method that reads the value.
@@ -141,9 +141,9 @@ class TaggedReader(StepReader):
         """Select the method that reads the value. If only a string is allowed, write `"`."""
         if self._value.is_declared_as_string():
             self.writer.write('"')
-            self._step = self._pass_on_string
+            self._next_step = self._pass_on_string
         else:
-            self._step = self._store_value
+            self._next_step = self._store_value
 
     def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
         """Find the end of the current value in the unread text `text[pos:]`.
@@ -218,7 +218,7 @@ class TaggedReader(StepReader):
             self.writer.write(escape_json(text[pos:text_end]))
         if next_pos is not None:
             self.writer.write('"')
-            self._step = self._read_tag_or_end
+            self._next_step = self._read_tag_or_end
             return next_pos
         return text_end if has_new_text else NEED_MORE
 
@@ -242,11 +242,11 @@ class TaggedReader(StepReader):
             self._value.pieces.append(text[pos:text_end])
         if next_pos is not None:
             self.writer.write(self._value.to_json())
-            self._step = self._read_tag_or_end
+            self._next_step = self._read_tag_or_end
             return next_pos
         if has_new_text and self._value.can_only_be_string():
             self.writer.write('"' + escape_json(self._value.text))
-            self._step = self._pass_on_string
+            self._next_step = self._pass_on_string
         return text_end if has_new_text else NEED_MORE
 
     def _end_call(self) -> None:
@@ -279,8 +279,8 @@ class TaggedReader(StepReader):
             `..<parameter=city>Par`   nothing: a string that is cut off is not closed
         """
         if self.writer.is_open:
-            if self._step == self._read_tag_or_end:
+            if self._next_step == self._read_tag_or_end:
                 self._close_arguments()
-            elif self._step == self._store_value and self._value.pieces:
+            elif self._next_step == self._store_value and self._value.pieces:
                 self.writer.write(self._value.to_json())
         super().finish()

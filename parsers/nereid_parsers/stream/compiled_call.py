@@ -55,21 +55,27 @@ class CompiledCall:
     """
 
     def __init__(self, call: Call, section: ToolSection, *, omits_marker: bool = False) -> None:
-        """Compile `call`, which describes how a model writes one tool call.
+        """Compile the declaration of a tool call, such as `<call><f={name}>..</f></call>`.
 
-        `section` contains the markers around all tool calls.
+        Args:
+            call: The declaration: opening marker, header, body with the arguments, closing marker.
+            section: The declaration of the markers around all tool calls of a message.
+            omits_marker: Whether `call` is the declared tool call without its opening marker.
         """
         self.call = call
         self.is_unmarked = not call.trigger
         self.omits_marker = omits_marker
-        self.closing_markers = marker_parts(call.close)
+        self.closing_markers = marker_parts(call.close)  # Such as `</f>` and `</call>`.
+        # Between two markers, a model may write several objects: `<call>{..}{..}</call>`.
         has_both_markers = bool(call.open.strip() and self.closing_markers)
         self.may_repeat_object = has_both_markers and isinstance(call.body, JsonObject)
+        # Finds the end of arguments that are not valid JSON.
         self.end_of_broken = Lexer(_markers_after_call(call, section))
+        # These objects match the start of the tool call: `<call><f={name}>` and the text after it.
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
         self._id_template = call.id
         self._body_start = _compile_body_start(call)
-        self._tags = _compile_tags(call, section, self._head_pattern)
+        self._tags = _compile_tags(call, section, self._head_pattern)  # None for other arguments.
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
         """Match the start of a tool call at `pos`.
@@ -97,12 +103,10 @@ class CompiledCall:
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
     def body_start_mismatch(self, text: str, head_end: int, is_final: bool) -> Mismatch | None:
-        """Return None if the text at `head_end` starts like the arguments of a tool call.
+        """Return why the arguments of a tool call cannot start at `head_end`; None if they can.
 
-        Otherwise return NEED_MORE if more text may show that a body starts, or NO_MATCH. The body
-        contains the arguments, or a list of tool calls. The first characters of the text show
-        whether the text is a body. Examples for a JSON array of tool calls: `[{` gives None, `[`
-        gives NEED_MORE, and `[1` gives NO_MATCH.
+        The first characters of the text decide. Examples for tool calls in a JSON array: `[{` gives
+        None, `[` gives NEED_MORE, because `{` may follow, and `[1` gives NO_MATCH.
 
         Args:
             text: The text.
@@ -112,9 +116,9 @@ class CompiledCall:
         pos = skip_whitespace(text, head_end)
         if pos == len(text) and not is_final:
             return NEED_MORE
-        if self._tags is None:
-            return self._body_start.mismatch(text, pos, is_final)
-        return self._tags.start_mismatch(text, pos, is_final)
+        if self._tags is not None:  # The arguments are between tags: `<p=city>Paris</p>`.
+            return self._tags.start_mismatch(text, pos, is_final)
+        return self._body_start.mismatch(text, pos, is_final)
 
     def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
         """Create the reader that parses the arguments of a tool call.
@@ -170,15 +174,16 @@ class CompiledCall:
 def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
     """Return the markers that can follow the arguments of a tool call, such as `</call>`.
 
-    Arguments that are not valid JSON end at the first of these markers. Example: for a tool call
-    between `<call>` and `</function></call>`, in a section that `</calls>` closes, the result is
+    The parser uses these markers to find the end of arguments that are not valid. Example: for
+    `<calls><call>ARGUMENTS</function></call></calls>`, the result is
 
-        `</call>`   the last tag of the closing marker. The first tag, `</function>`, is omitted,
-                    because invalid arguments may contain the text `</function>`.
-        `</calls>`  the closing marker of the section, which contains all tool calls.
-        `<call>`    the opening marker of the next tool call.
+        `</call>`   the last tag of the closing marker
+        `</calls>`  the closing marker of all tool calls
+        `<call>`    the opening marker of the next tool call
     """
     close_parts = marker_parts(call.close)
+    # The other tags, such as `</function>`, are omitted, because invalid arguments may contain
+    # these texts.
     last_close_part = close_parts[-1] if close_parts else ""
     markers = (last_close_part, *section.closes, call.open.strip())
     return tuple(marker for marker in markers if marker)
@@ -187,29 +192,22 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
 def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
     """Compile the tags of arguments such as `<p=city>Paris</p>`, if `call` has such tags.
 
-    Example of such an argument: `<parameter=city>Paris</parameter>`. Return None if the format
-    writes arguments in another way, for example as JSON.
-
-    The compiled arguments need two lists of markers. Example for tool calls between
-    `<call><function={name}>` and `</function></call>`, in a section between `<calls>` and
-    `</calls>`:
-
-        stop_markers           `</function>`, `</call>`, `</calls>`, `<call>`: the arguments end at
-                               the first of these markers.
-        markers_between_calls  `</function>`, `</call>`, `</calls>`, `<calls>`: these markers can
-                               precede the next tool call.
+    Return None if the format writes arguments in another way, for example as JSON. The comments
+    show the markers of this example: `<calls><call><f={name}>ARGUMENTS</f></call></calls>`.
 
     Args:
         call: The declaration of the tool call.
-        section: The declaration of the tool section, which contains all tool calls of a message.
-        head: The pattern of the tool call's opening marker and header.
+        section: The declaration of the markers around all tool calls, such as `<calls>`.
+        head: The pattern of the tool call's opening marker and header, such as `<call><f={name}>`.
     """
     if not isinstance(call.body, TaggedArguments):
         return None
     close_parts = marker_parts(call.close)
-    first_close_part = close_parts[:1]  # This marker directly follows the last argument.
+    first_close_part = close_parts[:1]  # `</f>` directly follows the last argument.
+    # The arguments end at the first of these markers: `</f>`, `</call>`, `</calls>`, `<call>`.
     stop_markers = (*first_close_part, *_markers_after_call(call, section))
     section_opens = (marker.strip() for marker in section.opens)
+    # These markers can precede the next tool call: `</f>`, `</call>`, `</calls>`, `<calls>`.
     markers_between_calls = (*close_parts, *section.closes, *section_opens)
     return CompiledTags(
         call.body,
@@ -249,23 +247,32 @@ def _compile_body_start(call: Call) -> _BodyStart:
     Example: a JSON array of tool calls starts with `[{` or `[]`, and white space may separate the
     two characters. The text `[` is an incomplete start, because `{` or `]` may follow.
     """
-    if isinstance(call.body, NestedTags):
+    if isinstance(call.body, NestedTags):  # Each tag has a prefix, such as `~` in `~<city>`.
         prefix = call.body.tag_prefix
-        return _BodyStart(re.compile(re.escape(prefix)), re.compile(marker_prefix_regex(prefix)))
-    first_chars = _first_chars(call)
-    has_two_chars = len(first_chars) == 2  # A start of one character is never incomplete.
+        return _BodyStart(
+            complete=re.compile(re.escape(prefix)),
+            incomplete=re.compile(marker_prefix_regex(prefix)),
+        )
+    first_chars = _first_chars(call)  # The regexes of at most two characters.
+    may_be_incomplete = len(first_chars) == 2  # Only the first of two characters has arrived.
     return _BodyStart(
         complete=re.compile(r"\s*".join(first_chars)),
-        incomplete=re.compile(rf"{first_chars[0]}\s*\Z" if has_two_chars else _NEVER),
+        incomplete=re.compile(rf"{first_chars[0]}\s*\Z" if may_be_incomplete else _NEVER),
     )
 
 
 def _first_chars(call: Call) -> tuple[str, ...]:
-    """Return the regexes, at most two, for the first characters of arguments or calls, as in `[{`.
+    """Return the regexes of the first visible characters of a tool call's body, at most two.
 
-    Examples: a JSON array of tool calls gives two regexes, one for `[` and one for `{` or `]`. A
-    JSON object with only the arguments gives one regex for `{`. The result is () if any text can be
-    the body.
+    The body is the text after the header. Examples:
+
+        body                                   result
+        `[{"name": "f", ..}]` or `[]`          one regex for `[`, and one for `{` or `]`
+        `{"name": "f", "arguments": {}}`       one regex for `{`, and one for a quote or `}`
+        `[f(a=1)]`                             one regex for `[`, and one for the first letter
+        `{"a": 1}`                             one regex for `{`
+        `{"a": 1}` after a header that only    (), because the body need not be compared
+        tool calls have, such as `[C]f[ARGS]`
     """
     body = call.body
     if isinstance(body, PythonCalls):

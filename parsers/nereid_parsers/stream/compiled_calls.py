@@ -48,14 +48,13 @@ class CompiledCalls:
 
     @property
     def kinds(self) -> dict[str, MarkerKind]:
-        """The markers of tool calls, with the meaning of each marker.
+        """The markers of tool calls that the parser searches for in content, with their meanings.
 
-        The parser searches for these markers in the content. Example:
-        `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
+        Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
         """
+        # The texts with which tool calls without a marker start, such as `{`.
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
-        # If a marker is a key of several dicts, the last of these dicts decides the marker's
-        # meaning.
+        # If a text is a key of several dicts, the last of these dicts decides its meaning.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
             **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),
@@ -67,52 +66,49 @@ class CompiledCalls:
 
 
 def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
-    """Compile all ways to write a tool call. The ways that start with the same text form a group.
+    """Compile all ways in which a model may write a tool call, the "variants".
 
-    A variant is one of several ways in which the model may write a tool call. The parser searches
-    for the first text of each variant, and then tries the variants that start with this text.
-    Examples of the groups:
+    The parser searches for the first text of each variant. Therefore, the variants are grouped by
+    this text:
 
-        group       tool call in this group             first text
+        attribute   example of a tool call              first text
         by_trigger  `<call><function=sum>..</call>`     `<call>`, the declared marker
         by_head     `<function=sum>..</call>`           `<function=`, because `<call>` is missing
         unmarked    `{"name": "sum", ..}`               `{`, because no marker is declared
 
     Args:
         tools: The declaration of the tool calls, or None if the content contains no tool calls.
-        allows_unmarked: Whether the group `unmarked` may contain variants. The group is always
-            empty if markers enclose the tool calls of a message.
+        allows_unmarked: Whether a tool call without a marker is recognised. Such a tool call is
+            never recognised if markers enclose all tool calls of a message.
     """
     if tools is None:
         return CompiledCalls()
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
     by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
     by_head = _group_by_trigger(_variants_without_marker(tools))
-    may_be_unmarked = allows_unmarked and not tools.opens
+    recognises_unmarked = allows_unmarked and not tools.opens
+    unmarked = [v for v in variants if v.is_unmarked] if recognises_unmarked else []
     return CompiledCalls(
         all=tuple(variants),
         by_trigger=by_trigger,
-        # If `by_trigger` and `by_head` have the same key, only `by_trigger` keeps this key.
+        # If a text is a declared marker and the start of a header, the text is the marker.
         by_head={text: group for text, group in by_head.items() if text not in by_trigger},
-        unmarked=tuple(v for v in variants if v.is_unmarked) if may_be_unmarked else (),
+        unmarked=tuple(unmarked),
         section_opens=tools.opens,
         section_closes=tools.closes,
     )
 
 
 def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
-    """Return those `variants` that may occur without a marker around all calls, such as `<calls>`.
+    """Return the ways to write a tool call that may follow content directly.
 
-    A tool section is the part of a message that contains all tool calls. Example: in
-    `<calls><call>..</call></calls>`, the markers of the section are `<calls>` and `</calls>`. A
-    model may omit `<calls>`, and start directly with the tool call's own marker `<call>`.
-
-        format                  result
-        without tool sections   all variants
-        with tool sections      the variants that have a marker of their own, such as `<call>`
+    A "section" is the text between the markers around all tool calls. If the format declares a
+    section, as in `<calls><call>..</call></calls>`, a model may omit `<calls>`, and start with the
+    tool call's own marker `<call>`. Only tool calls with such a marker are then returned. If the
+    format declares no section, all `variants` are returned.
     """
-    has_section_marker = bool(tools.opens)
-    if not has_section_marker:
+    has_section = bool(tools.opens)
+    if not has_section:
         return variants
     return [variant for variant in variants if variant.call.open.strip()]
 
@@ -132,11 +128,11 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return `calls` and more ways to write them: an object as an array, an array as an object.
+    """Return the declared ways to write a tool call, and the other JSON form of each way.
 
     A model sometimes writes an array, `[{"name": "f", ..}]`, although the format declares an
-    object, `{"name": "f", ..}`, or the reverse. Example: if only an object is declared, the result
-    contains the declaration of the object, and then the declaration of an array of such objects.
+    object, `{"name": "f", ..}`, or the reverse. Example: if an object is declared, the result
+    contains this declaration, and then the declaration of an array of such objects.
     """
     json_variants: list[Call] = []
     for call in calls:
@@ -159,19 +155,17 @@ def _does_head_identify_call(call: Call) -> bool:
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Group the ways to write a tool call by their first text, which is the key in the result.
+    """Group the ways to write a tool call by the fixed text with which they start, the "trigger".
 
-    This text (the trigger) is the opening marker, or the first literal of the header if there
-    is no marker. Example: two variants with the marker `<call>` give
+    The trigger is the opening marker, such as `<call>`, or the start of the header, such as
+    `<function=`. Example: two variants with the marker `<call>` give
     `{"<call>": (variant_1, variant_2)}`. Variants without a trigger are omitted.
-
-    A trigger with several spellings, which differ only in their white space, gives one key for each
-    spelling. See `marker_spellings`.
     """
     by_trigger: dict[str, tuple[CompiledCall, ...]] = {}
     for variant in variants:
         if variant.is_unmarked:
             continue
+        # A model may change the white space in a marker: `<invoke name=` or `<invokename=`.
         for spelling in marker_spellings(variant.call.trigger):
             by_trigger[spelling] = (*by_trigger.get(spelling, ()), variant)
     return by_trigger

@@ -72,15 +72,16 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """Compile a format in which each message has a header, such as `<|channel|>final<|message|>`.
 
     Example: `<|start|>assistant<|channel|>analysis<|message|>Hm<|end|>` is a message with
-    reasoning. The result contains the compiled headers, and the markers for which the parser
-    searches. Reasoning is a separate message, so the parser searches inside the reasoning only for
-    the markers that start or end a message, here `<|start|>assistant` and `<|end|>`.
+    reasoning. The result contains the compiled headers, and the markers that the parser searches
+    for. Each dict `..._kinds` maps such markers to their meanings.
     """
-    ends = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)
-    message_kinds = ends | marker_kinds((layout.start,), MarkerKind.START_MESSAGE)
+    ends = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)  # Such as `<|end|>`.
+    starts = marker_kinds((layout.start,), MarkerKind.START_MESSAGE)  # `<|start|>assistant`
+    # Reasoning is a message of its own, so only the markers of messages have a meaning inside it.
+    message_kinds = ends | starts
     calls = compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
-    message_call = _compile_message_call(layout)
+    message_call = _compile_message_call(layout)  # Matches the arguments after a header.
     return CompiledFormat(
         layout=layout,
         reasoning_markers=Lexer(message_kinds),
@@ -111,27 +112,24 @@ def _compile_message_call(layout: Messages) -> CompiledCall:
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers such as `<think>` and `</think>` enclose the reasoning.
 
-    The result contains the markers for which the parser searches. Example: for the text
-    `<think>Hm</think>Hi<call>..</call><|end|>`, these markers are
-
-        reasoning_kinds  {"</think>": CLOSE_REASONING, "<think>": OPEN_REASONING,
-                         "<call>": INTERRUPT, "<|end|>": END}
-        content_kinds    {"<think>": OPEN_REASONING, "</think>": CLOSE_REASONING,
-                         "<call>": OPEN_CALL, "</call>": CLOSE_CALLS, "<|end|>": END}
-        outer_kinds      {"<|end|>": END}, and the markers around the content if there are any
+    The result contains the markers that the parser searches for. Each dict `..._kinds` maps the
+    markers of one part of a message to their meanings. Example: for a text such as
+    `<think>Hm</think>Hi<call>..</call><|end|>`, `reasoning_kinds` is `{"</think>":
+    CLOSE_REASONING, "<think>": OPEN_REASONING, "<call>": INTERRUPT, "<|end|>": END}`.
     """
     reasoning = layout.reasoning
     wrapper = layout.content  # The markers around the content, or None.
     calls = compile_calls(layout.tools, allows_unmarked=True)
     opens = marker_kinds(reasoning.opens if reasoning else (), MarkerKind.OPEN_REASONING)
     closes = marker_kinds(reasoning.closes if reasoning else (), MarkerKind.CLOSE_REASONING)
+    # A tool call may start inside the reasoning, without `</think>`.
     interrupts = marker_kinds(_interrupting_markers(reasoning, calls), MarkerKind.INTERRUPT)
     wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # If the same marker is a key of several joined dicts, the rightmost of these dicts decides the
-    # meaning of the marker. Example: a marker that both opens and closes the reasoning has the
-    # meaning OPEN_REASONING in `content_kinds`, and CLOSE_REASONING in `reasoning_kinds`.
+    # If two dicts contain the same marker, the dict on the right decides. Example: a marker that
+    # both opens and closes the reasoning opens it in content, and closes it in reasoning.
+    # Even if the rest of the message is content, the parser removes the outer markers.
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
@@ -151,14 +149,14 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
     """Return the markers that may start a tool call inside the reasoning.
 
     Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`. The
-    result contains the markers that the format declares for this purpose. The result also contains
-    the opening markers of all tool calls and tool sections, unless one marker closes both the
-    reasoning and a tool call. The result is [] if the format has no reasoning.
+    result is [] if the format has no reasoning.
     """
     if reasoning is None:
         return []
     declared_markers = list(reasoning.interrupted_by)
     if _shares_closing_marker(reasoning, calls):
+        # One marker, such as `<|end|>`, closes reasoning and tool calls. After `<think>Hm<call>..`,
+        # the marker would not show whether the tool call or the reasoning ends.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]

@@ -27,25 +27,22 @@ class CompiledHeader:
     def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
         r"""Compile `route`, which describes a message header such as `<|channel|>final`.
 
-        A header ends with the text `layout.header_end`. There are two cases:
-
-        - The text is a marker, such as `<|message|>`. The pattern of the header ends with this
-          marker.
-        - The text is white space, such as the line break in `>>>all\nHello`. A pattern would accept
-          any white space in its place. Therefore the declared white space is stored, and `match`
-          compares the declared white space with the text after the pattern.
-
-        If the message is a tool call, `message_call` matches the start of the arguments.
+        Args:
+            route: The declaration of the header, and of the part of the message that follows:
+                reasoning, content or a tool call (`stage`).
+            layout: The declaration of all messages. `header_end` is the text that ends a header.
+            message_call: Matches the start of the arguments, if the message is a tool call.
         """
         self.stage = route.stage
-        self.has_calls = route.has_calls
+        self.has_calls = route.has_calls  # Whether the content may contain tool calls.
         self._message_call = message_call
         self._first_literal = first_literal(route.header)
         ends_with_marker = bool(layout.header_end.strip())
-        if ends_with_marker:
+        if ends_with_marker:  # Such as `<|message|>` in `<|channel|>final<|message|>Hello`.
             self._header_pattern = compile_pattern(route.header + layout.header_end)
             self._final_whitespace = ""
-        else:
+        else:  # Such as the line break in `>>>all\nHello`.
+            # A pattern would accept any white space. Therefore `match` compares this white space.
             self._header_pattern = compile_pattern(route.header)
             self._final_whitespace = layout.header_end
 
@@ -83,7 +80,7 @@ class CompiledHeader:
         if whitespace_mismatch is not None:
             return whitespace_mismatch
         header_end = match.end + len(self._final_whitespace)
-        if self.stage is Stage.CALLS:
+        if self.stage is Stage.CALLS:  # The message is a tool call.
             body_mismatch = self._message_call.body_start_mismatch(text, header_end, is_final)
             if body_mismatch is not None:
                 return body_mismatch

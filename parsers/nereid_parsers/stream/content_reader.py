@@ -32,11 +32,7 @@ class ContentReader:
         headers: HeaderReader,
         reasoning: ReasoningReader,
     ) -> None:
-        """Create a reader for the content of a message.
-
-        This reader finds the markers in the content. For each marker, the table `_marker_handlers`
-        selects a method that reads the marker and returns the next state. Example: the marker
-        `<tool_call>` has the kind OPEN_CALL, so `calls.open_call("<tool_call>")` is called.
+        """Create a reader for the content of a message, which finds the markers in the content.
 
         Args:
             context: The format, the text and the writers, which all readers share.
@@ -49,10 +45,10 @@ class ContentReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._header_reader = headers
-        self._calls_first = context.calls_first
-        # A handler is a method that reads one marker. If the marker has no meaning at the current
-        # position, the handler leaves the marker in the buffer and returns None. `read` then writes
-        # the marker as content.
+        self._calls_first = context.calls_first  # Whether no tool call may follow content.
+        # For each kind of marker, a method that reads the marker and returns the next state. It
+        # returns None if the marker has no meaning at the current position, and is content there.
+        # Example: `<tool_call>` has the kind OPEN_CALL, so `open_call("<tool_call>")` is called.
         self._marker_handlers: dict[MarkerKind, Callable[[str], State | None]] = {
             MarkerKind.START_MESSAGE: headers.start,
             MarkerKind.OPEN_REASONING: reasoning.open_in_content,
@@ -75,15 +71,13 @@ class ContentReader:
             `Hi</tool_call>`  No tool call is open, so the marker has no meaning here. The handler
                               returns None, and the marker is written as content.
 
-        With the policy CALLS_FIRST, no tool call may follow content. After `Hi`, the next state is
-        then CONTENT_ONLY, and the marker stays unread.
-
         Returns:
             The next state, or None if more text is required.
         """
         text_end, marker = self._format.content_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))
+            # The policy CALLS_FIRST allows no tool call after content.
             if self._calls_first and self._text_writer.has_content:
                 return State.CONTENT_ONLY
         if not marker:
@@ -119,15 +113,16 @@ class ContentReader:
         return State.CONTENT_ONLY if self._calls_first else State.CONTENT
 
     def read_content_only(self) -> State | None:
-        """Read content up to the next marker that starts or ends content, and remove this marker.
+        """Read text after which no tool call and no reasoning may follow (state CONTENT_ONLY).
 
-        In the state CONTENT_ONLY, the rest of the message contains no tool calls and no reasoning,
-        so other markers are content. Example: from `Hi <tool_call><|im_end|>`, the text
+        Markers of tool calls and of reasoning are then content. Only markers around the content or
+        the message are removed. Example: from `Hi <tool_call><|im_end|>`, the text
         `Hi <tool_call>` is written as content, and `<|im_end|>` is removed.
 
         Returns:
-            The next state, or None if more text is required.
+            The state CONTENT_ONLY after such a marker, or None if no marker has arrived.
         """
+        # `outer_markers` finds the markers around the content or the message.
         text_end, marker = self._format.outer_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))
@@ -137,34 +132,32 @@ class ContentReader:
         return State.CONTENT_ONLY
 
     def read_plain_message(self) -> State | None:
-        """Read the content of a message that contains no tool calls, up to the end of the message.
+        """Read the content of a message that cannot contain tool calls, up to its end.
 
-        Markers of tool calls have no meaning in this message, so they are written as content. The
-        next message starts with a marker such as `<|start|>`. A marker such as `<|end|>` ends the
-        current message. Example: from `Write <tool_call>.<|end|>`, the text `Write <tool_call>.` is
-        written as content, and `<|end|>` is removed.
+        Markers of tool calls have no meaning in this message, so they are written as content.
+        Example: from `Write <tool_call>.<|end|>`, the text `Write <tool_call>.` is written as
+        content, and `<|end|>`, which ends the message, is removed.
 
         Returns:
-            The next state, or None if more text is required.
+            HEADER if the next message starts, CONTENT if the message ends, or None if no marker has
+            arrived.
         """
-        # `reasoning_markers` contains only the markers that start or end a message. Other markers
-        # are content here.
+        # In this format, reasoning is a message, too. Therefore `reasoning_markers` finds only the
+        # markers that start or end a message.
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))
         if not marker:
             return None
-        if self._format.reasoning_kinds[marker] is MarkerKind.START_MESSAGE:
-            return self._header_reader.start(marker)
-        return self._remove(marker)  # The message has ended, so tool calls may follow.
+        starts_next_message = self._format.reasoning_kinds[marker] is MarkerKind.START_MESSAGE
+        return self._header_reader.start(marker) if starts_next_message else self._remove(marker)
 
     def drop_incomplete_marker(self, state: State) -> None:
-        """Remove the unread text if it is an incomplete marker at the end of the message.
+        """Remove the unread text if the message ends inside a marker of several tags.
 
-        The text is removed only if the marker has several tags, and the text contains the complete
-        first tag. Example: for the marker `<|message|><|text|>`, the text `<|message|><|te` is
-        removed. The text `<|mess` stays unread and becomes content, because ordinary text may
-        contain a part of a tag.
+        Examples for the marker `<|message|><|text|>`: the text `<|message|><|te` is removed,
+        because it contains the complete first tag. The text `<|mess` stays unread and becomes
+        content, because ordinary text may contain a part of a tag.
 
         Args:
             state: The state in which the message has ended. Reasoning has other markers than

@@ -58,13 +58,12 @@ class ExpectedCall:
             `<call>[{"name"`  The second variant, an array, matches.
             `<call>`          NEED_MORE, because more text is required to select a variant.
             `<call> is`       NO_MATCH, because the text is not a tool call.
-
-        A variant whose marker the model has omitted matches only a function in `tools`.
         """
         for variant in self.variants:
             match = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if match == NEED_MORE:
                 return NEED_MORE
+            # Without the declared marker, only the name of an offered function shows a tool call.
             if isinstance(match, Head) and _accepts_name(variant, match.name, tools):
                 return MatchedCall(variant, match, self.is_confirmed)
         return NO_MATCH
@@ -81,10 +80,12 @@ class ExpectedCall:
             includes_unmarked: Whether the start of a tool call without a marker also gives True.
                 Example: `{` is the start of the tool call `{"name": "f"}`.
         """
+        variants = [v for v in self.variants if includes_unmarked or not v.is_unmarked]
+        # Although the message has ended, the match is tried as if more text could follow. The
+        # result NEED_MORE then shows that the unread text is the start of a tool call.
         return any(
             variant.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
-            for variant in self.variants
-            if includes_unmarked or not variant.is_unmarked
+            for variant in variants
         )
 
 
@@ -129,17 +130,19 @@ class CallStarts:
         return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:
-        """Return a tool call that may start with text such as `<invoke name=`, without a marker.
+        """Return a tool call that may start with its header, because its marker is missing.
 
-        Example: `<invoke name="f">` is the header of a tool call, and the model has omitted the
-        marker `<calls>` before the header. Such a header is accepted if the request offers tools,
-        or if `marker` is a special token such as `<|invoke|>`, which ordinary text does not
-        contain. Otherwise the header is ordinary text, so the result is None.
+        Example: the model writes `<invoke name="f">` without the marker `<calls>` before this
+        header.
 
         Args:
             marker: The text with which the header starts, for example `<invoke name=`.
+
+        Returns:
+            The tool call, or None if the header is ordinary text.
         """
         offers_tools = bool(self._call_writer.tools.parameters)
+        # Ordinary text does not contain a special token such as `<|invoke|>`.
         is_special_token = marker.startswith(_SPECIAL_TOKEN_STARTS)
         if offers_tools or is_special_token:
             return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
@@ -148,12 +151,7 @@ class CallStarts:
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
         """Return a tool call that may start with `opening`, such as `{`, instead of a marker.
 
-        Example: `{` may start the tool call `{"name": "f", "arguments": {}}`. There are two cases:
-
-        - At the start of the output, a tool call may start.
-        - After content or another tool call, `{` is usually content, and only the name of an
-          offered function shows that the text is a tool call. A tool call may start only if the
-          request offers tools, and if the format allows such a tool call after content.
+        Example: `{` may start the tool call `{"name": "f", "arguments": {}}`.
 
         Args:
             opening: The first text of the tool call, for example `{`.
@@ -162,9 +160,13 @@ class CallStarts:
         Returns:
             The tool call, or None if `opening` is content.
         """
-        is_output_start = not has_content and not self._call_writer.num_started
+        has_calls = self._call_writer.num_started > 0
+        is_output_start = not has_content and not has_calls
+        # Later in the output, `{` is usually content. A tool call is then possible only if the
+        # request offers tools, and if the format allows tool calls after content.
         if not is_output_start and not self._allows_unmarked_later():
             return None
+        # Nothing but the name of an offered function will show that the text is a tool call.
         return ExpectedCall(self._calls.unmarked, opening, is_confirmed=False)
 
     def _allows_unmarked_later(self) -> bool:
@@ -180,12 +182,12 @@ class CallStarts:
         """Return a tool call that may follow another tool call without a marker between them.
 
         Example: after `{"name": "f", ..}`, the unread text `{"name": "g", ..}` may be another tool
-        call, because it starts with `{`. If the unread text starts with a text with which no tool
-        call of the format starts, the result is None.
+        call, because it starts with `{`. For the unread text `Hello`, the result is None.
         """
-        unmarked = self._calls.unmarked
-        openings = (opening for variant in unmarked for opening in variant.body_openings())
-        if not any(buffer.starts_with(opening) for opening in openings):
+        variants = self._calls.unmarked  # The ways to write a tool call without a marker.
+        openings = (opening for variant in variants for opening in variant.body_openings())
+        may_be_call = any(buffer.starts_with(opening) for opening in openings)
+        if not may_be_call:
             return None
         first_char = buffer.text[buffer.pos]
-        return ExpectedCall(unmarked, first_char, is_confirmed=False)
+        return ExpectedCall(variants, first_char, is_confirmed=False)

@@ -49,14 +49,15 @@ class HeaderReader:
         return State.HEADER
 
     def read(self) -> State | None:
-        """Read the header of a message, and return the state that reads the text of the message.
+        """Read the header of a message, such as `<|channel|>final<|message|>`.
 
         A marker, such as `<|start|>assistant`, precedes the header of each message. At the start of
         the output, the marker is usually in the prompt, so the output starts with the header. If
-        the output starts with the marker, read the marker first and return the state HEADER.
+        the output starts with the marker, only the marker is read now.
 
         Returns:
-            The next state, or None if more text is required.
+            The state that reads the text of the message. HEADER if only the marker was read. None
+            if more text is required.
         """
         buffer = self._buffer
         if not self._has_read_marker:
@@ -85,6 +86,7 @@ class HeaderReader:
                 return self._enter_message(route, head)
             if head == NEED_MORE:
                 return None
+        # No header matches the unread text.
         is_cut_off = buffer.is_final and self._has_header_started()
         if is_cut_off:
             return self._drop_incomplete_header()
@@ -103,22 +105,20 @@ class HeaderReader:
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
         """Remove a message header and the marker before the header. Return the next state.
 
-        The body of the message is read in the next state. Example: `<|start|>assistant` and
+        In the next state, the text after the header is read. Example: `<|start|>assistant` and
         `<|channel|>final<|message|>` are removed, and the next state is CONTENT.
 
-        With the policy CALLS_FIRST, no tool call may follow content. If the header of a tool call
-        follows content, only the marker is removed. The header stays unread, and the state is
-        CONTENT_ONLY, so that the parser reads the header as content.
-
         Args:
-            route: The declaration of the header. The attribute `route.stage` is the part of the
-                message that the body is: reasoning, content or a tool call.
+            route: The declaration of the header. `route.stage` is the kind of the text after the
+                header: reasoning, content or a tool call.
             head: The matched header.
         """
         self._text_writer.drop_pending()  # The pending text is the marker.
         is_call = route.stage is Stage.CALLS
         follows_content = self._text_writer.has_content
         if is_call and follows_content and self._calls_first:
+            # The policy CALLS_FIRST allows no tool call after content. The header stays unread, so
+            # that it is read as content.
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)

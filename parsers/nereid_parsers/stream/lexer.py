@@ -32,22 +32,21 @@ def spaced_marker_regex(marker: str) -> str:
 
 
 def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
-    r"""Return regexes that match the beginning of a marker, such as `<th`, at the end of a text.
+    r"""Return regexes that match an incomplete marker, such as `<th`, at the end of a text.
 
-    There is one regex for each part of the marker in which the text may end. White space may
-    separate the parts. Example: the marker `<a><b>` has the parts `<a>` and `<b>`, and gives
+    A marker may consist of several tags, and a model may write white space between the tags.
+    Example: the marker `<a><b>` gives two regexes, which match these ends of a text:
 
-        1. a regex that matches `<` or `<a` at the end of the text, which ends inside `<a>`
-        2. a regex that matches `<a>`, `<a> `, `<a><` or `<a> <b` at the end of the text, which ends
-           before or inside `<b>`
+        1. `<`, `<a`: the text ends inside the first tag.
+        2. `<a>`, `<a> `, `<a><`, `<a> <b`: the text ends before or inside the second tag.
 
     Args:
-        marker: The marker, see `spaced_marker_regex`.
+        marker: The marker.
         whitespace: White space before the marker. The match includes this white space.
     """
     first_part, *other_parts = tag_parts(marker)
     regexes = [marker_prefix_regex(whitespace + first_part)]
-    earlier_parts = re.escape(whitespace + first_part)
+    earlier_parts = re.escape(whitespace + first_part)  # Matches the tags before `part`.
     for part in other_parts:
         regexes.append(rf"{earlier_parts}\s*(?:\Z|{marker_prefix_regex(part)})")
         earlier_parts += rf"\s*{re.escape(part)}"
@@ -55,19 +54,17 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
 
 
 def _possible_regexes(longest_first: list[str]) -> list[str]:
-    """Return regexes that match a marker, or the beginning of a marker at the end of a text.
+    """Return regexes that match a marker, or an incomplete marker at the end of a text.
 
-    The caller tries the regexes in their order, and uses the first regex that matches. An
-    incomplete long marker must be found before a complete shorter marker with which the long marker
-    starts. Example: for the markers `<a><b>` and `<a>`, the first three regexes match
+    The caller uses the first regex that matches. Example: for the markers `<a><b>` and `<a>`, the
+    first three regexes match
 
         1. `<a><b>`
         2. an incomplete `<a><b>` at the end of the text, for example `<a><`
         3. `<a>`
 
-    In the text `x<a><`, the second regex matches, so the lexer waits for more text. If the third
-    regex preceded the second regex, the lexer would find `<a>`, although `b>` may follow. The last
-    regexes match the other incomplete markers.
+    In the text `x<a><`, the second regex matches, so the lexer waits for more text. In the order 1,
+    3, 2, the lexer would find `<a>`, although `b>` may follow.
 
     Args:
         longest_first: The markers. Longer markers precede shorter markers.
@@ -77,9 +74,10 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         longer_markers = [
             longer for longer in longest_first if longer != marker and longer.startswith(marker)
         ]
+        # An incomplete longer marker is tried before the complete marker with which it starts.
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
-    # A marker of one character is never incomplete.
+    # The other incomplete markers are tried last. A marker of one character has none.
     regexes += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
     return regexes
 
@@ -114,17 +112,15 @@ class Lexer:
     """
 
     def __init__(self, markers: Iterable[str]) -> None:
-        """Compile two search functions for the markers. Empty markers are ignored.
-
-        `_find_marker` finds complete markers, and is used if no more text follows.
-        `_find_marker_or_prefix` also finds an incomplete marker at the end of the text, for example
-        `<a`, because the next piece of text may complete the marker.
-        """
+        """Create a lexer that finds markers such as `<think>`. Empty markers are ignored."""
         self._markers = frozenset(marker for marker in markers if marker)
         # A regex finds the first alternative that matches, so long markers must come first.
         longest_first = sorted(sorted(self._markers), key=len, reverse=True)
+        # Finds only complete markers. This function is used if no more text follows.
         exact_regexes = [re.escape(marker) for marker in longest_first]
         self._find_marker = _search_function(longest_first, exact_regexes)
+        # Also finds an incomplete marker at the end of the text, such as `<thi`, because the next
+        # piece of text may complete the marker.
         possible_regexes = _possible_regexes(longest_first)
         self._find_marker_or_prefix = _search_function(longest_first, possible_regexes)
 

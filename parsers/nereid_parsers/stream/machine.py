@@ -65,9 +65,9 @@ class Machine:
     ) -> None:
         """Create the readers and writers for one message, and enter the state CONTENT.
 
-        All readers read from one buffer, and all writers append to one list of events. A reader
-        receives those readers to which it passes control: for example, the reader of content
-        receives the reader of tool calls, because a tool call may follow content.
+        All readers read from one buffer, and all writers append to one list of events. A reader may
+        call other readers: for example, the reader of content calls the reader of tool calls,
+        because a tool call may follow content.
 
         Args:
             format: The compiled format of the model's output.
@@ -127,23 +127,23 @@ class Machine:
 
         The state before this call is CONTENT. The new state depends on the end of the prompt:
 
-            end of the prompt                  state
-            `<|assistant|>`                    CONTENT
-            `<|assistant|><think>`             REASONING
-            `<|start|>assistant`               HEADER, because the header is incomplete
-            `<|assistant|><think>Hm</think>`   CONTENT, because `<think>Hm</think>` is parsed first
-            unknown                            UNCLASSIFIED, if reasoning may start without a marker
+            end of the prompt        state
+            `<|assistant|>`          CONTENT
+            `<|assistant|><think>`   REASONING
+            `<|start|>assistant`     HEADER, because the header is incomplete
+            unknown                  UNCLASSIFIED, if reasoning may start without a marker
 
         Args:
-            start_point: The stage at the end of the prompt (reasoning, content or tool calls). The
-                stage is None inside a header. `start_point.prefill` is the beginning of the
-                message, if the prompt contains a beginning.
+            start_point: The part of the message (reasoning or content) at the end of the prompt.
+                `stage` is None inside a header. `prefill` is the beginning of the message that the
+                prompt contains, such as `<think>`, or "".
         """
         starts_in_reasoning = start_point.stage is Stage.REASONING
         if start_point.stage is None:
             self._enter(State.HEADER)
         elif start_point.prefill:
-            prefill_events = self.feed(start_point.prefill)  # Also changes the state.
+            # Parsing the prefill changes the state. Example: `<think>` gives REASONING.
+            prefill_events = self.feed(start_point.prefill)
             self._forget_prompt(prefill_events)
         elif not start_point.is_prompt_known and self._unclassified_reader.is_needed():
             # The first marker will show whether the text before this marker is reasoning or
@@ -154,14 +154,10 @@ class Machine:
             self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Discard the events for the prompt's text. The prompt contains the start of the message.
+        """Discard the events of a prompt that ends with the start of the message, as in `<think>`.
 
-        The client receives only events of text that the model generates. There are two exceptions,
-        which the next `feed` returns:
-
-        - The events of a tool call that is open at the end of the prompt, because the output
-          continues its arguments.
-        - The opening marker of reasoning that the policy writes as content.
+        The client receives only text that the model generates, with two exceptions: the start of a
+        tool call that the output continues, and the marker `<think>` if reasoning is content.
 
         Args:
             events: All events of the text in the prompt.
@@ -172,8 +168,9 @@ class Machine:
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         num_unread_chars = len(self._buffer.unread())
         self._text_writer.forget_prompt(num_stored_chars + num_unread_chars)
-        if self._state is State.INLINE_REASONING:
+        if self._state is State.INLINE_REASONING:  # The client receives reasoning as content.
             self._reasoning_reader.repeat_opening_marker()
+        # The next call of `feed` returns these events.
         self._events += open_call_events
 
     def set_trace(self, trace: Trace | None) -> None:
@@ -213,7 +210,7 @@ class Machine:
         # method handles.
         self._finish_unclassified_text()
         self._drop_incomplete_marker()
-        self._run()
+        self._run()  # Reads the remaining text, now that `is_final` is true.
         self._finish_interrupted_reasoning()
         self._finish_incomplete_calls()
         self._finish_state()

@@ -92,6 +92,7 @@ class FieldStep:
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
+        # An incomplete name would call another function. Other fields may be incomplete.
         may_be_cut_off = is_at_text_end and self.name == "name"
         if may_be_cut_off or not self._accepts(text[pos:end]):
             return NO_MATCH
@@ -167,7 +168,7 @@ class Pattern:
         fields: dict[str, str] = {}
         for step in self.steps:
             end = step.match(text, pos, is_final)
-            if end < 0:
+            if end < 0:  # The result is NEED_MORE or NO_MATCH, and not a position.
                 return as_mismatch(end)
             if isinstance(step, FieldStep):
                 value = text[pos:end]
@@ -203,21 +204,18 @@ def skip_superfluous(text: str, pos: int) -> int:
 def marker_spellings(marker: str) -> tuple[str, ...]:
     r"""Return the spellings of a marker that differ only in the white space inside the marker.
 
-    A model may change this white space in three ways:
+    The first spelling is the marker itself. Examples of the other spellings:
 
-    - The model omits a space in a marker that starts with a tag, or the tokenizer writes `Ġ`
-      instead of the space. Example: `<invoke name="` also gives `<invokename="` and
-      `<invokeĠname="`.
-    - The model adds, omits or changes the white space before or after a tag. Example:
-      `<|start|>assistant` also gives `<|start|> assistant` and `<|start|>\nassistant`.
-    - The model adds a space or a line break to other declared white space.
-
-    If the marker is a single tag without white space, the marker is the only spelling.
+        marker                 some of the other spellings
+        `<invoke name="`       `<invokename="`, `<invokeĠname="`
+        `<|start|>assistant`   `<|start|> assistant`, `<|start|>\nassistant`
+        `<think>`              none, because the marker is a single tag without white space
     """
     spellings = [marker]
     if marker.startswith("<"):
+        # A model may omit a space, and a tokenizer may write the character `Ġ` instead of a space.
         spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
-    for gap in _TAG_GAP.finditer(marker):
+    for gap in _TAG_GAP.finditer(marker):  # A place before or after a tag.
         spellings += _with_replacements(marker, gap, ("", " ", "\n"))
     for space in _WHITESPACE_IN_MARKER.finditer(marker):
         spellings += _with_replacements(marker, space, (" \n", "\n ", space.group() + " "))
@@ -293,17 +291,19 @@ def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
 
 
 def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
-    """Return the regex of a field, which matches up to the fixed text `next_literal`.
+    """Return the regex for the text of a field, such as `{name}` in the pattern `{name}<sep>`.
 
-    Example: in the pattern `{name}<sep>`, the regex of the name excludes `<`.
+    The regex matches all characters that the field may contain, up to the first character of the
+    literal. Example: for the field `name` and the literal `<sep>`, the regex excludes `<`.
 
     Args:
-        name: The name of the field.
-        next_literal: The literal after the field, or "" if there is none.
+        name: The name of the field, which decides which characters the field may contain.
+        next_literal: The fixed text after the field in the pattern, or "" if there is none.
     """
-    if name == _OPTIONAL_FIELD:
+    if name == _OPTIONAL_FIELD:  # The field `{rest}` matches any text.
         return _rest_regex(next_literal)
     next_char = next_literal[:1]
+    # White space in a pattern is optional in the text, so it cannot show where the field ends.
     stop_char = "" if next_char.isspace() else re.escape(next_char)
     return re.compile(f"[^{_EXCLUDED_CHARS[name]}{stop_char}]+")
 
@@ -311,15 +311,19 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
 def _rest_regex(next_literal: str) -> re.Pattern[str]:
     """Return the regex of the field `{rest}`, which matches any text before the next literal.
 
-    Example: in the pattern `{rest}<sep>`, the regex matches any text before `<sep>` on the same
-    line. A model may insert one line break into this text. At most two words may follow the line
-    break, because a longer second line is content.
+    Example: for the literal `<sep>`, the regex matches ` to=f` in ` to=f<sep>`. A model may insert
+    one line break into this text. Only a few words may follow the line break, because a longer
+    second line is content.
+
+    Args:
+        next_literal: The fixed text after the field in the pattern. If it is "", the field matches
+            the rest of the line.
     """
     stop = re.escape(next_literal.strip())
     if not stop:
         return re.compile(".*")
     rest_of_line = f"(?:(?!{stop}).)*"  # All characters of the line before `stop`.
-    spaces = r"[^\S\n]*"
+    spaces = r"[^\S\n]*"  # White space without line breaks.
     words = rf"(?:{spaces}\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
     second_line = rf"\n{words}{spaces}"
     return re.compile(f"{rest_of_line}(?:{second_line})?")

@@ -58,30 +58,30 @@ class ReasoningReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
-        """Create a reader for the text in `context`. The text starts outside the reasoning.
+        """Create a reader for reasoning, such as `<think>Hm.</think>`.
 
-        `calls` and `headers` read the tool calls and the message headers that may follow.
+        Args:
+            context: The format, the buffer with the text, and the writer of reasoning and content.
+            calls: Reads the tool calls that may follow.
+            headers: Reads the message headers that may follow.
         """
-        # The objects that store, read and write text.
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
         self._header_reader = headers
-        # The settings.
         self._format = context.format
         self._calls_first = context.calls_first  # Whether no tool call may follow content.
         reasoning = context.format.reasoning
         self._opening_marker = reasoning.open.strip() if reasoning is not None else ""
         # Whether the client receives the reasoning as a part of the content.
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
-        # The parser state that reads the reasoning.
+        # The parser state in which the reasoning is read.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
-        # The position in the message.
-        self._reasoning_end = _ReasoningEnd.NONE  # The text that has ended the reasoning.
-        # The text that `read_interrupted` has read.
+        # What has ended the reasoning. NONE if it has not started, or has not ended.
+        self._reasoning_end = _ReasoningEnd.NONE
+        # A tool call inside the reasoning. It is a tool call only if no closing marker follows.
         self._stored_text: list[str] = []
-        # False if the rest of the message contains no marker, such as `</think>`, that closes the
-        # reasoning.
+        # Whether the rest of the message may contain a closing marker, such as `</think>`.
         self._may_be_closed = True
 
     @property
@@ -121,13 +121,13 @@ class ReasoningReader:
         if not marker:
             return None
         match self._format.reasoning_kinds[marker]:
-            case MarkerKind.INTERRUPT:
+            case MarkerKind.INTERRUPT:  # Such as `<tool_call>`.
                 return self._read_possible_call(marker)
-            case MarkerKind.START_MESSAGE:
+            case MarkerKind.START_MESSAGE:  # Such as `<|start|>`.
                 return self._header_reader.start(marker)
-            case MarkerKind.WRAP_CONTENT:
+            case MarkerKind.WRAP_CONTENT:  # Such as `<response>`.
                 return self._read_content_opening(marker)
-            case MarkerKind.OPEN_REASONING:
+            case MarkerKind.OPEN_REASONING:  # Such as a second `<think>`.
                 return self._read_second_opening(marker)
             case MarkerKind.CLOSE_REASONING:
                 self._reasoning_end = _ReasoningEnd.CLOSED
@@ -148,8 +148,9 @@ class ReasoningReader:
         return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
-        """Read a marker such as `<response>` inside the reasoning. Return the next state.
+        """Read the opening marker of the content, such as `<response>`, inside the reasoning.
 
+        The marker either ends the reasoning, and is then removed, or is a part of the reasoning.
         Examples, after a prompt that ends with `<think>`:
 
             `<response>Hi`           The reasoning is empty, so the marker ends the reasoning.
@@ -157,9 +158,11 @@ class ReasoningReader:
             `I write.<|response|>`   A model does not quote a special token, such as
                                      `<|response|>`, so the marker ends the reasoning.
 
-        A marker that ends the reasoning is removed from the output.
+        Returns:
+            The next state.
         """
-        if self._text_writer.has_text and not is_special_token(marker):
+        is_quoted = self._text_writer.has_text and not is_special_token(marker)
+        if is_quoted:
             return self._write_marker_as_reasoning(marker)
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
         self._reasoning_end = _ReasoningEnd.INTERRUPTED
@@ -203,22 +206,19 @@ class ReasoningReader:
     # ---- tool calls inside the reasoning ---------------------------------------------------------
 
     def _read_possible_call(self, marker: str) -> State | None:
-        """Decide whether a marker inside the reasoning really starts a tool call.
+        """Decide whether a marker inside the reasoning starts a tool call that ends the reasoning.
 
-        There are four cases:
+        Examples for the marker `<call>`:
 
-        - The policy (CALLS_FIRST) allows no tool call here. The marker is a part of the reasoning.
-        - No tool call follows, as in `<tool_call> is a tag`. The marker is a part of the reasoning.
-        - The marker directly follows `<think>`. The tool call ends the reasoning.
-        - Reasoning precedes the marker, as in `<think>I call it.<tool_call>{"name": `. If a closing
-          marker follows later, such as `</think>`, the text is a part of the reasoning. If none
-          follows, the text is a tool call. The state INTERRUPTED_REASONING stores the text until
-          the closing marker or the end of the message has arrived.
+            `<think>Use <call> here`     reasoning, because no tool call follows the marker
+            `<think><call>{"name": ..`   a tool call, because no reasoning precedes the marker
+            `<think>Hm<call>{"name": ..` not known yet: reasoning if `</think>` follows later,
+                                         otherwise a tool call
 
         Returns:
             The next state, or None if more text is required.
         """
-        if self._calls_first:
+        if self._calls_first:  # This policy allows no tool call inside the reasoning.
             return self._write_marker_as_reasoning(marker)
         match = self._match_call_at(marker)
         if match == NEED_MORE:
@@ -228,14 +228,15 @@ class ReasoningReader:
         is_reasoning_empty = not self._text_writer.has_text and not self._is_inline
         if is_reasoning_empty or not self._may_be_closed:
             return self._end_at_call()
+        # In this state, the text is stored until `</think>` or the end of the message arrives.
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Test whether the unread text starts with a tool call. The text stays unread.
+        """Test whether the unread text, which starts with `marker`, is a tool call. Read nothing.
 
-        The unread text starts with `marker`. The marker opens a tool call, as in `<call>{"name"`,
-        or a tool section, which encloses all tool calls of a message, as in
-        `<calls><call>{"name"`. In a tool section, the tool call starts after the marker.
+        Examples: the marker `<call>` in `<call>{"name"` is the start of a tool call. The marker
+        `<calls>` in `<calls><call>{"name"` precedes all tool calls, so a tool call must start after
+        this marker.
 
         Returns:
             The header of the tool call. NEED_MORE if more text may complete the start of a tool
@@ -243,23 +244,24 @@ class ReasoningReader:
         """
         buffer = self._buffer
         calls = self._format.calls
-        call_start = buffer.pos
         variants = calls.by_trigger.get(marker)  # The ways to write a tool call with this marker.
-        if variants is None:  # The marker opens a tool section.
-            variants = calls.all
+        opens_call = variants is not None
+        call_start = buffer.pos
+        if not opens_call:  # The marker precedes all tool calls.
             call_start = skip_whitespace(buffer.text, buffer.pos + len(marker))
-        for variant in variants:
+        for variant in variants or calls.all:
             match = variant.match(buffer.text, call_start, buffer.is_final)
             if match != NO_MATCH:
                 return match
         return NO_MATCH
 
     def read_interrupted(self) -> State | None:
-        """Store the unread text, which starts with a tool call inside the reasoning.
+        """Store the unread text, which looks like a tool call inside the reasoning.
 
-        If a marker closes the reasoning after the tool call, the stored text is a part of the
-        reasoning and is written. Example: `<tool_call>{"name": "f"}</tool_call>.` is a part of the
-        reasoning in `<think>I write <tool_call>{"name": "f"}</tool_call>.</think>Hi`.
+        If a marker such as `</think>` closes the reasoning later, the stored text was a part of the
+        reasoning. Example: in `<think>I write <call>f()</call>.</think>Hi`, the text
+        `<call>f()</call>.` is stored until `</think>` has arrived, and is then written as
+        reasoning.
 
         Returns:
             The state in which the closing marker is read, or None if no closing marker has arrived.
@@ -306,10 +308,10 @@ class ReasoningReader:
     # ---- markers of the reasoning inside the content ---------------------------------------------
 
     def open_in_content(self, marker: str) -> State | None:
-        """Start reasoning at a marker such as `<think>`, which occurs in the content.
+        """Start reasoning at a marker such as `<think>`, which the reader of content has found.
 
         Example: the marker `<think>` at the start of the message is removed, and the next state is
-        REASONING.
+        REASONING. In `Write <think> first.`, the marker is a part of the content.
 
         Returns:
             The next state, or None if the marker is a part of the content.
@@ -332,19 +334,17 @@ class ReasoningReader:
             `<think>Hm`              True at the start of the message
             `</tool_call><think>Hm`  True, because another marker directly precedes the marker
             `Write <think> first.`   False, because text precedes the marker
-
-        A special token, such as `<|think|>`, starts reasoning in all three cases. With the policy
-        CALLS_FIRST, the result is True only at the start of the message.
         """
-        is_at_start = not self.has_reasoned and not self._has_output()
-        if is_at_start:
+        is_message_start = not self.has_reasoned and not self._has_output()
+        if is_message_start:
             return True
-        if self._calls_first:
+        if self._calls_first:  # This policy allows reasoning only at the start of the message.
             return False
+        # Ordinary text does not contain a special token, such as `<|think|>`.
         return self._text_writer.is_after_marker or is_special_token(marker)
 
     def close_in_content(self, marker: str) -> State | None:
-        """Remove a marker such as `</think>`, unless the marker is a part of the content.
+        """Remove a marker such as `</think>` outside reasoning, unless the marker is content.
 
         Example: `</think>Hi` becomes `Hi`, because a model that writes no opening marker may still
         write the closing marker. In `Hi</think>`, the marker is a part of the content.
@@ -359,21 +359,21 @@ class ReasoningReader:
         return State.CONTENT
 
     def _may_close(self, marker: str) -> bool:
-        """Return whether a marker such as `</think>` is removed from the content.
+        """Return whether a marker such as `</think>`, found outside reasoning, is no content.
 
         Examples for the marker `</think>`:
 
-            `</think>Hi`                True, because no content and no tool call precedes it
-            `Hm<call>..</call></think>` True, if the tool call has interrupted the reasoning `Hm`
-            `Hi</think>`                False, because the marker is a part of the content
-
-        A special token, such as `<|end_think|>`, is never a part of the content. With the policy
-        CALLS_FIRST, the parser removes only one closing marker before the output.
+            `</think>Hi`                       True: no content and no tool call precedes it.
+            `<think>Hm<call>..</call></think>` True: the tool call has interrupted the reasoning.
+            `Hi</think>`                       False: the marker is a part of the content.
         """
         precedes_output = not self._has_output()
         is_interrupted = self._reasoning_end is _ReasoningEnd.INTERRUPTED
+        if self._calls_first and precedes_output:
+            return not self.has_reasoned  # With this policy, a second closing marker is content.
         if self._calls_first:
-            return not self.has_reasoned if precedes_output else is_interrupted
+            return is_interrupted
+        # Ordinary text does not contain a special token, such as `<|end_think|>`.
         return precedes_output or is_interrupted or is_special_token(marker)
 
     def _has_output(self) -> bool:

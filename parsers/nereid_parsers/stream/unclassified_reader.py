@@ -42,11 +42,12 @@ class UnclassifiedReader:
     def is_needed(self) -> bool:
         """Return whether the text before the first marker may be either reasoning or content.
 
-        The caller calls this method only if the prompt is not known.
+        The prompt is not known, so the prompt may end with `<think>`. Example: the text `Hm` is
+        reasoning if the output is `Hm</think>Hi`, and content if the output is `Hm`.
         """
         reasoning = self._format.reasoning
         if reasoning is None or reasoning.shown is Shown.INLINE:
-            return False
+            return False  # The client receives all text as content.
         # Only some templates of the model family write the opening marker at the end of the prompt.
         prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
         # The policy may treat the text before `</think>` as reasoning, even if `<think>` is

@@ -76,11 +76,12 @@ class CompiledTag:
         """
         opening_tag = declaration.open.rstrip()
         self.opening: Pattern = compile_pattern(opening_tag)
-        self.padding = declaration.open.removeprefix(opening_tag)
+        self.padding = declaration.open.removeprefix(opening_tag)  # White space before the value.
         self.close = declaration.close.strip()
         whitespace_before_close = declaration.close.removesuffix(declaration.close.lstrip())
         end_search = _compile_end_search(self.close, early_ends, whitespace_before_close)
         self.find_end = end_search.complete.search
+        # Also finds the beginning of a marker at the end of the text, such as `</`.
         self.find_possible_end = end_search.possible.search
 
 
@@ -103,7 +104,7 @@ def _compile_end_search(close: str, early_ends: tuple[str, ...], whitespace: str
 
     Examples for the closing marker `</p>`, the early end `</call>` and the white space `\n`:
 
-        text         match of `complete`   match of `possible`
+        text         `complete` matches    `possible` matches
         `a\n</p>`    `\n</p>`              `\n</p>`
         `a</call>`   `</call>`             `</call>`
         `a\n</`      None                  `\n</`
@@ -217,6 +218,7 @@ class CompiledTags:
                 and the header of the next tool call. Example: `</function>` and `<tool_call>`.
         """
         variants = (declaration, *declaration.also)
+        # The first texts of the opening tags, such as `<parameter=`, without duplicates.
         openings = tuple(dict.fromkeys(first_literal(variant.open) for variant in variants))
         # If the closing marker of a value is missing, one of these texts follows the value.
         early_ends = (*stop_markers, *openings)
@@ -236,15 +238,14 @@ class CompiledTags:
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
         """Match the opening tag of a value at `text[pos]`.
 
-        The result is the match of the first variant that matches. A variant is one of several ways
-        to write a tag. Example: for the variant `<parameter={key}>`, the text `<parameter=city>`
-        gives a `TagOpening` with the fields `{"key": "city"}`.
+        Example: for a format with the tag `<parameter={key}>`, the text `<parameter=city>` gives a
+        `TagOpening` with the fields `{"key": "city"}`.
 
         Returns:
             The matched tag. NEED_MORE if more text could complete a tag, as in `<param`. NO_MATCH
             if no tag starts at `pos`.
         """
-        for variant in self.variants:
+        for variant in self.variants:  # The ways to write a tag. The first match is the result.
             match = variant.opening.match(text, pos, is_final)
             if isinstance(match, PatternMatch):
                 return TagOpening(variant, match.end, match.fields)
@@ -255,19 +256,17 @@ class CompiledTags:
     def start_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
         """Return why the arguments of a tool call cannot start at `text[pos]`; None if they can.
 
-        The caller has matched the header of the tool call, such as `<function=f>`, and this method
-        shows whether the text after the header can belong to a tool call. Examples for arguments
-        that start with `<parameter={key}>`:
+        The caller has matched the header of the tool call, such as `<function=f>`, before `pos`.
+        Examples for arguments that start with `<parameter={key}>`:
 
             text at `pos`        result
             `<parameter=city>`   None
             `</function>`        None: this stop marker shows that there are no arguments.
-            none                 None: the message has ended before the arguments. While more text
-                                 may follow, the caller does not call this method.
+            none                 None: the message has ended before the arguments.
             `<param`, `</func`   NEED_MORE
             `Paris`              NO_MATCH
         """
-        is_message_end = pos == len(text)
+        is_message_end = pos == len(text)  # The caller waits for text if more text may follow.
         has_no_arguments = is_message_end or self.is_at_stop_marker(text, pos)
         if has_no_arguments:
             return None
@@ -282,24 +281,23 @@ class CompiledTags:
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
         """Decide whether a marker such as `</function>` is a part of a value, or follows the value.
 
-        A stop marker, such as `</function>`, ends all arguments of a tool call. It has been found
-        in the text of a value that `</parameter>` should close. Either the value contains the stop
-        marker, or the model has omitted `</parameter>`. The text after the stop marker decides:
+        The marker has been found in the text of a value that `</parameter>` should close. Either
+        the value contains the marker, or the model has omitted `</parameter>`:
 
             `a</function>b</parameter>`               PART_OF_VALUE: the closing marker follows.
             `a</function></call><call><function=f>`   AFTER_VALUE: another tool call follows.
-            `a</function></call>`                     UNDECIDED: more text may follow. AFTER_VALUE
-                                                      if the message has ended, or if more than
-                                                      `_MAX_UNDECIDED_CHARS` characters follow.
+            `a</function></call>`                     UNDECIDED if more text may follow, otherwise
+                                                      AFTER_VALUE
 
         Args:
             text: The text.
-            pos: The position of the stop marker.
+            pos: The position of the marker.
             is_final: Whether no more text follows.
             tools: The tools that the request offers. A call of another function does not count as
                 another tool call.
         """
         search_end = pos + _MAX_UNDECIDED_CHARS
+        # The search finds closing tags such as `</parameter>`, and opening tags of arguments.
         for match in self._find_close_or_opening(text, pos, search_end):
             is_close = match.group("close") is not None
             if is_close:
@@ -312,19 +310,18 @@ class CompiledTags:
     def _is_next_call(self, text: str, start: int, end: int, tools: Tools) -> bool:
         """Return whether `text[start:end]` ends one tool call and starts the next one.
 
-        The text must consist of closing markers and opening markers, and then the header of the
-        next tool call. The header contains the function's name. Example: the result is True for
-        `</function></call><call><function=f>`. The result is False if the request offers tools, but
-        not the function `f`.
+        The text must consist of markers and then the header of the next tool call, with nothing
+        else between them. Example: the result is True for `</function></call><call><function=f>`.
+        The result is False if the request offers tools, but not the function `f`.
         """
         markers = self._match_markers_between_calls(text, start, end)
         head_start = markers.end() if markers else start
-        head = self._head.match(text, head_start, is_final=False)
+        head = self._head.match(text, head_start, is_final=False)  # Matches `<function=f>`.
         if not isinstance(head, PatternMatch):
             return False
-        has_other_text = skip_whitespace(text, head.end) != end
+        is_followed_by_text = skip_whitespace(text, head.end) != end
         is_offered = not tools.is_known or head.fields.get("name") in tools.parameters
-        return is_offered and not has_other_text
+        return is_offered and not is_followed_by_text
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether `text[pos:]` starts with a marker that ends the arguments."""

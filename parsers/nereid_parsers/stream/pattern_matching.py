@@ -36,11 +36,11 @@ _FIRST_TAG = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
 _MARKUP = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
 _SPECIAL_TOKEN = re.compile(r"\A<(?:[|｜].+|.+[|｜])>")
 
-_WHITESPACE = re.compile(r"\s*").match
+_match_whitespace = re.compile(r"\s*").match
 # Byte-level tokenizers write Ġ for a space and Ċ for a line break. If a tokenizer does not decode
 # these characters, they appear in the model's text.
 _RAW_SPACE = "Ġ"
-_WHITESPACE_IN_PATTERN = re.compile(r"[\sĠĊ]*").match
+_match_whitespace_in_pattern = re.compile(r"[\sĠĊ]*").match
 # Matches white space, and the places where a model may insert white space: before and after a tag,
 # and between a word or a quote and one of the signs `.`, `:`, `=` and "`". Example: in `<a>f="x`,
 # the places are after `<a>`, after `f` and after `=`.
@@ -132,7 +132,7 @@ class WhitespaceStep:
 
     def match(self, text: str, pos: int, is_final: bool) -> int:  # noqa: ARG002 - as in other steps
         """Skip the white space at `pos`, including `Ġ` and `Ċ`. Return the position after it."""
-        match = _WHITESPACE_IN_PATTERN(text, pos)
+        match = _match_whitespace_in_pattern(text, pos)
         assert match is not None  # The regex also matches the empty text.
         return match.end()
 
@@ -184,7 +184,7 @@ def skip_whitespace(text: str, pos: int) -> int:
 
     Example: `skip_whitespace("a  b", 1)` returns 3.
     """
-    match = _WHITESPACE(text, pos)
+    match = _match_whitespace(text, pos)
     assert match is not None  # The regex also matches the empty text.
     return match.end()
 

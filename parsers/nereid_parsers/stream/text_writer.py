@@ -8,7 +8,7 @@ from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
 from nereid_parsers.stream.trace_writer import CONTENT, MARKUP, REASONING, Trace, TraceWriter
 
 # Matches the blank lines at the start of a text. The next line keeps its indentation.
-_BLANK_LINES = re.compile(r"(?:\s*[\r\n])?").match
+_match_blank_lines = re.compile(r"(?:\s*[\r\n])?").match
 
 
 class TextWriter:
@@ -140,7 +140,7 @@ class TextWriter:
 
         Example: `"\n\n  Hello"` gives `"  Hello"`.
         """
-        match = _BLANK_LINES(text)
+        match = _match_blank_lines(text)
         assert match is not None  # The regex also matches the empty text.
         self._classify(MARKUP, match.group())
         return text[match.end() :]

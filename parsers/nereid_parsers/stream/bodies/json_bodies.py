@@ -48,6 +48,7 @@ class JsonArgumentsReader(BodyReader):
                 return self._reject(pos)  # The text is not a tool call, so it is content.
             if text[pos] != "{":
                 return self._reject(pos)  # The tool call has started, so its arguments are broken.
+        # The scanner finds the end of the JSON object, which may arrive in several pieces.
         end = self._scanner.scan(text, pos)
         if end > pos:
             self.writer.write(text[pos:end])
@@ -128,6 +129,7 @@ class ArrayReader(BodyReader):
         if char == ",":
             return pos + 1
         if char == "]":
+            # Without a marker or a tool call, `[]` is content.
             is_call_list = self._is_confirmed or self.writer.num_started > 0
             self.status = DONE if is_call_list else BROKEN
             return pos + 1

@@ -61,10 +61,10 @@ class CallParts:
 
 @lru_cache(maxsize=256)
 def declared_roles(keys: Keys) -> dict[str, KeyRole]:
-    """Return a dict with the role of each key in `keys`, such as `{"function.name": NAME}`.
+    """Return what each declared key means in the JSON object of a tool call.
 
-    The path of an inner key contains the outer keys. Example for the tool call
-    `{"id": "1", "function": {"name": "f", "arguments": {}}}`:
+    The keys of the result are paths: the key of an inner object is preceded by the outer keys.
+    Example for the tool call `{"id": "1", "function": {"name": "f", "arguments": {}}}`:
 
     >>> roles = declared_roles(Keys("function.name", "function.arguments", id="id"))
     >>> for path, role in roles.items():
@@ -74,13 +74,14 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     function.arguments ARGUMENTS
     function.name NAME
     """
-    # If the format uses one key path for several roles, the last assignment below decides.
+    # If the format uses one path for several roles, the last assignment below decides.
     roles: dict[str, KeyRole] = {}
     for path in (keys.name, keys.arguments):
         roles |= dict.fromkeys(_parent_paths(path), KeyRole.PARENT)
     if keys.id:
         roles[keys.id] = KeyRole.ID
-    roles |= dict.fromkeys((keys.arguments, *keys.also), KeyRole.ARGUMENTS)
+    paths_of_arguments = (keys.arguments, *keys.also)  # `also` contains the alternative keys.
+    roles |= dict.fromkeys(paths_of_arguments, KeyRole.ARGUMENTS)
     roles[keys.name] = KeyRole.NAME
     return roles
 
@@ -127,21 +128,18 @@ class KeyRoles:
     def role_of(self, path: str, *, is_object: bool) -> KeyRole:
         """Return the meaning of a key, which decides how the value of the key is read.
 
-        The format declares the keys in one of two ways:
-
-        - With the declared keys `name` and `arguments`, `{"name": "f", "arguments": {}}` is a tool
-          call. A second name and second arguments have the role IGNORED.
-        - With the declaration `NameIsKey`, `{"f": {"a": 1}}` is a call of `f`. The value of the
-          only key contains the arguments, so the role of this key is ARGUMENTS. A second key is
-          INVALID.
+        Examples:
+            In `{"name": "f", "arguments": {}}`, the keys have the roles NAME and ARGUMENTS.
+            In `{"name": "f", "name": "g"}`, the second key has the role IGNORED.
+            In `{"f": {"a": 1}}`, if the name is the key, the key has the role ARGUMENTS.
 
         Args:
             path: The keys from the outermost object to the current key, joined by dots.
             is_object: Whether the value of the key is an object. This is important only for a key
                 that the format does not declare.
         """
-        parts = self._parts
-        if isinstance(self._keys, NameIsKey):
+        parts = self._parts  # The parts of the tool call that have been read.
+        if isinstance(self._keys, NameIsKey):  # The object may have only one key, the name.
             return KeyRole.INVALID if parts.has_arguments else KeyRole.ARGUMENTS
         role = declared_roles(self._keys).get(path)
         if role is None:
@@ -151,11 +149,10 @@ class KeyRoles:
         return KeyRole.IGNORED if is_second_name or is_second_arguments else role
 
     def _role_of_undeclared(self, path: str, keys: Keys, *, is_object: bool) -> KeyRole:
-        """Return the role of an unexpected key, such as `input` instead of `arguments`.
+        """Return the meaning of a key that the format does not declare, such as `input`.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
-        object. Such a key is accepted, and the description of the deviation from the format is
-        added to the writer. Examples:
+        object. Examples for the declared keys `name` and `arguments`:
 
             object                                           key        role
             `{"name": "f", "input": {}}`                     input      ARGUMENTS
@@ -166,11 +163,12 @@ class KeyRoles:
         if is_object and self._may_deviate():
             deviation = _deviation_of(path, keys, has_name=self._parts.name is not None)
             if deviation is not None:
+                # The client receives this description with the tool call.
                 self._writer.add_deviation(deviation.description)
                 return deviation.role
         is_known_call = self._is_confirmed or self._writer.is_open
-        may_be_ignored = is_known_call or _last_key(path) in keys.extra
-        return KeyRole.IGNORED if may_be_ignored else KeyRole.INVALID
+        is_harmless_key = _last_key(path) in keys.extra  # Such as `type`, which the format names.
+        return KeyRole.IGNORED if is_known_call or is_harmless_key else KeyRole.INVALID
 
     def _may_deviate(self) -> bool:
         """Return whether a wrong key may contain the arguments or the whole tool call.

@@ -44,20 +44,20 @@ class ObjectReader(StepReader):
                 call. If so, the tool call starts when the name has been read. Otherwise the tool
                 call starts when the arguments start.
         """
-        super().__init__(writer, self._read_opening_brace)
+        super().__init__(writer, first_step=self._read_opening_brace)
         self._is_confirmed = is_confirmed
-        self._name_is_key = isinstance(keys, NameIsKey)
-        self._parts = CallParts()  # The parts of the tool call that have been read.
+        self._name_is_key = isinstance(keys, NameIsKey)  # As in `{"f": {..arguments..}}`.
+        self._parts = CallParts()  # The name, the id and the arguments that have been read.
+        # Decides what each key means: the name, the arguments or another member.
         self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
-        # `_outer_keys` are the keys of the objects that enclose the current position, for example
-        # ["function"]. For an object that the format does not expect (role WRAPPER), "" is stored
-        # instead of the key of the object.
+        # The keys of the enclosing objects, such as ["function"] in `{"function": {"name": ..`. ""
+        # stands for an object that the format does not declare.
         self._outer_keys: list[str] = []
         self._key = ""  # The key of the member that is being read.
         # The objects that read the current value.
-        self._scanner = JsonScanner()  # Finds the end of the value that is being read.
+        self._scanner = JsonScanner()  # Finds the end of the value.
         self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
-        self._string = JsonStringReader()  # Reads the current string.
+        self._string = JsonStringReader()  # Reads a string.
         self._on_string: Callable[[str], None] = self._set_key  # Receives the string's value.
 
     def finish(self) -> None:
@@ -87,9 +87,11 @@ class ObjectReader(StepReader):
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
         """Read the text before a key, or the closing brace of the object.
 
-        White space and a comma are skipped. `}` closes the object. At a quote, the step that reads
-        the key is selected, and the quote stays unread. Any other character is not valid, so
-        `status` becomes BROKEN.
+            character at `pos`     effect
+            white space or comma   The character and the white space after it are skipped.
+            `}`                    The object is closed.
+            quote                  The next step reads the key. The quote stays unread.
+            any other              The character is not valid. `status` becomes BROKEN.
 
         Returns:
             The position after the text that was read, or `pos` if the character stays unread.
@@ -119,6 +121,7 @@ class ObjectReader(StepReader):
         if is_inner_object:
             self._outer_keys.pop()
             return pos + 1
+        # The tool call has not started if the object contains no name or no arguments.
         if not self.writer.is_open and not self._start_call_without_arguments():
             return self._reject(pos)
         if not self._parts.has_arguments:
@@ -159,15 +162,14 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_value(self, text: str, pos: int) -> int:
-        """Read the start of a value, and select the method that reads the rest of the value.
+        """Select the method that reads the value at `pos`. The meaning of its key decides.
 
-        The role of the key and the first character of the value decide. Examples:
+        Examples of the member whose key and colon have been read:
 
-            member of the object   role      effect
-            `"name": "f"`          NAME      The next step reads the string as the function's name.
-            `"name": 1`            NAME      The number cannot be a name: `status` becomes BROKEN.
-            `"type": 1`            IGNORED   The next step skips the value.
-            `"function": {`        PARENT    The brace is read. The next step reads an inner key.
+            `"name": "f"`     The next step reads the string as the function's name.
+            `"name": 1`       The number cannot be a name, so `status` becomes BROKEN.
+            `"type": 1`       The next step skips the value, because the key has no meaning.
+            `"function": {`   The brace is read. The next step reads a key of the inner object.
 
         Returns:
             The position after the white space or the brace that was read, or `pos` if no text was
@@ -176,17 +178,18 @@ class ObjectReader(StepReader):
         first_char = text[pos]
         if first_char.isspace():
             return skip_whitespace(text, pos)
-        starts_string = first_char in _QUOTES
-        match self._roles.role_of(self._path_of_key(), is_object=first_char == "{"):
+        is_object = first_char == "{"
+        is_string = first_char in _QUOTES
+        match self._roles.role_of(self._path_of_key(), is_object=is_object):
             case KeyRole.ARGUMENTS:
                 return self._start_arguments(text, pos)
-            case KeyRole.PARENT if first_char == "{":
+            case KeyRole.PARENT if is_object:  # An inner object that the format declares.
                 return self._enter_object(self._key, pos)
-            case KeyRole.WRAPPER if first_char == "{":
-                return self._enter_object("", pos)  # Declared paths do not contain this key.
-            case KeyRole.NAME if starts_string:
+            case KeyRole.WRAPPER if is_object:  # An inner object that the format does not declare.
+                return self._enter_object("", pos)
+            case KeyRole.NAME if is_string:
                 self._expect_string(self._set_name)
-            case KeyRole.ID if starts_string:
+            case KeyRole.ID if is_string:
                 self._expect_string(self._set_call_id)
             case KeyRole.IGNORED | KeyRole.ID:  # An id that is not a string is ignored.
                 self._scanner = JsonScanner()
@@ -235,18 +238,15 @@ class ObjectReader(StepReader):
     def _skip_value(self, text: str, pos: int) -> int:
         """Read a piece of an ignored value, and write nothing. Return the end of the piece."""
         end = self._scanner.scan(text, pos)
-        self._select_step_after_scan()
+        self._continue_after_scan()
         return end
 
-    def _select_step_after_scan(self) -> None:
-        """Select the method that reads the next text, depending on the status of `_scanner`.
+    def _continue_after_scan(self) -> None:
+        """Select the next step after `_scanner` has read a piece of a value.
 
-            value            effect
-            complete         The next step reads the next key.
-            incomplete       The current step also reads the next piece of text.
-            not valid JSON   `status` becomes BROKEN.
-
-        The status of `_scanner` shows which of these cases applies.
+        If the value is complete, the next step reads the next key. If the value is not valid JSON,
+        `status` becomes BROKEN. If the value is incomplete, the current step also reads the next
+        piece of text.
         """
         if self._scanner.status is BROKEN:
             self.status = BROKEN
@@ -298,25 +298,25 @@ class ObjectReader(StepReader):
     def _start_arguments(self, text: str, pos: int) -> int:
         """Start the tool call if its name is known, and select the method that reads the arguments.
 
-        The arguments start at `pos`. If no marker has confirmed that the object is a tool call, the
-        arguments must be a JSON object. Example: `{"name": "Ann", "arguments": 3}` is content, so
-        the status becomes BROKEN.
+        The arguments start at `pos`. Example: `{"name": "Ann", "arguments": 3}` without a marker
+        such as `<tool_call>` is content, because `3` is not an object. The status becomes BROKEN.
 
         Returns:
             `pos`, because the selected step reads the arguments. NEED_MORE if more text is required
             to decide whether the value is an object.
         """
-        if not self._is_confirmed:
+        must_be_object = not self._is_confirmed  # No marker shows that this is a tool call.
+        if must_be_object:
             object_start = match_object_start(text, pos)
             if object_start == NEED_MORE:
                 return NEED_MORE
             if object_start == NO_MATCH:
                 return self._reject(pos)
-        if self._name_is_key:  # The object is `{"f": {..arguments..}}`.
+        if self._name_is_key:  # As in `{"f": {..arguments..}}`.
             self._parts.name = self._key
-        may_start = self._parts.name is not None and not self.writer.is_open
-        if may_start and not self._start_call():
-            return self._reject(pos)
+        can_start = self._parts.name is not None and not self.writer.is_open
+        if can_start and not self._start_call():
+            return self._reject(pos)  # The request does not offer a function of this name.
         self._parts.has_arguments = True
         self._select_arguments_step(text[pos])
         return pos
@@ -324,38 +324,44 @@ class ObjectReader(StepReader):
     def _select_arguments_step(self, first_char: str) -> None:
         r"""Select the method that reads the arguments, depending on their first character.
 
-        The arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`.
+        Some models write the arguments as a string that contains JSON, or write `null`:
+
+            arguments        text that the selected method writes
+            `"{\"a\": 1}"`   `{"a": 1}`
+            `null`           `{}`
+            `{"a": 1}`       the same text
         """
         if first_char == '"':
             self._expect_string(self._write_decoded_arguments)
             return
-        self._scanner = JsonScanner()
+        self._scanner = JsonScanner()  # Finds the end of the arguments.
         if first_char == "n":
             self._word_pieces = []
             self._next_step = self._read_null
         else:
-            self._next_step = self._pass_on_arguments
+            self._next_step = self._copy_arguments
 
-    def _pass_on_arguments(self, text: str, pos: int) -> int:
+    def _copy_arguments(self, text: str, pos: int) -> int:
         """Write a piece of the arguments unchanged. Return the position after the piece."""
         end = self._scanner.scan(text, pos)
         if end > pos:
             self._write(text[pos:end])
-        self._select_step_after_scan()
+        self._continue_after_scan()
         return end
 
     def _read_null(self, text: str, pos: int) -> int:
         """Read a piece of arguments that start with `n`. If the arguments are `null`, write `{}`.
 
-        The pieces are stored in `_word_pieces` until the word is complete. Return the position
-        after the piece.
+        Example: for the pieces `nu` and `ll`, `{}` is written after the second piece. Any other
+        word is written unchanged. Return the position after the piece.
         """
         end = self._scanner.scan(text, pos)
         self._word_pieces.append(text[pos:end])
-        if self._scanner.status is not MORE:
+        is_word_complete = self._scanner.status is not MORE
+        if is_word_complete:
             word = "".join(self._word_pieces)
             self._write("{}" if word == "null" else word)
-        self._select_step_after_scan()
+        self._continue_after_scan()  # Selects the next step.
         return end
 
     def _write_decoded_arguments(self, text: str) -> None:

@@ -22,7 +22,7 @@ from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.stream.values.python_strings import escape_json
 
-_TAG = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match
+_match_tag = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match
 _CLOSING_TAG_START = "</"
 _MAX_TAG_CHARS = 512
 _STRING_ONLY = frozenset({"string"})
@@ -70,8 +70,7 @@ class NestedReader(StepReader):
         # The elements whose closing tags have not been read, from the outermost to the innermost.
         # The outermost element contains all arguments, and has no tags of its own.
         self._elements = [Element("", self._root_schema, types=None, kind=ElementKind.OBJECT)]
-        # Finds the text before a tag, such as `~` in `~<city>`, or the beginning of such a text at
-        # the end of the received text.
+        # Finds the prefix of a tag, or an incomplete prefix at the end of the text.
         self._find_prefix = re.compile(
             f"{re.escape(tag_prefix)}|{marker_prefix_regex(tag_prefix)}"
         ).search
@@ -93,9 +92,9 @@ class NestedReader(StepReader):
             The position after the piece, or NEED_MORE.
         """
         innermost = self._elements[-1]
-        if innermost.kind is ElementKind.UNKNOWN:
+        if innermost.kind is ElementKind.UNKNOWN:  # Only the opening tag has been read.
             return self._decide_kind(innermost, text, pos)
-        if innermost.kind in _CONTAINERS:
+        if innermost.kind in _CONTAINERS:  # The element contains child elements.
             return self._read_between_children(text, pos)
         return self._read_text_or_tag(innermost, text, pos)
 
@@ -125,16 +124,12 @@ class NestedReader(StepReader):
     def _read_tag(self, text: str, pos: int) -> int:
         """Read an opening or closing tag at `pos`, such as `~<city>` with the prefix `~`.
 
-        Examples with the prefix `~`: `~<city>` and `~ <city>` open an element. `~</city>` closes
-        the innermost open element, and is not valid if this element has another name. An opening
-        tag is not valid if the innermost element contains text, as in `~<city>Paris~<name>`.
-
         Returns:
             The position after the tag. NEED_MORE if the tag is incomplete. `pos`, with the status
             BROKEN, if the tag is not valid.
         """
         tag_start = skip_whitespace(text, pos + len(self._tag_prefix))
-        tag = _TAG(text, tag_start)
+        tag = _match_tag(text, tag_start)
         if tag is None:
             is_malformed = ">" in text[tag_start:] or len(text) - pos > _MAX_TAG_CHARS
             may_be_completed = not self.is_final and not is_malformed
@@ -143,35 +138,34 @@ class NestedReader(StepReader):
         innermost = self._elements[-1]
         is_opening_tag = not slash
         if is_opening_tag:
-            if innermost.kind not in _CONTAINERS:
+            if innermost.kind not in _CONTAINERS:  # As in `~<city>Paris~<name>`.
                 return self._reject(pos)
             self._open_element(name)
             return tag.end()
-        # The name of the outermost element is "". No tag has this name, so no tag closes this
-        # element.
+        # A closing tag must have the name of the innermost element. No tag closes the outermost
+        # element, whose name is "".
         if name != innermost.name:
             return self._reject(pos)
         self._close_element()
         return tag.end()
 
     def _open_element(self, name: str) -> None:
-        """Append a new element to the list of open elements, and write its `name` as a JSON key.
+        """Open a new element inside the innermost element, and write its `name` as a JSON key.
 
-        The new element is a child of the innermost open element. Example: for the second child
-        `days`, `, "days": ` is written.
+        Example: for `~<days>` as the second child of an object, `, "days": ` is written.
 
-        Several children of one name become one array under one key. Example: at the second tag of
-        `~<tag>a~</tag>~<tag>`, nothing is written, because the key has been written at the first
-        tag, and the value `"a"` is delayed. See `Element.delayed_values`.
+        If a sibling has the same name, as at the second tag of `~<tag>a~</tag>~<tag>`, no key is
+        written. The two elements become the items of one array under one key: `"tag": ["a", ..]`.
         """
         parent = self._elements[-1]
-        is_key_written = not parent.delays_value_of(name)
-        if is_key_written:
+        # The value `"a"` of the first sibling is delayed until it is known whether an array starts.
+        continues_array = parent.delays_value_of(name)
+        if not continues_array:
             self._write_key(parent, name)
         parent.last_child = name
         schema = parent.child_schema(name)
         types = json_types_of(schema, self._root_schema)
-        self._elements.append(Element(name, schema, types, is_key_written))
+        self._elements.append(Element(name, schema, types, is_key_written=not continues_array))
 
     def _write_key(self, parent: Element, name: str) -> None:
         """Write the stored values of the previous children, and then the key of the child `name`.
@@ -191,9 +185,9 @@ class NestedReader(StepReader):
     def _decide_kind(self, element: Element, text: str, pos: int) -> int:
         """Decide whether an element contains text or child elements, and set `element.kind`.
 
-        The opening tag of the element ends at `pos`, and the text after this tag decides. If the
-        kind is STRING, OBJECT or ARRAY, the opening quote or bracket of the value is written.
-        Examples with the prefix `~` before each tag:
+        The opening tag of the element ends at `pos`, and the text after this tag decides. The
+        opening quote or bracket of the JSON value is then written. Examples with the prefix `~`
+        before each tag:
 
             text at `pos`   the element contains
             `Paris`         text
@@ -206,20 +200,22 @@ class NestedReader(StepReader):
         """
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         has_text = skip_whitespace(text, pos) < prefix_start
-        if is_prefix_complete and not has_text:
+        if has_text:
+            self._start_text(element)
+            return pos
+        if is_prefix_complete:  # Another tag follows the opening tag.
             is_decided = self._decide_kind_at_tag(element, text, prefix_start)
             return pos if is_decided else NEED_MORE
-        if has_text or self.is_final:
+        if self.is_final:
             self._start_text(element)
             return pos
         return NEED_MORE
 
     def _decide_kind_at_tag(self, element: Element, text: str, prefix_start: int) -> bool:
-        """Set `element.kind`. Another tag directly follows the opening tag of the element.
+        """Set `element.kind`, because another tag directly follows the opening tag of the element.
 
-        If the second tag is a closing tag, the element contains an empty text. If the second tag is
-        an opening tag, as in `~<city>~<name>`, the element contains child elements. A malformed tag
-        is treated like an opening tag, because `_read_tag` then reads and rejects the tag.
+        Examples: in `~<city>~</city>`, the element contains an empty text. In `~<city>~<name>`, the
+        element contains child elements.
 
         Args:
             element: The innermost open element.
@@ -233,10 +229,11 @@ class NestedReader(StepReader):
         if text.startswith(_CLOSING_TAG_START, tag_start):
             self._start_text(element)
             return True
-        child_tag = _TAG(text, tag_start)
+        child_tag = _match_tag(text, tag_start)
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if child_tag is None and may_be_completed:
             return False
+        # A malformed tag is treated like an opening tag. `_read_tag` then rejects it.
         first_child = child_tag.group(2) if child_tag is not None else ""
         self._open_container(element, first_child)
         return True
@@ -263,6 +260,8 @@ class NestedReader(StepReader):
             element: The innermost open element.
             first_child: The name of the element's first child.
         """
+        # The key is omitted after a sibling of the same name, because elements with text become one
+        # array. This element contains child elements, so it needs a key.
         if not element.is_key_written:
             self._write_omitted_key(element)
         element.kind = element.container_kind(first_child)
@@ -303,11 +302,13 @@ class NestedReader(StepReader):
             beginning of a tag prefix. At the end of the message, this beginning is read as text.
         """
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
-        if prefix_start > pos:
+        has_text = prefix_start > pos
+        if has_text:
             self._add_text(element, text[pos:prefix_start])
             return prefix_start
         if is_prefix_complete:
             return self._read_tag(text, pos)
+        # The text at `pos` is the beginning of a tag prefix.
         if not self.is_final:
             return NEED_MORE
         self._add_text(element, text[pos:])
@@ -335,15 +336,15 @@ class NestedReader(StepReader):
     def _close_value(self, element: Element) -> None:
         """Write the value of a closed element, or store the value if it may become an array item.
 
-        If the schema allows an array, several siblings of one name become an array. The values are
-        then stored in the parent's `delayed_values`, and written when an element with another name
-        opens. Example: after `~<tag>a~</tag>`, the value `"a"` is stored, because another `~<tag>`
-        may follow.
+        Example: after `~<tag>a~</tag>`, the value `"a"` is stored if the schema allows an array,
+        because another `~<tag>` may follow. The two values would then become `["a", "b"]`. The
+        stored values are written when an element with another name opens.
         """
         parent = self._elements[-1]  # The closed element is no longer in the list.
         value = element.value_as_json()
-        allows_array = element.types is None or "array" in element.types
-        if parent.kind is ElementKind.OBJECT and allows_array:
+        schema_allows_array = element.types is None or "array" in element.types
+        may_become_item = parent.kind is ElementKind.OBJECT and schema_allows_array
+        if may_become_item:
             parent.delayed_values.append(value)
         else:
             self.writer.write(value)

@@ -18,12 +18,12 @@ from nereid_parsers.stream.values.python_literals import LiteralReader
 from nereid_parsers.stream.values.python_strings import PYTHON, Dialect
 from nereid_parsers.tool_declarations import PythonCalls
 
-_FUNCTION_NAME = re.compile(r"[^\W\d][\w.\-]*").match
-_KEYWORD = re.compile(r"[^\W\d]\w*").match
+_match_function_name = re.compile(r"[^\W\d][\w.\-]*").match
+_match_keyword = re.compile(r"[^\W\d]\w*").match
 # Matches the opening bracket and the start of the arguments: `()` or `(a=1`, but not `(a == 1`.
-_ARGUMENTS_START = re.compile(r"\(\s*(?:\)|[^\W\d]\w*\s*=[^=])").match
+_match_arguments_start = re.compile(r"\(\s*(?:\)|[^\W\d]\w*\s*=[^=])").match
 # Matches text that may become the start of the arguments: `(`, `(a` or `(a =`.
-_INCOMPLETE_ARGUMENTS_START = re.compile(r"(?:\(\s*(?:[^\W\d]\w*\s*.?)?)?\Z", re.DOTALL).match
+_match_incomplete_start = re.compile(r"(?:\(\s*(?:[^\W\d]\w*\s*.?)?)?\Z", re.DOTALL).match
 
 
 class PythonCallsReader(StepReader):
@@ -53,9 +53,9 @@ class PythonCallsReader(StepReader):
     def read(self, text: str, pos: int) -> int:
         """Read the next piece of the tool calls, which starts at `text[pos]`. Set `status`.
 
-        The methods `_read_...` are the steps: each step reads some text, and selects the next step.
-        If a tool call ends in the piece, `last_call_end` becomes the end of this tool call.
-        Otherwise `last_call_end` becomes None.
+        Each method `_read_...` reads some text, and stores the method that continues as
+        `_next_step`. `last_call_end` becomes the end of the last tool call that ends in the piece,
+        or None. Example: from `[f(a=1), g(`, everything is read, and `last_call_end` is 7.
 
         Returns:
             The position up to which the text was read. The caller passes the rest again, together
@@ -106,7 +106,7 @@ class PythonCallsReader(StepReader):
             The position after the opening bracket. NEED_MORE if more text is required. `pos`, with
             the status BROKEN, if no tool call starts here.
         """
-        name_match = _FUNCTION_NAME(text, pos)
+        name_match = _match_function_name(text, pos)
         if name_match is None:
             return self._reject(pos)
         bracket_end = _match_opening_bracket(text, name_match.end())
@@ -135,7 +135,7 @@ class PythonCallsReader(StepReader):
         if text[pos] == ")":
             self._end_call(call_end=pos + 1)
             return pos + 1
-        keyword = _KEYWORD(text, pos)
+        keyword = _match_keyword(text, pos)
         if keyword is None:
             return self._reject(pos)
         equals_pos = skip_whitespace(text, keyword.end())
@@ -192,11 +192,12 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def _end_call(self, call_end: int) -> None:
-        """Write the closing brace of the arguments, and end the tool call.
+        """End the tool call, after its `)` has been read. The next step reads the text after it.
 
-        `call_end`, the position after the `)` of the tool call, becomes `last_call_end`. If the
-        format declares neither a bracket around all tool calls nor a separator between two tool
-        calls, no other tool call can follow, so the status becomes DONE.
+        Example: for `f(a=1)`, `}` is written, and for `f()`, `{}` is written.
+
+        Args:
+            call_end: The position after the `)`.
         """
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
@@ -204,6 +205,7 @@ class PythonCallsReader(StepReader):
         # One complete tool call shows that the next members of the list are tool calls, too.
         self._is_confirmed = True
         self._next_step = self._read_between_calls
+        # Without a bracket around all tool calls and without a separator, no other call can follow.
         is_single_call = not self._declaration.close and not self._declaration.separator.strip()
         if is_single_call:
             self.status = DONE
@@ -217,11 +219,12 @@ class PythonCallsReader(StepReader):
         Returns:
             The position after the separator or the bracket, or `pos` if the text is not valid.
         """
-        declaration = self._declaration
-        if declaration.close and text.startswith(declaration.close, pos):
+        # Either of these texts is "" if the format does not declare it.
+        closing_bracket = self._declaration.close
+        separator = self._declaration.separator.strip()
+        if closing_bracket and text.startswith(closing_bracket, pos):
             self.status = DONE
-            return pos + len(declaration.close)
-        separator = declaration.separator.strip()
+            return pos + len(closing_bracket)
         if separator and text.startswith(separator, pos):
             self._next_step = self._read_call_start
             return pos + len(separator)
@@ -283,7 +286,8 @@ class UnquotedKeyReader(BodyReader):
             if text[pos] != "{":
                 return self._reject(pos)
             if not self._start_named_call(self._head):
-                return self._reject(pos)
+                return self._reject(pos)  # The request does not offer this function.
+        # The literal reader converts the object to JSON.
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
         if json_text:
@@ -313,6 +317,6 @@ def _match_opening_bracket(text: str, pos: int) -> int:
         no text, `(`, `(a`, `(a =`  NEED_MORE
         `[`, `(x, y)`, `(a == 1`    NO_MATCH
     """
-    if _ARGUMENTS_START(text, pos):
+    if _match_arguments_start(text, pos):
         return pos + 1
-    return NEED_MORE if _INCOMPLETE_ARGUMENTS_START(text, pos) else NO_MATCH
+    return NEED_MORE if _match_incomplete_start(text, pos) else NO_MATCH

@@ -129,7 +129,7 @@ class TaggedReader(StepReader):
             The position where the value starts. NEED_MORE if only a part of the white space has
             arrived.
         """
-        padding = self._value.tag.padding
+        padding = self._value.tag.padding  # The declared white space before the value.
         has_padding = text.startswith(padding, pos)
         may_become_padding = not self.is_final and padding.startswith(text[pos:])
         if may_become_padding and not has_padding:
@@ -141,7 +141,7 @@ class TaggedReader(StepReader):
         """Select the method that reads the value. If only a string is allowed, write `"`."""
         if self._value.is_declared_as_string():
             self.writer.write('"')
-            self._next_step = self._pass_on_string
+            self._next_step = self._copy_string
         else:
             self._next_step = self._store_value
 
@@ -149,18 +149,18 @@ class TaggedReader(StepReader):
         """Find the end of the current value in the unread text `text[pos:]`.
 
         A value usually ends at its closing marker. If the model has omitted the closing marker, the
-        value ends early, before another marker, and the description of this deviation from the
-        format is added to the writer. Examples for the closing marker `</p>` and `pos=0`:
+        value ends early, before another marker. Examples for the closing marker `</p>` and `pos=0`:
 
             text         result
-            `a</p>`      `_ValueEnd(1, 5)`
+            `a</p>`      `_ValueEnd(text_end=1, next_pos=5)`
             `a</`        `_ValueEnd(1, None)`: `</` may become the closing marker.
-            `ab`         `_ValueEnd(2, None)`
+            `ab`         `_ValueEnd(2, None)`: the value may continue.
             `a</call>`   `_ValueEnd(1, 1)`: the value ends early, and `</call>` stays unread.
         """
         tag = self._value.tag
         find_marker = tag.find_end if self.is_final else tag.find_possible_end
         found = find_marker(text, pos)
+        # The regex has the groups "close", for the closing marker, and "early", for other markers.
         while found is not None:
             text_end = found.start()  # The match starts with the white space before the marker.
             if found.lastgroup is None:  # Only the beginning of a marker has arrived.
@@ -202,7 +202,7 @@ class TaggedReader(StepReader):
         is_next_argument = is_declared and key not in self._keys
         return MarkerRole.AFTER_VALUE if is_next_argument else MarkerRole.PART_OF_VALUE
 
-    def _pass_on_string(self, text: str, pos: int) -> int:
+    def _copy_string(self, text: str, pos: int) -> int:
         """Write the text of a string as it arrives. At the closing tag, write the closing quote.
 
         The opening quote has been written before. Example: for the pieces `Pa` and
@@ -230,7 +230,7 @@ class TaggedReader(StepReader):
             stored text   new text          text that is written
             `1`           `2</parameter>`   `12`, because the closing marker shows the whole value
             none          `Par`             `"Par`, because only a string starts with `P`. The step
-                                            `_pass_on_string` reads the rest of the string.
+                                            `_copy_string` reads the rest of the string.
             none          `1`               none
 
         Returns:
@@ -246,7 +246,7 @@ class TaggedReader(StepReader):
             return next_pos
         if has_new_text and self._value.can_only_be_string():
             self.writer.write('"' + escape_json(self._value.text))
-            self._next_step = self._pass_on_string
+            self._next_step = self._copy_string
         return text_end if has_new_text else NEED_MORE
 
     def _end_call(self) -> None:
@@ -278,9 +278,10 @@ class TaggedReader(StepReader):
             `..<parameter=days>3`     `3`, because the stored text is a value
             `..<parameter=city>Par`   nothing: a string that is cut off is not closed
         """
-        if self.writer.is_open:
-            if self._next_step == self._read_tag_or_end:
-                self._close_arguments()
-            elif self._next_step == self._store_value and self._value.pieces:
-                self.writer.write(self._value.to_json())
+        is_between_arguments = self._next_step == self._read_tag_or_end
+        is_in_stored_value = self._next_step == self._store_value and bool(self._value.pieces)
+        if self.writer.is_open and is_between_arguments:
+            self._close_arguments()
+        elif self.writer.is_open and is_in_stored_value:
+            self.writer.write(self._value.to_json())
         super().finish()

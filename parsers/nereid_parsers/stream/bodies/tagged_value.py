@@ -97,6 +97,7 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
         return schema_types
     if not tools.is_known:  # There is no schema, so only the tag declares types.
         return tag_types
+    # A tag declares either a string, or any type except a string.
     if tag_types == _STRING_ONLY:
         is_contradiction = schema_types is not None and "string" not in schema_types
     else:

@@ -24,7 +24,7 @@ _TYPE_ALIASES = {
 _TYPE_OF_KEYWORD = (("properties", "object"), ("items", "array"), ("pattern", "string"))
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _FIRST_CHARS_OF_LITERALS = "[{(-+.0123456789'\""
-_ZERO_PADDED_NUMBER = re.compile(r"([-]?)0+(\d+(?:\.\d+)?)").fullmatch
+_match_zero_padded_number = re.compile(r"([-]?)0+(\d+(?:\.\d+)?)").fullmatch
 _MAX_DEPTH = 8
 
 
@@ -242,9 +242,9 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
     """
     literal_text = text.strip()
     may_be_string = types is None or "string" in types
-    if not may_be_string:  # A string such as "007" keeps its zeros.
+    if not may_be_string:  # If a string is allowed, "007" keeps its zeros.
         literal_text = without_leading_zeros(literal_text)
-    literal = _parse_literal(literal_text)
+    literal = _parse_literal(literal_text)  # A JSON value or a Python literal, or None.
     if literal is None or _becomes_string(literal.json_type, types):
         return json.dumps(text, ensure_ascii=False)
     return literal.json_text
@@ -255,7 +255,7 @@ def without_leading_zeros(text: str) -> str:
 
     Examples: `"007"` gives `"7"`, `"-05.5"` gives `"-5.5"`, and `"0"` and `"0x1"` stay unchanged.
     """
-    match = _ZERO_PADDED_NUMBER(text)
+    match = _match_zero_padded_number(text)
     return match.group(1) + match.group(2) if match else text
 
 
@@ -267,9 +267,9 @@ class _Literal(NamedTuple):
 
 
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
-    """Return whether a JSON value becomes a JSON string, because of the types that are allowed.
+    """Return whether a value such as `12` becomes a JSON string, such as `"12"`.
 
-    These examples show all cases:
+    The types that the schema allows decide. These examples show all cases:
 
         text    type of the value   allowed types   becomes a string
         `12`    integer             number          no

@@ -12,12 +12,12 @@ _Matcher = Callable[[str, int], re.Match[str] | None]
 
 # The regexes that match the text of a string up to its closing quote. The keys are the quotes. JSON
 # allows only double quotes, but models sometimes write single quotes.
-_STRING_CHARS: dict[str, _Matcher] = {
+_MATCH_STRING_CHARS: dict[str, _Matcher] = {
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match,
     "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL).match,
 }
-_CHARS_IN_CONTAINER: _Matcher = re.compile(r"[\s\w.,:+\-]*").match
-_SCALAR_CHARS: _Matcher = re.compile(r"[\w.+\-]*").match
+_match_chars_in_container: _Matcher = re.compile(r"[\s\w.,:+\-]*").match
+_match_scalar_chars: _Matcher = re.compile(r"[\w.+\-]*").match
 _CLOSING_BRACKETS = {"{": "}", "[": "]"}
 
 
@@ -31,11 +31,12 @@ class JsonScanner:
     the piece, with the status MORE. The second call returns 2 with the status DONE.
     """
 
-    __slots__ = ("_closing_brackets", "_is_escaped", "_quote", "status")
+    __slots__ = ("_is_escaped", "_missing_brackets", "_quote", "status")
 
     def __init__(self) -> None:
         """Create a scanner for one value."""
-        self._closing_brackets = ""  # The missing closing brackets, in reverse order.
+        # The closing brackets that have not arrived. The last of them closes the innermost bracket.
+        self._missing_brackets = ""
         self._quote = ""  # The quote of the open string, or "".
         self._is_escaped = False  # Whether the last piece ended with a backslash in a string.
         self.status = MORE
@@ -70,7 +71,7 @@ class JsonScanner:
         text `a", 1` inside a string, the result is the position after the quote. If the string is
         the whole value, `status` becomes DONE.
         """
-        match = _STRING_CHARS[self._quote](text, pos)
+        match = _MATCH_STRING_CHARS[self._quote](text, pos)
         assert match is not None  # The regex also matches the empty text.
         pos = match.end()
         if pos == len(text):
@@ -81,7 +82,8 @@ class JsonScanner:
             self._is_escaped = True
             return pos + 1
         self._quote = ""  # The character at `pos` closes the string.
-        if not self._closing_brackets:
+        is_inside_brackets = bool(self._missing_brackets)
+        if not is_inside_brackets:
             self.status = DONE  # The whole value is a string.
         return pos + 1
 
@@ -92,20 +94,21 @@ class JsonScanner:
         last closing bracket sets the status DONE. A bracket that does not match the open bracket
         sets the status BROKEN.
         """
-        skip_chars = _CHARS_IN_CONTAINER if self._closing_brackets else _SCALAR_CHARS
+        # Outside all brackets, the value is a number or a word, which contains no white space.
+        skip_chars = _match_chars_in_container if self._missing_brackets else _match_scalar_chars
         match = skip_chars(text, pos)
         assert match is not None  # The regex also matches the empty text.
         pos = match.end()
         if pos == len(text):
             return pos
         char = text[pos]
-        if char in _STRING_CHARS:
+        if char in _MATCH_STRING_CHARS:  # The keys of this dict are the quotes.
             self._quote = char
             return pos + 1
-        if char in _CLOSING_BRACKETS:
-            self._closing_brackets += _CLOSING_BRACKETS[char]
+        if char in _CLOSING_BRACKETS:  # The keys of this dict are the opening brackets.
+            self._missing_brackets += _CLOSING_BRACKETS[char]
             return pos + 1
-        if not self._closing_brackets:
+        if not self._missing_brackets:
             self.status = DONE  # The value is a number or a word that ends before `char`.
             return pos
         return self._close_bracket(char, pos)
@@ -116,12 +119,12 @@ class JsonScanner:
         Return the position after the bracket. If `char` does not close the innermost bracket, the
         status becomes BROKEN, and the result is `pos`.
         """
-        expected_bracket = self._closing_brackets[-1]
+        expected_bracket = self._missing_brackets[-1]
         if char != expected_bracket:
             self.status = BROKEN
             return pos
-        self._closing_brackets = self._closing_brackets[:-1]
-        if not self._closing_brackets:
+        self._missing_brackets = self._missing_brackets[:-1]
+        if not self._missing_brackets:
             self.status = DONE
         return pos + 1
 
@@ -137,4 +140,4 @@ def match_object_start(text: str, pos: int) -> int:
     inside = skip_whitespace(text, pos + 1)
     if inside == len(text):
         return NEED_MORE
-    return pos if text[inside] in (*_STRING_CHARS, "}") else NO_MATCH
+    return pos if text[inside] in (*_MATCH_STRING_CHARS, "}") else NO_MATCH

@@ -19,8 +19,8 @@ from nereid_parsers.stream.values.literal_parts import (
 )
 from nereid_parsers.stream.values.python_strings import Dialect, StringReader, matcher_after_string
 
-_WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
-_UNQUOTED_STRING = re.compile(r"""[^,\[\]{}"<>|]*""").match
+_match_word = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
+_match_unquoted_string = re.compile(r"""[^,\[\]{}"<>|]*""").match
 # The closing bracket for each opening bracket.
 _BRACKET_PAIRS = {"[": "]", "(": ")", "{": "}"}
 _MAX_DEPTH = 200
@@ -61,13 +61,13 @@ class LiteralReader:
         # The result.
         self.status = MORE
         self._json_parts: list[str] = []  # The JSON text that `take_json` has not returned yet.
-        # The position in the value.
+        # The position in the value. In the comments, `{'a': [1, 'b` has been read.
         self._expected = Expected.VALUE  # The kind of token that may come next.
-        self._containers: list[Container] = []  # The open brackets. The last is the innermost.
-        self._key: KeyOrItem | None = None  # The last key, if its colon has not been read.
+        self._containers: list[Container] = []  # The open lists and objects: `{` and `[`.
+        self._key: KeyOrItem | None = None  # The last key, such as `'a'`, until its colon is read.
         # The JSON types that the schema allows for the value of the last key. None for any type.
-        self._types: frozenset[str] | None = None
-        self._string: OpenString | None = None  # The string that is being read.
+        self._value_types: frozenset[str] | None = None
+        self._string: OpenString | None = None  # The string that is being read: `'b`.
 
     def take_json(self) -> str:
         """Return the JSON text that has been written since the last call of this method."""
@@ -79,7 +79,7 @@ class LiteralReader:
         """Convert the next piece of the value, which starts at `text[pos]`, to JSON.
 
         `take_json` returns the JSON text. `status` becomes DONE at the end of the value, and BROKEN
-        if the text is not valid.
+        if the text is not valid. Example: for `{'a': True}`, the JSON text is `{"a": true}`.
 
         Args:
             text: The text that has arrived.
@@ -99,7 +99,7 @@ class LiteralReader:
                 end = string.reader.read(text, pos, is_final)
                 if string.reader.is_closed:
                     self._close_string(string)
-            if end == pos:
+            if end == pos:  # More text is required, or the text is not valid.
                 return pos
             pos = end
         return pos
@@ -112,24 +112,27 @@ class LiteralReader:
         result is `null}`.
         """
         closing_brackets = "".join(container.json_close for container in reversed(self._containers))
-        return self._rest_of_value() + closing_brackets
+        return self._completion_of_value() + closing_brackets
 
-    def _rest_of_value(self) -> str:
-        """Return JSON text that completes the innermost value. It contains no closing brackets.
+    def _completion_of_value(self) -> str:
+        """Return the JSON text that completes an unfinished value, except the closing brackets.
 
-        Examples: after `{"a": ["x`, the result is `"`. After `{"a": `, the result is `null`. After
-        `{'a`, the result is `{`, because the incomplete key is omitted, and the brace has not been
-        written yet: `{'a` may also be the start of a set, which becomes an array.
+        The text has ended inside the value. Examples:
+
+            `{"a": ["x`   gives `"`, which closes the string.
+            `{"a": `      gives `null` for the missing value.
+            `{'a`         gives `{`. The incomplete key is omitted.
         """
         if self._expected is Expected.VALUE:
             return "null"
         if self._expected in (Expected.FIRST_KEY, Expected.COLON):
+            # The first key writes `{`, because `{'a` may also be a set, which becomes an array.
             is_brace_missing = not self._containers[-1].num_items
             return "{" if is_brace_missing else ""
         if self._string is None:
             return ""
         is_stored = self._string.role is StringRole.CONVERTED_VALUE
-        return self._converted(self._string) if is_stored else '"'
+        return self._convert_string(self._string) if is_stored else '"'
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read one token: white space, a value, or the punctuation after a value.
@@ -155,15 +158,17 @@ class LiteralReader:
     def _read_colon(self, text: str, pos: int) -> int:
         """Read the colon after a key, and write the key. Return the position after the colon.
 
-        If a comma or `}` follows the first key instead of a colon, the braces enclose a set, as in
-        `{'a', 1}`. The "key" is then the first item of the set. The item is written, and the comma
-        or `}` is read. Any other text is not valid and sets the status BROKEN.
+        Examples for the text after `{'a'`:
+
+            `: 1}`   The colon is read, and `{"a": ` is written.
+            `, 1}`   The braces enclose a set, and `'a'` is its first item. `["a"` is written.
+            ` 1}`    The text is not valid. The status becomes BROKEN.
         """
         key = self._key
-        assert key is not None
+        assert key is not None  # The key has been stored before the colon is expected.
         self._key = None
         if text[pos] == ":":
-            self._begin_member(key)
+            self._write_key(key)
             return pos + 1
         is_first_key = not self._containers[-1].num_items
         is_set = is_first_key and text[pos] in ",}"
@@ -172,22 +177,23 @@ class LiteralReader:
             return self._read_comma_or_bracket(text, pos)
         return self._reject(pos)
 
-    def _begin_member(self, key: KeyOrItem) -> None:
+    def _write_key(self, key: KeyOrItem) -> None:
         """Write the key of an object's member, and set the JSON types that its value may have.
 
-        Example: in `{'a': 1}`, `{"a": ` is written. The schema declares the types of the arguments,
-        which are the members of the outermost object. A member of an inner object may have any
-        type.
+        Example: in `{'a': 1}`, `{"a": ` is written. If the schema declares that `a` is an integer,
+        `_value_types` becomes `{"integer"}`.
         """
         container = self._containers[-1]
         before_key = ", " if container.num_items else "{"
         self._json_parts.append(f"{before_key}{key.key_json}: ")
         container.num_items += 1
+        # The members of the outermost object are the arguments of the tool call. The schema
+        # declares only the types of the arguments, so inner members may have any type.
         is_argument = len(self._containers) == 1
         if is_argument and self._types_of is not None:
-            self._types = self._types_of(json.loads(key.key_json))
+            self._value_types = self._types_of(json.loads(key.key_json))
         else:
-            self._types = None
+            self._value_types = None
         self._expected = Expected.VALUE
 
     def _turn_into_set(self, first_item: KeyOrItem) -> None:
@@ -199,11 +205,10 @@ class LiteralReader:
         self._json_parts.append("[" + first_item.item_json)
 
     def _read_comma_or_bracket(self, text: str, pos: int) -> int:
-        """Read the comma or the closing bracket after a value. Return the next position.
+        """Read the comma or the closing bracket after a value. Return the position after it.
 
-        If no bracket is open, the literal is complete, so the status becomes DONE and nothing is
-        read. A comma is written only when the next value starts, because no value follows a
-        trailing comma, as in `[1,]`.
+        Any other text is not valid, so the status becomes BROKEN. If no bracket is open, the
+        literal is complete, so the status becomes DONE and nothing is read.
         """
         if not self._containers:
             self.status = DONE
@@ -212,6 +217,7 @@ class LiteralReader:
         if text[pos] == container.close:
             self._close_container()
         elif text[pos] == ",":
+            # The comma is written when the next value starts, because `[1,]` contains none.
             is_object = container.json_close == "}"
             self._expected = Expected.KEY if is_object else Expected.ITEM
         else:
@@ -234,10 +240,10 @@ class LiteralReader:
     # ---- values and keys -------------------------------------------------------------------------
 
     def _read_value(self, text: str, pos: int, is_final: bool) -> int:
-        """Read a quote, an opening bracket, a whole word or a closing bracket.
+        """Read the start of a value or key: a quote, an opening bracket or a whole word.
 
-        A closing bracket may follow an opening bracket or a trailing comma, as in `[]` and `(1,)`.
-        Examples: for `(`, `[` is written, and for `None`, `null` is written.
+        Instead of a value, a closing bracket may follow an opening bracket or a comma, as in `[]`
+        and `(1,)`. Examples: for `(`, `[` is written, and for `None`, `null` is written.
 
         Returns:
             The position after the text that was read, or `pos` if more text is required.
@@ -247,6 +253,7 @@ class LiteralReader:
         if may_close and char == self._containers[-1].close:
             self._close_container()
             return pos + 1
+        # A quote may have several characters, such as `'''` or a marker of the model.
         if not is_final and self._dialect.is_quote_incomplete(text, pos):
             return pos
         quote = self._dialect.quote_at(text, pos)
@@ -258,17 +265,18 @@ class LiteralReader:
         return self._read_word(text, pos, is_final)
 
     def _open_container(self, bracket: str, pos: int) -> int:
-        """Read the opening bracket of a list, tuple, set or object. Such a value cannot be a key.
+        """Read the opening bracket of a list, tuple, set or object. Return the next position.
 
-        For `[` and `(`, `[` is written. For `{`, nothing is written until the first key or item
-        shows whether `{` opens an object or a set. Return the position after the bracket.
+        Examples: for `[` and `(`, the JSON text `[` is written. For `{`, nothing is written yet.
+        The status becomes BROKEN if a key is expected, because such a value cannot be a key.
         """
         is_key = self._expected in _KEYS
         if is_key or len(self._containers) >= _MAX_DEPTH:
             return self._reject(pos)
-        self._begin_value()
+        self._prepare_value()  # Writes the comma before the value.
         closing_bracket = _BRACKET_PAIRS[bracket]
         if bracket == "{":
+            # The first key or item will show whether this is an object (`{`) or a set (`[`).
             self._containers.append(Container(closing_bracket, json_close="}"))
             self._expected = Expected.FIRST_KEY
         else:
@@ -277,11 +285,11 @@ class LiteralReader:
             self._expected = Expected.FIRST_ITEM
         return pos + 1
 
-    def _begin_value(self) -> None:
-        """Set `_expected` to the kind of the token that must follow the next key or value.
+    def _prepare_value(self) -> None:
+        """Write the comma before the next value if needed, and expect the token after the value.
 
-        A colon follows a key. A comma or a closing bracket follows any other value. If the value is
-        an item after a comma, as `2` in `[1, 2]`, write the comma.
+        A comma is written before an item that follows another item, as `2` in `[1, 2]`. A colon is
+        expected after a key. A comma or a closing bracket is expected after any other value.
         """
         if self._expected in _KEYS:
             self._expected = Expected.COLON
@@ -302,7 +310,7 @@ class LiteralReader:
         """
         is_key = self._expected in _KEYS
         may_contain_spaces = self._dialect.allows_unquoted_strings and not is_key
-        match_word = _UNQUOTED_STRING if may_contain_spaces else _WORD
+        match_word = _match_unquoted_string if may_contain_spaces else _match_word
         match = match_word(text, pos)
         assert match is not None  # Both regexes also match the empty text.
         end = match.end()
@@ -313,7 +321,7 @@ class LiteralReader:
         is_empty = end == pos
         if is_empty:
             return self._reject(pos)
-        self._begin_value()
+        self._prepare_value()  # Writes the comma before the value.
         self._write_word(text[pos:end].rstrip(), is_key)
         return end
 
@@ -332,20 +340,22 @@ class LiteralReader:
     # ---- strings ---------------------------------------------------------------------------------
 
     def _open_string(self, quote: str) -> None:
-        """Start to read the string that `quote` has opened.
+        """Create the reader of the string that `quote` has opened. The quote has been read.
 
-        A value is written piece by piece, so its opening quote is written at once. A key or a value
-        that will be converted is stored until `_close_string` writes it.
+        Examples: the string in `['a']` is a value, so each piece is written when it arrives. In
+        `{'a': '1'}`, the key `'a'` is stored until its colon arrives. The value `'1'` is stored,
+        too, if the schema requires a number.
         """
-        role = self._role_of_string()  # Depends on `_expected`, which `_begin_value` changes.
+        role = self._role_of_string()  # Depends on `_expected`, which `_prepare_value` changes.
+        # A quote inside the string is not followed by a text that can follow a string.
         can_follow = matcher_after_string(
             is_key=role is StringRole.KEY, is_argument=not self._containers
         )
-        self._begin_value()
-        json_parts: list[str] = []
+        self._prepare_value()  # Writes the comma before the value.
+        json_parts: list[str] = []  # Stores the text of the string.
         if role is StringRole.VALUE:
             self._json_parts.append('"')
-            json_parts = self._json_parts
+            json_parts = self._json_parts  # The text of the string is written directly.
         reader = StringReader(quote, self._dialect, can_follow, json_parts)
         self._string = OpenString(role, reader, json_parts)
 
@@ -358,30 +368,30 @@ class LiteralReader:
         if self._expected in _KEYS:
             return StringRole.KEY
         is_member_value = self._expected is Expected.VALUE
-        schema_forbids_string = self._types is not None and "string" not in self._types
+        schema_forbids_string = self._value_types is not None and "string" not in self._value_types
         is_converted = is_member_value and schema_forbids_string
         return StringRole.CONVERTED_VALUE if is_converted else StringRole.VALUE
 
     def _close_string(self, string: OpenString) -> None:
         """End the string, whose closing quote has been read. Write what has not been written yet.
 
-        For a value, only the closing quote is missing. A converted value is written as a whole. A
-        key is stored as `self._key`, and is written together with the colon that must follow.
+        Examples: after `['a'`, only the closing quote is written. The string in `{'n': '1'` is
+        written as the number `1` if the schema requires a number. The key in `{'a'` is stored.
         """
         self._string = None
         match string.role:
-            case StringRole.VALUE:
+            case StringRole.VALUE:  # The text of the string has already been written.
                 self._json_parts.append('"')
             case StringRole.CONVERTED_VALUE:
-                self._json_parts.append(self._converted(string))
-            case StringRole.KEY:
+                self._json_parts.append(self._convert_string(string))
+            case StringRole.KEY:  # The key is written together with the colon that must follow.
                 key_json = string.whole_json()
                 self._key = KeyOrItem(key_json, item_json=key_json)
 
-    def _converted(self, string: OpenString) -> str:
+    def _convert_string(self, string: OpenString) -> str:
         """Convert a stored string to a type that the schema allows. Return the result as JSON text.
 
         Example: the string `3` becomes the number `3` if the schema allows only an integer.
         """
         text: str = json.loads(string.whole_json())
-        return to_json(text, self._types)
+        return to_json(text, self._value_types)

@@ -25,10 +25,10 @@ _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
 # These regexes match the texts that can follow the closing quote of a string. The end of the text
 # (`\Z`) also matches, because more text may follow.
-_AFTER_KEY = re.compile(r"\s*(?:[:,}]|\Z)").match
-_AFTER_ITEM = re.compile(r"\s*(?:[,\])}]|\Z)").match
+_match_after_key = re.compile(r"\s*(?:[:,}]|\Z)").match
+_match_after_item = re.compile(r"\s*(?:[,\])}]|\Z)").match
 # A closing parenthesis does not end the call if a quote or another parenthesis follows it.
-_AFTER_ARGUMENT = re.compile(
+_match_after_argument = re.compile(
     r"""\s*(?:\Z|,\s*(?:\Z|\)|[^\W\d]\w*\s*(?:\Z|=))|\)\s*(?:\Z|[^\s)"'`]))"""
 ).match
 
@@ -55,8 +55,8 @@ def matcher_after_string(*, is_key: bool, is_argument: bool) -> _Matcher:
         is_argument: Whether the string is an argument of a Python call.
     """
     if is_key:
-        return _AFTER_KEY
-    return _AFTER_ARGUMENT if is_argument else _AFTER_ITEM
+        return _match_after_key
+    return _match_after_argument if is_argument else _match_after_item
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,10 @@ class StringReader:
         """
         self.is_closed = False
         self._quote = quote
+        # Whether the string may contain its own quote, as in `'it's'`.
         self._is_nesting = quote in dialect.nesting
         self._can_follow = can_follow
+        # Finds the quote or an escape sequence, whichever comes first.
         self._find_end = _string_end_regex(quote, quote in dialect.escaping).search
         self._output = output
 
@@ -167,6 +169,7 @@ class StringReader:
             self.is_closed = True
             return quote_end
         max_end = quote_end + _MAX_LOOKAHEAD_CHARS
+        # The match is a text such as `)` or `, b=`, or the beginning of such a text.
         text_after_quote = self._can_follow(text, quote_end, max_end)
         if text_after_quote is None:  # The quote is a part of the string.
             self._output.append(escape_json(self._quote))

@@ -104,7 +104,7 @@ class WrapperFilter:
         self._stored_text: list[str] = []
 
     def add(self, text: str) -> str:
-        """Add a piece of the arguments. Return the text that the filter no longer needs to store.
+        """Add a piece of the arguments. Return the text that can be passed on now.
 
         A superfluous object may enclose the arguments, as in `{"arguments": {"age": 3}}`. The
         filter stores the text until the first key shows that there is no such object.
@@ -112,10 +112,10 @@ class WrapperFilter:
         Example: for the pieces `{`, `"a`, `ge": ` and `3}`, the results are `{`, "", `"age": ` and
         `3}`. The piece `"a` was stored, because it could become the key `"arguments"`.
         """
-        if self.is_passing:
+        if self.is_passing:  # The arguments have no superfluous object.
             return text
         self._stored_text.append(text)
-        if self._waits_for is _WaitsFor.END:
+        if self._waits_for is _WaitsFor.END:  # The first key was `"arguments"`.
             return ""
         stored_text = "".join(self._stored_text)
         if self._waits_for is _WaitsFor.OPENING_BRACE:
@@ -123,14 +123,18 @@ class WrapperFilter:
         return self._read_key(stored_text)
 
     def _read_brace(self, text: str) -> str:
-        """Look for the opening brace. Return the text that the filter no longer needs to store.
+        """Read the opening brace of the arguments. Return the text that can be passed on now.
 
-        Examples: a few spaces give "", because the brace may follow. The text `{"a` gives `{`, and
-        `"a` stays stored, because it may become the key `"arguments"` of a superfluous object. The
-        text `[` is not the start of an object, so the filter returns `[` and all later text.
+        These examples show the three cases:
+
+            text           result
+            white space    "", because the brace may follow
+            `{"a`          `{`. `"a` stays stored, because it may become the key `"arguments"` of a
+                           superfluous object.
+            `[`            `[`, because no object starts. All later text is passed on, too.
 
         Args:
-            text: All stored text. It may start with white space.
+            text: All text that has arrived. It may start with white space.
         """
         visible = text.lstrip()
         if not visible and len(text) <= _MAX_WHITESPACE_CHARS:
@@ -139,35 +143,36 @@ class WrapperFilter:
             return self._stop_filtering(text)
         self._waits_for = _WaitsFor.FIRST_KEY
         whitespace, brace, after_brace = text.partition("{")
-        passed_on_after_brace = self._read_key(after_brace)
-        return whitespace + brace + passed_on_after_brace
+        text_from_key = self._read_key(after_brace)  # "" if the key must be stored.
+        return whitespace + brace + text_from_key
 
     def _read_key(self, text: str) -> str:
-        """Return `text`, or "" if the first key in `text` may be the key of a superfluous object.
+        """Read the first key of the arguments. Return `text` if it can be passed on now, or "".
 
-        Text that is not returned is stored in `_stored_text`. Examples, if `"arguments"` is a key
-        of superfluous objects:
+        If the first key is `"arguments"` or a similar word, a superfluous object may enclose the
+        arguments. The text is then stored. Examples:
 
             text            result
             `"arg`          "", because more text may complete the key `"arguments"`
             `"arguments"`   "". Later text is stored, too, until the arguments end.
-            `"age`          `"age`. The filter returns all later text unchanged.
+            `"age`          `"age`. All later text is passed on, too.
 
         Args:
-            text: The stored text, which follows the opening brace.
+            text: The text that has arrived after the opening brace.
         """
         key_start = text.lstrip()
         num_whitespace_chars = len(text) - len(key_start)
         if num_whitespace_chars > _MAX_WHITESPACE_CHARS:
             return self._stop_filtering(text)
         self._stored_text = [text]
-        if key_start.startswith(_QUOTED_KEYS):
+        is_wrapper_key = key_start.startswith(_QUOTED_KEYS)
+        if is_wrapper_key:
             self._waits_for = _WaitsFor.END
             return ""
-        is_incomplete = any(quoted_key.startswith(key_start) for quoted_key in _QUOTED_KEYS)
-        if is_incomplete:
-            return ""
-        return self._stop_filtering(text)
+        may_become_wrapper_key = any(
+            quoted_key.startswith(key_start) for quoted_key in _QUOTED_KEYS
+        )
+        return "" if may_become_wrapper_key else self._stop_filtering(text)
 
     def _stop_filtering(self, text: str) -> str:
         """Return `text`, and end the filtering: from now on, `add` returns all text unchanged."""
@@ -176,10 +181,10 @@ class WrapperFilter:
         return text
 
     def finish(self) -> StoredText:
-        """Return the stored text of complete arguments, without a superfluous object around them.
+        """Return the text that is still stored at the end of the arguments, without a wrapper.
 
-        `add` has already returned the opening brace of the arguments to the caller, so the result
-        does not contain this brace. Examples:
+        A wrapper is a superfluous object around the arguments. The opening brace of the arguments
+        has already been passed on, so the result does not contain this brace. Examples:
 
             whole arguments              stored text                 result
             `{"arguments": {"a": 1}}`    `"arguments": {"a": 1}}`    `"a": 1}`

@@ -115,6 +115,7 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
         return None
     opening, closing = markers
     is_open = start.stage is Stage.REASONING
+    # The model may still start to reason, unless the prompt already contains the reasoning.
     may_open = not is_open and not start.has_reasoned
     return ReasoningGate(opening, closing, is_open=is_open, may_open=may_open)
 
@@ -134,11 +135,12 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
     Examples: `("<think>", "</think>")` for the layout `Sections`, and
     `("<|channel|>analysis<|message|>", "<|end|>")` for the layout `Messages`.
     """
-    if isinstance(layout, Sections):
+    if isinstance(layout, Sections):  # Markers enclose the reasoning.
         declaration = layout.reasoning
         if declaration is None:
             return None
         return _ReasoningMarkers(declaration.open, declaration.close)
+    # The reasoning is a message of its own. `route` declares the header of such a message.
     route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         return None
@@ -201,9 +203,7 @@ def _opened_reasoning(declaration: Reasoning, text: Node) -> Node:
 def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
     """Return the grammar node that matches either reasoning with its markers, or the empty text.
 
-    Example of matching text: `<think>Hm.</think>`. A model that writes the opening marker itself
-    (`declaration.is_opened_by_model`) may write only the closing marker to skip the reasoning. For
-    such a model, the node also matches `</think>` alone.
+    Example of matching text: `<think>Hm.</think>`.
 
     Args:
         declaration: The declaration of the reasoning and its markers.
@@ -216,7 +216,11 @@ def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
         "content": text,
         "end": close,
     }
-    options = [reasoning, const(close)] if declaration.is_opened_by_model else [reasoning]
+    options = [reasoning]
+    if declaration.is_opened_by_model:
+        # Such a model may write `</think>` alone to skip the reasoning.
+        options.append(const(close))
+    # The white space around the markers is optional, because models do not always write it.
     return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE))
 
 
@@ -284,8 +288,7 @@ def _empty_content(wrapper: Wrapper | None) -> Node:
     """Return the grammar node for empty content, with or without markers: `<response></response>`.
 
     Some templates write the markers of the content before tool calls, even if there is no content.
-    Examples of matching texts: `<response></response>`, and `</response>` alone, because the prompt
-    may already contain the opening marker.
+    Examples of matching texts: `<response></response>`, `</response>` and the empty text.
 
     Args:
         wrapper: The declaration of the markers around the content. If `wrapper` is None, or has no
@@ -295,8 +298,10 @@ def _empty_content(wrapper: Wrapper | None) -> Node:
         return NOTHING
     opening = const(wrapper.open.strip())
     closing = const(wrapper.close.strip())
-    if closing == NOTHING:
+    has_no_closing_marker = closing == NOTHING
+    if has_no_closing_marker:
         return optional(sequence(WHITESPACE, opening))
+    # The opening marker is optional, because the prompt may already contain this marker.
     return optional(sequence(WHITESPACE, optional(opening), WHITESPACE, closing))
 
 
@@ -311,7 +316,7 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
         tools: The declaration of the tool calls.
         request: The constraints of the request: its tools, and the allowed number of tool calls.
     """
-    if _is_unmarked_list(tools):
+    if _is_unmarked_list(tools):  # A list such as `[f(a=1)]`, without any marker before it.
         return _unmarked_list_or_text(tools, request)
     return {
         "type": "triggered_tags",
@@ -353,15 +358,12 @@ def _tag_at_trigger(node: Node) -> Node:
 def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
     """Return the grammar nodes for tool calls that start with a marker, such as `<tool_call>`.
 
-    The result depends on the declaration `tools`. Each node matches a text such as:
-
-        markers around all tool calls    one node: `<calls><call>f{}</call></calls>`
-        markers around a list of calls   one node: `<call>[f(), g()]</call>`
-        markers around each tool call    one node for each tool: `<call>f{}</call>`
+    If each tool call has its own markers, there is one node for each tool of the request. Otherwise
+    one node matches all tool calls of a message.
     """
-    if tools.opens:
+    if tools.opens:  # As in `<calls><call>f{}</call></calls>`.
         return [section_node(tools, request)]
     call = tools.calls[0]
-    if isinstance(call.body, ListBody):
+    if isinstance(call.body, ListBody):  # As in `<call>[f(), g()]</call>`.
         return [list_node(call, call.body, request)]
-    return [call_node(call, tool) for tool in request.tools]
+    return [call_node(call, tool) for tool in request.tools]  # As in `<call>f{}</call>`.

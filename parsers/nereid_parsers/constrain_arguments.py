@@ -98,15 +98,15 @@ def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, A
 
 
 def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the grammar node for an argument and its tags. The argument may be a string.
+    """Return the grammar node for an argument and its tags, if the argument may be a string.
 
-    If the schema lists the allowed strings, the node matches only these strings. Otherwise the
-    value may be any text. Example of matching text: `<parameter=city>Paris</parameter>`.
+    Example of matching text: `<parameter=city>Paris</parameter>`.
 
     Args:
         declaration: The declaration of the tags.
         key: The name of the argument.
-        schema: The JSON schema of the argument.
+        schema: The JSON schema of the argument. If it lists the allowed strings, the node matches
+            only these strings. Otherwise the value may be any text.
     """
     # Some opening tags declare the type of the value, as in `<p name="a" string="true">`.
     field_values = {"key": [key], "string": ["true"], "type": ["string"]}
@@ -115,8 +115,9 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
         opening = pattern_node(declaration.open, field_values)
         value = one_of(*(const(choice) for choice in choices))
         return sequence(opening, value, const(declaration.close))
-    # `declaration.also` contains the other forms in which models write the tags.
-    unquoted = [other for other in declaration.also if _is_quoted_form_of(declaration, other)]
+    # If the declared tags contain quotes, as in `<p><![CDATA[..]]></p>`, a model may omit them. The
+    # form without quotes, `<p>..</p>`, is one of the other forms in `declaration.also`.
+    unquoted = [form for form in declaration.also if _is_quoted_form_of(declaration, form)]
     options = [
         _text_until(pattern_node(form.open, field_values), form.close)
         for form in (declaration, *unquoted)
@@ -159,13 +160,13 @@ def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bo
 def _tagged_json(
     declaration: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
 ) -> Node:
-    """Return the grammar node for an argument and its tags. The argument cannot be a string.
+    """Return the grammar node for an argument and its tags, if the argument cannot be a string.
 
     Example of matching text: `<parameter=days>3</parameter>`.
 
     Args:
         declaration: The declaration of the tags. `declaration.also` contains the other forms in
-            which models write the tags. The node matches all forms.
+            which models write the tags.
         key: The name of the argument.
         schema: The JSON schema of the argument.
         types: The JSON types that the schema allows.
@@ -173,7 +174,7 @@ def _tagged_json(
     # Some opening tags declare the type of the value, as in `<p name="a" string="false">`.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
     forms = (declaration, *declaration.also)
-    if types <= _SCALARS:
+    if types <= _SCALARS:  # The value is a number, a boolean or null.
         forms = _forms_for_scalars(forms)
     options: list[Node] = []
     for form in forms:
@@ -194,14 +195,13 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
 
 
 def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Select those ways of writing an argument that models use for a number, a boolean or null.
+    """Select those forms of an argument's tags that models use for a number, a boolean or null.
 
-    - A number, a boolean or null contains no special characters, so models never quote such a
-      value. Example: of the forms that open with `<p>` and with `<p><![CDATA[`, only the form with
-      `<p>` is returned.
-    - In some forms, the opening tag declares the type of the value (`{type}`). If other forms
-      declare no type, the forms with a type are omitted, so that the grammar stays small.
+    Example: of the forms `<p>3</p>` and `<p><![CDATA[3]]></p>`, only the form without quotes is
+    returned, because models quote only values with special characters.
     """
+    # In some forms, the opening tag declares the type of the value (`{type}`). If there are other
+    # forms, these forms are omitted, so that the grammar stays small.
     untyped = tuple(form for form in forms if "{type}" not in form.open)
     candidates = untyped if untyped else forms
     return tuple(
@@ -237,11 +237,11 @@ def _json_or_python_word(
 def nested_arguments(declaration: NestedTags, tool: ToolSchema) -> Node:
     """Return the grammar node for arguments that are nested elements, such as `<city>Paris</city>`.
 
-    A prefix precedes each tag of the elements. xgrammar supports only `_NESTED_PREFIX`. Example of
-    matching text, if this prefix were `~`: `~<city>Paris~</city>`.
+    The format declares a prefix before each tag, such as `~` in `~<city>Paris~</city>`.
 
     Raises:
-        ConstraintError: The declaration has another prefix.
+        ConstraintError: The prefix is not `_NESTED_PREFIX`, which is the only prefix that xgrammar
+            supports.
     """
     if declaration.tag_prefix != _NESTED_PREFIX:
         raise ConstraintError(
@@ -302,7 +302,7 @@ def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]
     `{city:<q>Paris<q>}` for an object. Every other value is JSON text.
     """
     quote = declaration.quote
-    choices = _string_choices(schema)
+    choices = _string_choices(schema)  # The allowed strings, or None.
     if choices is not None:
         return one_of(*(const(f"{quote}{choice}{quote}") for choice in choices))
     types = json_types_of(schema, schema)
@@ -339,6 +339,7 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
     optional_members = [member_node(key) for key in tool.optional_keys]
     if not required:
         return _list_of_optional(optional_members, separator)
+    # A separator precedes each argument except the first.
     first_required, *other_required = required
     required_followers = [sequence(const(separator), node) for node in other_required]
     optional_followers = _optional_followers(optional_members, separator)

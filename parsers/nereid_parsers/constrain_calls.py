@@ -59,8 +59,8 @@ _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 def section_node(section: ToolSection, request: Request) -> Node:
     """Return the grammar node for all tool calls of a message and the markers around them.
 
-    The node also matches the markers around the section, here `<calls>` and `</calls>`. The tool
-    calls in the section are separate texts, or the members of one list. Examples:
+    The tool calls between the markers, here `<calls>` and `</calls>`, are separate texts, or the
+    members of one list. Examples of matching texts:
 
         separate texts   `<calls><call>f{"a": 1}</call><call>g{}</call></calls>`
         a list           `<calls>[{"name": "f", "arguments": {"a": 1}}]</calls>`
@@ -73,15 +73,15 @@ def section_node(section: ToolSection, request: Request) -> Node:
     call = section.calls[0]
     if isinstance(call.body, ListBody):
         items = [_list_or_object(section, call.body, request)]
-        # Some models write each tool call as a list of its own. Each of these lists has its own
-        # opening marker and closing marker.
-        has_own_markers = bool(call.open.strip() and call.close.strip())
-        has_one_item = request.is_single or not has_own_markers
+        # Several lists can follow each other only if each list has its own markers, as in
+        # `<call>[f()]</call><call>[g()]</call>`.
+        may_repeat = bool(call.open.strip() and call.close.strip())
     else:
         items = [call_node(call, tool) for tool in request.tools]
-        has_one_item = request.is_single
+        may_repeat = True
     separator = const(section.separator) if section.separator.strip() else WHITESPACE
-    content = one_of(*items) if has_one_item else one_or_more(items, separator)
+    allows_several = may_repeat and not request.is_single
+    content = one_or_more(items, separator) if allows_several else one_of(*items)
     return sequence(const(section.open), content, const(section.close))
 
 
@@ -120,10 +120,10 @@ def trigger_of(section: ToolSection) -> str:
     Raises:
         ConstraintError: A tool call without a marker cannot be distinguished from content.
     """
-    if section.opens:
+    if section.opens:  # A marker precedes all tool calls.
         return section.open.strip()
     call = section.calls[0]
-    if call.trigger:
+    if call.trigger:  # A marker precedes each tool call.
         return call.trigger
     if isinstance(call.body, JsonObject) and isinstance(call.body.keys, Keys):
         return _start_of_object(call.body.keys)
@@ -252,12 +252,11 @@ def _head_node(head: str, name: str) -> Node:
 def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     """Return the grammar node for a tool call in JSON: `{"name": .., "arguments": ..}`.
 
-    Example of matching text: `{"name": "f", "arguments": {"a": 1}}`. If `keys` is `NameIsKey`, the
-    text is `{"f": {"a": 1}}`.
+    Examples of matching texts:
 
-    `keys` may declare an id of the tool call. If the id is optional, the node matches objects
-    without an id, and objects whose first or last member is the id. Example:
-    `{"id": "1", "name": "f", "arguments": {"a": 1}}`.
+        `{"name": "f", "arguments": {"a": 1}}`
+        `{"id": "1", "name": "f", "arguments": {"a": 1}}`   if `keys` declares an optional id
+        `{"f": {"a": 1}}`                                   if `keys` is `NameIsKey`
 
     Args:
         keys: The declaration of the object's keys.
@@ -269,6 +268,7 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
         return sequence(const("{"), name, const(": "), arguments, const("}"))
     members = _members_node(keys, name, arguments)
     if keys.id is not None and _is_id_optional(keys, keys.id):
+        # The model may write the id as the first or the last member, or omit the id.
         id_member = sequence(const(f"{json.dumps(keys.id)}: "), _QUOTED_ID)
         id_at_start = optional(sequence(id_member, const(", ")))
         id_at_end = optional(sequence(const(", "), id_member))
@@ -295,6 +295,7 @@ def _members_node(keys: Keys, name: Node, arguments: Node) -> Node:
         name: The node for the name of the function, including the quotes.
         arguments: The node for the arguments.
     """
+    # A path such as "function.name" contains the keys of nested objects.
     path_of = {"name": keys.name, "arguments": keys.arguments, "id": keys.id or ""}
     value_of = {"name": name, "arguments": arguments, "id": _QUOTED_ID}
     return _members_at_paths({path_of[member]: value_of[member] for member in keys.order})
@@ -309,7 +310,7 @@ def _members_at_paths(values: Mapping[str, Node]) -> Node:
     """
     values_by_key: dict[str, dict[str, Node]] = {}  # Grouped by the first key of the path.
     for path, value in values.items():
-        key, _, inner_path = path.partition(".")
+        key, _, inner_path = path.partition(".")  # The inner path is "" for a path of one key.
         values_by_key.setdefault(key, {})[inner_path] = value
     members: list[Node] = []
     for key, inner_values in values_by_key.items():
@@ -326,14 +327,13 @@ def _members_at_paths(values: Mapping[str, Node]) -> Node:
 def _with_whitespace(node: Node, whitespace: Node) -> Node:
     """Return a copy of `node` that allows white space inside braces, after commas and after colons.
 
-    Only constants are changed, because other nodes, such as the schema of the arguments, define
-    their own white space. White space between the JSON tokens of a constant is replaced. Example:
-    `const('{"name": ')` gives the sequence `{`, `whitespace`, `"name":`, `whitespace`.
+    Example: `const('{"name": ')` gives the sequence `{`, `whitespace`, `"name":`, `whitespace`.
 
     Args:
         node: The node for a JSON object, or for a part of a JSON object.
         whitespace: The node that matches the white space.
     """
+    # Only constants are changed. Other nodes, such as a schema, define their own white space.
     match node["type"]:
         case "optional":
             return optional(_with_whitespace(node["content"], whitespace))

@@ -81,7 +81,8 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
 
         POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or nothing
         OPEN             `Hm.<|end|><|start|>assistant`, because the prompt ends with the header
-        EXCLUDED         `<|start|>assistant`, the start marker of the next message
+        EXCLUDED         `<|start|>assistant`, because the caller constrains only the text after the
+                         reasoning
 
     Args:
         fmt: The format of the output.
@@ -91,20 +92,20 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
     Raises:
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
     """
-    next_start = const(layout.start)
+    next_message_start = const(layout.start)
     is_open = state is ReasoningState.OPEN
     if state is ReasoningState.EXCLUDED:
-        return next_start
+        return next_message_start
     route = first_route(layout, Stage.REASONING)  # The declaration of the message's header.
     if route is None or not layout.ends:
         if is_open:
             raise unclosed_reasoning_error(fmt)
         return NOTHING  # No reasoning message can end, so the output starts with the answer.
-    body = _reasoning_body(fmt, layout)
+    body = _reasoning_body(fmt, layout)  # The reasoning and the marker after it.
     if is_open:
-        return sequence(body, next_start)
+        return sequence(body, next_message_start)
     header = const(header_text(layout, route))
-    return optional(sequence(header, body, next_start))
+    return optional(sequence(header, body, next_message_start))
 
 
 def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:
@@ -195,16 +196,16 @@ def _message_boundary(layout: Messages) -> Node:
 def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
     """Return the grammar node for the header of a message that calls the function `name`.
 
-    Example of a matching text: ` to=functions.f<|message|>`. The node matches the header that the
-    first route declares. The node also matches the headers of those other routes that declare one
-    exact header for constrained output (`Route.written`).
+    Example of a matching text: ` to=functions.f<|message|>`.
 
     Args:
         layout: The declaration of the messages.
-        routes: The declarations of the headers of tool calls.
+        routes: The declarations of the headers of tool calls. The most common header is first.
         name: The name of the function.
     """
     first, *others = routes
+    # Other headers may contain fields that match any text. They are used only if the format also
+    # declares one exact text for constrained output (`Route.written`).
     exact_others = [route for route in others if route.written]
     headers = [header_text(layout, route, name) for route in (first, *exact_others)]
     return one_of(*(const(header) for header in headers))

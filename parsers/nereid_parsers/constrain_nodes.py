@@ -130,12 +130,10 @@ def one_or_more(items: list[Node], separator: Node) -> Node:
 
     Each item in the text must match one of the nodes in `items`. Example: if the items match `a`
     and `b`, and the separator matches `,`, the node matches `a`, `b,a` and `a,a,b`.
-
-    The usual node, `item (separator item)*`, contains all nodes in `items` twice. If there are many
-    items, and the separator is a constant or `WHITESPACE`, the result is a smaller node, which
-    contains each node once.
     """
     item = one_of(*items)
+    # The usual node, `item (separator item)*`, contains each node of `items` twice. For many items,
+    # a smaller node is returned, which contains each node once.
     has_many_items = len(items) > _MAX_DUPLICATED_ITEMS
     if has_many_items and separator == WHITESPACE:
         # `(item separator)+` also matches a separator after the last item. The model need not write
@@ -172,7 +170,7 @@ def tag(node: Node) -> Node:
     """
     begin = ""
     end = ""
-    content = elements_of(node)
+    content = elements_of(node)  # A new list: the elements of a sequence, or the node alone.
     if _is_const(content[0]):
         begin = content.pop(0)["value"]
     if content and _is_const(content[-1]):

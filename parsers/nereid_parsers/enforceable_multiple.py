@@ -66,7 +66,7 @@ def with_enforced_multiple(schema: Schema) -> Schema:
     has_bounds = any(bound in schema for bound in _BOUNDS)
     if "enum" in schema or not has_bounds:
         return as_integer
-    multiples = _multiples(schema, int(multiple))
+    multiples = _multiples(schema, int(multiple))  # [] if they cannot be listed.
     if not multiples:
         return as_integer
     annotations = {key: value for key, value in schema.items() if key in ANNOTATIONS}
@@ -77,12 +77,12 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     """Return all multiples of `multiple` within the bounds of a schema.
 
     Example: the multiples of 5 in `{"minimum": 1, "exclusiveMaximum": 15}` are [5, 10]. The result
-    is [] if there is no lower or no upper bound, if a bound is not a number or too large, or if
-    there are more than `_MAX_MULTIPLES` multiples.
+    is [] if the multiples cannot be listed, for example because there is no upper bound.
     """
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
     if not all(is_number(bound) and abs(bound) < _LIMIT_OF_BOUNDS for bound in bounds):
         return []
+    # One factor for `minimum` and one for `exclusiveMinimum`, if the schema has these keywords.
     lowest = _lowest_factors(schema, multiple)
     highest = _highest_factors(schema, multiple)
     if not lowest or not highest:

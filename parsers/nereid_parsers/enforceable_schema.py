@@ -24,17 +24,22 @@ class _Scope(NamedTuple):
     Attributes:
         root: The outermost schema of the document. It contains the definitions to which the keyword
             `$ref` refers, for example `"#/$defs/Address"`.
-        inlined: The references that were replaced by their definitions. The schema is a part of
-            these definitions. If the schema contains one of these references again, the schema is
-            recursive.
+        replaced_references: The references that were replaced by their definitions. The schema is a
+            part of these definitions. If the schema contains one of these references again, the
+            schema is recursive.
     """
 
     root: object
-    inlined: frozenset[str] = frozenset()
+    replaced_references: frozenset[str] = frozenset()
 
 
-class _Resolved(NamedTuple):
-    """A schema whose references (`$ref`) have been replaced by the referenced definitions."""
+class _SchemaInScope(NamedTuple):
+    """A schema, and the references (`$ref`) that have been replaced by their definitions.
+
+    Attributes:
+        schema: The schema.
+        scope: The outermost schema, and the references that were replaced to build `schema`.
+    """
 
     schema: Schema
     scope: _Scope
@@ -62,12 +67,11 @@ def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
 def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 - JSON
     """Rewrite a schema and all schemas inside the schema, so that xgrammar enforces more keywords.
 
-    The parts of an `allOf` are merged, and `multipleOf` is rewritten. For examples see
-    `enforceable`.
+    Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}]}` gives `{"minimum": 1, "maximum": 5}`.
 
     Args:
         schema: A JSON schema, or a list or an object that contains schemas.
-        scope: The place of the schema in its document.
+        scope: The outermost schema, and the references that have been replaced.
         depth: The number of lists and objects that enclose `schema`.
     """
     if depth > _MAX_DEPTH:
@@ -86,7 +90,7 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
     return rewritten
 
 
-def _without_all_of(schema: Schema, scope: _Scope) -> _Resolved:
+def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     """Merge all schemas in the keyword `allOf` and the other keywords of `schema` into one schema.
 
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
@@ -95,18 +99,17 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _Resolved:
     """
     parts = schema.get("allOf")
     if not isinstance(parts, list):
-        return _Resolved(schema, scope)
-    others = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
-    has_only_annotations = ANNOTATIONS.issuperset(others)  # such as `title`
+        return _SchemaInScope(schema, scope)
+    other_keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
+    has_only_annotations = ANNOTATIONS.issuperset(other_keywords)  # such as `title`
     if has_only_annotations and _is_one_reference(parts):
-        # Annotations do not restrict the values, so one schema can contain both `$ref` and the
-        # annotations.
-        return _Resolved({**parts[0], **others}, scope)
+        # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`.
+        return _SchemaInScope({**parts[0], **other_keywords}, scope)
     try:
-        return _merge_parts([others, *parts], scope)
+        return _merge_parts([other_keywords, *parts], scope)
     except (CannotMergeError, TypeError, AttributeError):
         # TypeError and AttributeError show that the value of a keyword has a wrong type.
-        return _Resolved(schema, scope)
+        return _SchemaInScope(schema, scope)
 
 
 def _is_one_reference(parts: list[Any]) -> bool:
@@ -114,46 +117,48 @@ def _is_one_reference(parts: list[Any]) -> bool:
     return len(parts) == 1 and isinstance(parts[0], Mapping) and "$ref" in parts[0]
 
 
-def _merge_parts(parts: list[object], scope: _Scope) -> _Resolved:
+def _merge_parts(parts: list[object], scope: _Scope) -> _SchemaInScope:
     """Merge schemas into one schema, which accepts a value only if all schemas accept the value.
 
     Example: `[{"minimum": 1}, {"maximum": 5}]` gives `{"minimum": 1, "maximum": 5}`. References in
     `parts` are replaced by their definitions.
 
+    Args:
+        parts: The members of an `allOf`, and the other keywords of the schema.
+        scope: The outermost schema, and the references that have already been replaced. The result
+            also contains the references that are replaced now.
+
     Raises:
         CannotMergeError: The parts cannot be merged.
     """
-    resolved_parts = [_resolve(part, scope) for part in parts]
-    merged = functools.reduce(merge_schemas, [part.schema for part in resolved_parts])
-    inlined = frozenset().union(*(part.scope.inlined for part in resolved_parts))
-    return _Resolved(merged, _Scope(scope.root, inlined))
+    flat_parts = [_flatten_part(part, scope) for part in parts]
+    merged = functools.reduce(merge_schemas, [part.schema for part in flat_parts])
+    replaced = frozenset().union(*(part.scope.replaced_references for part in flat_parts))
+    return _SchemaInScope(merged, _Scope(scope.root, replaced))
 
 
-def _resolve(part: object, scope: _Scope) -> _Resolved:
-    """Rewrite one member of an `allOf`, so that the member contains neither `$ref` nor `allOf`.
+def _flatten_part(part: object, scope: _Scope) -> _SchemaInScope:
+    """Rewrite one member of an `allOf`, so that it can be merged with the other members.
 
-    Only members in this form can be merged keyword by keyword. A `$ref` is replaced by the
-    definition to which the `$ref` refers. The parts of an inner `allOf` are merged.
-
-    Example: if the definition `T` is `{"type": "integer"}`, the member `{"$ref": "#/$defs/T"}`
-    gives `{"type": "integer"}`.
+    The result contains neither `$ref` nor `allOf`. Example: if the definition `T` is
+    `{"type": "integer"}`, the member `{"$ref": "#/$defs/T"}` gives `{"type": "integer"}`.
 
     Raises:
         CannotMergeError: The member is recursive, or refers to another document, or the parts of
             its `allOf` cannot be merged.
     """
     if part is True:  # The schemas `true` and `{}` accept every value.
-        return _Resolved({}, scope)
+        return _SchemaInScope({}, scope)
     if not isinstance(part, Mapping):
         raise CannotMergeError("a member of allOf is `false`, or is not a schema")
-    inlined = _inline_reference(part, scope)
-    merged = _without_all_of(inlined.schema, inlined.scope)
+    without_reference = _replace_reference(part, scope)
+    merged = _without_all_of(without_reference.schema, without_reference.scope)
     if "allOf" in merged.schema:
         raise CannotMergeError("the parts of the inner allOf cannot be merged")
     return merged
 
 
-def _inline_reference(schema: Schema, scope: _Scope) -> _Resolved:
+def _replace_reference(schema: Schema, scope: _Scope) -> _SchemaInScope:
     """Replace the keyword `$ref` of a schema by the definition to which the keyword refers.
 
     The definition is merged with the other keywords. Example: if the definition `T` is
@@ -165,16 +170,17 @@ def _inline_reference(schema: Schema, scope: _Scope) -> _Resolved:
     """
     reference = schema.get("$ref")
     if reference is None:
-        return _Resolved(schema, scope)
+        return _SchemaInScope(schema, scope)
     if not isinstance(reference, str):
         raise CannotMergeError("the value of $ref is not a string")
-    if reference in scope.inlined:
+    if reference in scope.replaced_references:
         raise CannotMergeError("the schema is recursive")
-    others = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
-    definition = _resolve(
-        _definition_of(reference, scope.root), _Scope(scope.root, scope.inlined | {reference})
-    )
-    return _Resolved(merge_schemas(others, definition.schema), definition.scope)
+    other_keywords = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
+    scope_of_definition = _Scope(scope.root, scope.replaced_references | {reference})
+    # The definition may itself contain references and `allOf`.
+    definition = _flatten_part(_definition_of(reference, scope.root), scope_of_definition)
+    merged = merge_schemas(other_keywords, definition.schema)
+    return _SchemaInScope(merged, definition.scope)
 
 
 def _definition_of(reference: str, root: object) -> object:
@@ -187,7 +193,7 @@ def _definition_of(reference: str, root: object) -> object:
         CannotMergeError: `root` contains no such definition, or the reference refers to another
             document.
     """
-    document, *names = reference.split("/")
+    document, *names = reference.split("/")  # Example: "#", and ["$defs", "Address"].
     is_in_root = document == "#"
     if not is_in_root:
         raise CannotMergeError("the reference refers to another document")

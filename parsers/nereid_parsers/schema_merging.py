@@ -58,7 +58,10 @@ def _copy_of(schema: object) -> dict[str, Any]:
 
 
 def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
-    """Merge two schemas keyword by keyword. For an example see `merge_schemas`.
+    """Merge two schemas keyword by keyword.
+
+    Example: `{"type": "integer", "minimum": 1}` and `{"minimum": 3}` give
+    `{"type": "integer", "minimum": 3}`.
 
     Raises:
         CannotMergeError: No value matches both schemas, or the result has a combination of keywords
@@ -72,7 +75,7 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     # `properties` and `additionalProperties` depend on each other, so they are merged together.
     if any(keyword in merged for keyword in _PROPERTY_KEYWORDS):
         merged |= _merge_properties(first, second, merged.get("required") or [])
-    merged = _drop_impossible_choices(merged)
+    merged = _drop_impossible_choices(merged)  # Removes values of `enum` with another type.
     if merged.get("enum") == []:
         raise CannotMergeError("no value of enum matches both schemas")
     if _has_ignored_keyword(merged):
@@ -155,14 +158,16 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     merged = {
         name: _merge_or_forbid(_schema_of(name, first), _schema_of(name, second)) for name in names
     }
+    # The schema of a property is False if one of the two schemas forbids the property.
     allowed = {name: schema for name, schema in merged.items() if schema is not False}
     if any(name in required for name in merged.keys() - allowed.keys()):
         raise CannotMergeError("a required property is forbidden")
-    first_rest, second_rest = _schema_of_others(first), _schema_of_others(second)
-    if first_rest is True and second_rest is True:
+    # The schemas of all properties that `properties` does not name (`additionalProperties`).
+    first_others, second_others = _schema_of_others(first), _schema_of_others(second)
+    if first_others is True and second_others is True:
         return {"properties": allowed}
-    rest = _merge_or_forbid(first_rest, second_rest)
-    return {"properties": allowed, "additionalProperties": rest}
+    others = _merge_or_forbid(first_others, second_others)
+    return {"properties": allowed, "additionalProperties": others}
 
 
 def _schema_of(name: str, schema: Schema) -> object:
@@ -208,14 +213,17 @@ def _has_type(value: object, name: str) -> bool:
 def _has_ignored_keyword(schema: Schema) -> bool:
     """Return whether a schema combines keywords in such a way that xgrammar ignores some of them.
 
-    Examples: xgrammar ignores `minLength` if the schema also has `pattern`, and ignores all other
-    keywords if the schema has a keyword such as `anyOf`. Annotations and the type of an `enum` do
-    not count, because the schema accepts the same values without them.
+    Examples: the result is True for `{"minLength": 1, "pattern": "a"}`, because xgrammar then
+    ignores `minLength`. It is also True for `{"anyOf": [..], "minimum": 1}`, because xgrammar
+    ignores all keywords next to `anyOf`.
     """
     has_length = "minLength" in schema or "maxLength" in schema
     if has_length and "pattern" in schema:
         return True
+    # Annotations, such as `title`, and the type of an `enum` do not count, because the schema
+    # accepts the same values without them.
     restrictions = schema.keys() - ANNOTATIONS
     if "enum" in restrictions and isinstance(schema.get("type"), str):
         restrictions -= {"type"}
-    return bool(_ALTERNATIVES & restrictions) and len(restrictions) > 1
+    has_alternatives = bool(_ALTERNATIVES & restrictions)  # A keyword such as `anyOf`.
+    return has_alternatives and len(restrictions) > 1

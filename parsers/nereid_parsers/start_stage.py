@@ -26,13 +26,12 @@ class StartPoint:
 def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
     r"""Return the initial state of a parser for the output that follows `prompt`.
 
-    A prompt may end with the beginning of the model's message, for example with the marker that
-    opens the reasoning. This beginning is called the "prefill". An empty prompt is treated like
-    None, which means that the prompt is not known.
+    A prompt may end with the beginning of the model's message, the "prefill". Example: the prompt
+    `"..<|im_start|>assistant\n<think>\n"` gives `StartPoint(Stage.CONTENT, prefill="<think>")`. The
+    parser starts in the content, and reads the prefill before the output. Then it is in the
+    reasoning.
 
-    Example: the prompt `"..<|im_start|>assistant\n<think>\n"` gives
-    `StartPoint(Stage.CONTENT, prefill="<think>")`. The parser reads the prefill before the output,
-    so the output then starts in the reasoning.
+    An empty prompt is treated like None, which means that the prompt is not known.
     """
     if isinstance(fmt.layout, Messages):
         return _find_start_in_messages(fmt, fmt.layout, prompt)
@@ -54,18 +53,18 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
     """Return the initial state of a parser for output that is one text, not a list of messages.
 
-    If the prompt contains the beginning of the answer, such as `<think>` in `"..<think>"`, this
-    beginning is the "prefill". The parser reads the prefill before the output, so the markers in
-    the prefill select the stage of the output. Without a prefill, the output starts in the stage
-    that `_stage_without_prefill` returns.
+    The result contains the "prefill", the beginning of the answer that the prompt contains.
+    Examples: the prompt `"..<|assistant|><think>"` has the prefill `<think>`, and the prompt
+    `"..<|assistant|>"` has no prefill.
     """
     if not prompt:
         stage = _stage_without_prefill(layout, is_prompt_known=False)
         return StartPoint(stage, is_prompt_known=False)
     prefill = _text_after_turn(fmt, prompt)
-    if prefill is None:  # The start of the model's turn is not known.
+    if prefill is None:  # The format does not declare the text that starts an answer.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
+        # The parser reads the prefill before the output. Its markers then change the stage.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
 
@@ -73,9 +72,8 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
 def _stage_without_prefill(layout: Sections, *, is_prompt_known: bool) -> Stage:
     """Return the part of the message that the model writes first: the reasoning or the content.
 
-    The prompt must contain no part of the model's message.
-
-    The opener of the reasoning decides whether this stage is the reasoning or the content:
+    The prompt contains no part of the model's message. The result depends on the format's
+    declaration of who writes the opening marker of the reasoning (`opener`):
 
         opener           prompt is known   prompt is not known
         FORCED           reasoning         reasoning
@@ -119,16 +117,17 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
 def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
     """Return the initial state of a parser for output that is a sequence of messages.
 
-    Examples for prompts:
-
-        `"..<|start|>assistant<|channel|>final<|message|>"`   The prompt ends inside a message. The
-                                                              text from `<|start|>` is the prefill.
-        `"..<|end|>"`                                         The output starts inside a header.
+    Examples: the prompt `"..<|end|><|start|>assistant"` ends with an unfinished message, so
+    `<|start|>assistant` is the prefill. The prompt `"..<|end|>"` has no prefill, so the output
+    starts with the header of a message.
     """
     if not prompt:
-        return StartPoint(None, is_prompt_known=False)
+        return StartPoint(stage=None, is_prompt_known=False)
     prefill = _open_message(fmt, layout, prompt)
-    return StartPoint(Stage.CONTENT, prefill) if prefill.strip() else StartPoint(None)
+    if prefill.strip():
+        # The parser reads the prefill before the output. Its markers then change the stage.
+        return StartPoint(Stage.CONTENT, prefill)
+    return StartPoint(stage=None)  # None means that the output starts with a header.
 
 
 def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
@@ -155,13 +154,13 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
 def _open_message_without_ends(fmt: FormatData, message_start: str, prompt: str) -> str:
     """Return the unfinished last message of a prompt whose messages have no end markers.
 
-    Without end markers, the prompt does not show whether the last message is complete. The model
-    continues the last message in two cases:
+    Without end markers, the prompt does not show whether the last message is complete. Two texts
+    show that the model continues a message:
 
-    - The prompt ends with `message_start`, the marker before each message. The result is this
-      marker.
-    - The prompt contains a marker of `fmt.turn`, which opens the model's turn. The result is the
-      text after the last of these markers.
+        `..>>>`                The prompt ends with the marker before each message, here `>>>`. The
+                               result is this marker.
+        `..<|assistant|>Hi`    The prompt contains the text that opens the model's turn, here
+                               `<|assistant|>`. The result is the text after it, `Hi`.
 
     In all other cases, the result is "".
     """

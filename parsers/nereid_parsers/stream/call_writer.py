@@ -95,8 +95,8 @@ class CallWriter:
         """
         # The settings of the writer. They do not change.
         self.tools = tools
-        # The policy RAW never changes the arguments. The other policies may repair or discard the
-        # arguments when the arguments are complete. Until then, the arguments are stored.
+        # The policy RAW passes on arguments that are not valid JSON. The other policies repair or
+        # discard such arguments, so all arguments are stored until they are complete.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._policy = policy
         self._events = events
@@ -105,9 +105,9 @@ class CallWriter:
         self.is_open = False  # Whether a tool call has started and not ended.
         self.last_index = -1  # The index of the last tool call with events, or -1.
         self.num_started = 0  # The number of tool calls, including discarded tool calls.
-        self._num_cuts = 0  # The number of calls of `cut_arguments_at` that removed text.
-        # Messages about deviations from the model's usual syntax. The end event of the open tool
-        # call, or of the next tool call, will contain these messages.
+        self._num_cuts = 0  # How often text was removed from the end of stored arguments.
+        # Messages about deviations from the model's usual syntax, such as a missing marker. The end
+        # event of the open tool call, or of the next tool call, will contain these messages.
         self._deviations: list[str] = []
 
     def add_deviation(self, deviation: str) -> None:
@@ -127,8 +127,6 @@ class CallWriter:
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a call of the tool `name`. Return False if the text of the call is content instead.
 
-        A tool call that the policy discards also starts, but none of its events are appended.
-
         Args:
             name: The name of the function.
             call_id: The id that the model wrote, or "".
@@ -138,12 +136,14 @@ class CallWriter:
         Returns:
             False if the text is content. The caller must then write the text as content.
         """
+        # The policy may forward, discard or not recognise a call of an unknown function.
         treatment = self._treatment_of(name, is_confirmed=is_confirmed)
         if treatment is UnknownTool.CONTENT:
             return False
         self.is_open = True
         self.num_started += 1
-        is_discarded = treatment is UnknownTool.DROP
+        is_discarded = treatment is UnknownTool.DROP  # No events are appended for this call.
+        # Removes a superfluous object around the arguments: `{"arguments": {"a": 1}}`.
         wrapper_filter = WrapperFilter(is_passing=not may_be_wrapped(name, self.tools))
         self._call = _StartedCall(name, call_id, is_discarded, wrapper_filter)
         if is_discarded:
@@ -185,20 +185,20 @@ class CallWriter:
         self._events.append(ToolCallStart(self.last_index, id=call_id, name=self._call.name))
 
     def write(self, text: str) -> None:
-        """Add a piece of JSON text to the arguments of the open tool call.
+        """Add a piece of JSON text, such as `{"a": `, to the arguments of the open tool call.
 
         If `stores_arguments` is true, the piece is stored, and `end` appends its event. Otherwise
-        an event with the piece is appended, unless the policy discards the tool call. If the
-        arguments may be enclosed in an additional object, as in `{"arguments": {"a": 1}}`, the
-        event contains only the text that the filter no longer delays.
+        an event with the piece is appended, unless the policy discards the tool call.
         """
         call = self._call
         if self.stores_arguments:
             call.stored_arguments.append(text)
         elif not call.is_discarded:
+            # A superfluous object may enclose the arguments, as in `{"arguments": {"a": 1}}`. The
+            # filter stores the text while this is possible, and then returns "".
             wrapper_filter = call.wrapper_filter
-            passed_on = text if wrapper_filter.is_passing else wrapper_filter.add(text)
-            self._append_arguments(passed_on)
+            ready_text = text if wrapper_filter.is_passing else wrapper_filter.add(text)
+            self._append_arguments(ready_text)
 
     def _append_arguments(self, text: str) -> None:
         """Append an event for a piece of the arguments. Do nothing if `text` is empty."""
@@ -209,39 +209,31 @@ class CallWriter:
     def end(self, fault: str | None = None) -> None:
         """End the tool call, and append the events that have not been appended yet.
 
-        There are three cases:
-
-        - The tool call is discarded, because its function is unknown. No events are appended.
-        - The arguments are stored, so no event has been appended. All events are appended now.
-        - Events were appended in `start` and `write`. Only the last events are appended now.
-
-        The last event contains `fault` and the descriptions that `add_deviation` has stored. These
-        descriptions are then deleted.
-
         Args:
-            fault: A description of the error in the text of the tool call, or None.
+            fault: A description of the error in the text of the tool call, or None. The last event
+                contains this description.
         """
         self.is_open = False
         if fault:
             self.add_deviation(fault)
-        if self._call.is_discarded:
+        if self._call.is_discarded:  # The request does not offer this function.
             self._deviations = []
-        elif self.stores_arguments:
+        elif self.stores_arguments:  # No event has been appended yet.
             self._append_stored_call()
-        else:
+        else:  # `start` and `write` have appended the other events.
             self._append_last_events()
 
     def _append_last_events(self) -> None:
-        """Append the events for the stored arguments of a tool call, and then the end event.
+        """Append the last events of a tool call whose other events have already been appended.
 
         The filter stores arguments such as `{"arguments": {"a": 1}}`, because the outer object may
-        be superfluous. Without the outer object, the stored text is `{"a": 1}`. If the model has
-        written no arguments, `{}` is appended.
+        be superfluous. If it is superfluous, the appended arguments are `{"a": 1}`. If the model
+        has written no arguments, the appended arguments are `{}`. The end event follows.
         """
-        delayed = self._call.wrapper_filter.finish()
-        if delayed.is_unwrapped:
+        stored = self._call.wrapper_filter.finish()
+        if stored.is_unwrapped:
             self.add_deviation(_WRAPPED_ARGUMENTS)
-        self._append_arguments(delayed.text)
+        self._append_arguments(stored.text)
         if not self._call.has_arguments_event:
             self._append_arguments(_EMPTY_ARGUMENTS)
         self._append_end()
@@ -256,15 +248,15 @@ class CallWriter:
         self._deviations = []
 
     def _append_stored_call(self) -> None:
-        """Append the start event, the arguments and the end event of a tool call.
+        """Append all events of a tool call whose arguments have been stored until now.
 
-        The arguments have been stored until now. Examples:
+        Arguments that are not valid JSON are repaired if possible:
 
-            stored text        arguments in the event
-            `{"a": 1}`         `{"a": 1}`
-            `{"a": [1`         `{"a": [1]}`, because the text can be repaired
-            `[1]`, not an      `[1]`, or no event at all if the policy (REPAIR_OR_DROP) discards
-            object             tool calls with arguments that cannot be repaired
+            stored text   arguments in the event
+            `{"a": 1}`    `{"a": 1}`
+            `{"a": [1`    `{"a": [1]}`, because the text can be repaired
+            `[1]`         `[1]`, which is not an object and cannot be repaired. With the policy
+                          REPAIR_OR_DROP, no event is appended.
         """
         model_text = "".join(self._call.stored_arguments).strip() or _EMPTY_ARGUMENTS
         json_object = self._repair_and_unwrap(model_text)
@@ -332,23 +324,18 @@ class CallWriter:
         return found_marker + after
 
     def restart_numbering(self, events: list[Event]) -> list[Event]:
-        """Restart the indices of tool calls at 0, because the prompt has ended.
+        """Restart the numbers of tool calls at 0, because the prompt has ended.
 
-        The prompt may contain the beginning of the message. The client receives no tool call that
-        has ended in the prompt, so the first tool call for the client gets the index 0. Changes
-        `num_started` and `last_index`.
-
-        Example: the prompt contains a complete call of `f`, and then a call of `g` up to the text
-        `{"a"` of its arguments. The result is `ToolCallStart(0, id=.., name="g")` and
-        `ArgumentsDelta(0, '{"a"')`.
+        A prompt may end with the start of the message that the model continues. The client receives
+        no tool call that has ended in the prompt. Example: if the prompt ends with a call of `f`
+        and the start of a call of `g`, as in `f(a=1), g(b=`, the call of `g` gets the index 0.
 
         Args:
             events: All events of the prompt. The list is not changed.
 
         Returns:
-            The events of the tool call that is open at the end of the prompt, with the index 0. The
-            client needs these events, because the output continues this tool call. The list is
-            empty if no tool call is open, or if no event of the open tool call has been appended.
+            The events of the tool call that is open at the end of the prompt, with the index 0,
+            because the output continues this tool call. The list is empty if there are none.
         """
         self.num_started = 1 if self.is_open else 0
         if not self._has_appended_start():

@@ -167,15 +167,16 @@ def analyze_checkpoint_template(
 def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAnalysis:
     """Infer the format of a model's output. If `known_format` is not None, only check this format.
 
-    Mutates: `prober.form`, the form of messages that the template can render. `prober` also stores
-    the comparisons and the open questions, which are copied into the result.
+    Mutates: `prober.form`, the data structure that the template expects for messages. `prober` also
+    stores the comparisons and the open questions, which are copied into the result.
 
     Args:
         prober: Renders test conversations with the template.
         known_format: The declared format of a template whose format cannot be inferred, or None.
     """
+    # Templates expect messages in different forms: for example, `content` is a string or a list.
     _choose_content_form(prober)
-    call_form = prober.find_call_form()  # the form of messages with tool calls, or None
+    call_form = prober.find_call_form()  # None if the template renders no tool calls.
     if call_form is not None:
         prober.form = call_form
     turn = compare_generation_prompt(prober)  # the text around the model's answers
@@ -241,10 +242,10 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
 def _check_known_format(
     turn: ModelTurn, known_format: QuarantineEntry, *, has_calls: bool
 ) -> CheckedFormat:
-    """Return the output format that quarantine.py contains for a template, and check this format.
+    """Check the output format that quarantine.py declares for a template, and return the result.
 
-    Rendered conversations are compared although the format is known, because the report shows the
-    comparisons. To check the format, the parser parses rendered messages with this format.
+    To check the format, rendered messages are parsed with it. Rendered conversations are compared
+    although the format is known, because the report shows the comparisons.
 
     Mutates: `turn.prober`, which stores the comparisons and the sentences for the report.
 
@@ -259,22 +260,19 @@ def _check_known_format(
     )
     reasoning = find_rendered_reasoning(turn)
     tools = _compare_known_calls(turn, has_calls=has_calls)
-    # This comparison is needed only for the markers that end a message, such as `<|im_end|>`. The
-    # known format already contains the markers around reasoning and content. Therefore,
-    # `ReasoningFindings()`, which contains no findings, is passed.
-    end_markers = compare_content(turn, ReasoningFindings()).end_markers
+    # The known format contains all markers except those that end a message, such as `<|im_end|>`.
+    no_findings = ReasoningFindings()
+    end_markers = compare_content(turn, no_findings).end_markers
     fmt = _with_turn_ends(known_format.make_format(), end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)
     return check_format(fmt, turn_with_ends, Findings(reasoning, wrapper=None, tools=tools))
 
 
 def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Compare rendered tool calls whose syntax is already known, and return the findings.
+    """Find out whether a message can have several tool calls, whose syntax is already known.
 
-    The report shows two comparisons. T1 compares an answer without a tool call and an answer with a
-    tool call. T2 compares a message with one tool call and a message with two tool calls.
-
-    Mutates: `turn.prober`, which records the comparisons for the report.
+    Mutates: `turn.prober`, which records two comparisons for the report: T1 shows one tool call,
+    and T2 shows two tool calls.
 
     Args:
         turn: The text around the model's answers in the renderings.

@@ -43,8 +43,8 @@ class CheckedFormat(NamedTuple):
 def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     """Build a `Format` from the findings, and parse rendered messages to check this `Format`.
 
-    If the parser does not return the tool call of a rendered message, the result is a format
-    without tool calls. With this format, the parser returns the text of a tool call as content.
+    If the parser does not return the tool call of a rendered message, the inferred tool calls are
+    wrong. The result is then a format without tool calls, so that their text becomes content.
 
     Mutates: `turn.prober.undecided`. A sentence for the report is appended for each message that
     was parsed wrongly, and for findings that contradict each other.
@@ -55,7 +55,7 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     """
     undecided = turn.prober.undecided
     checked = check_format(_make_format(turn, findings), turn, findings)
-    wrong_call = _wrong_call(checked.proofs)
+    wrong_call = _wrong_call(checked.proofs)  # A rendered message that was parsed wrongly.
     if wrong_call is not None:
         undecided.append(
             "The format of the calls could not be inferred: the parser did not return the call "
@@ -135,12 +135,12 @@ def _visible_markers(reasoning: Reasoning | None) -> list[str]:
 
 
 def _ends_of_format(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
-    """Return the texts, such as `<|end|>` and `<|assistant|>`, that the parser removes.
+    """Return the texts at the ends of messages that the parser removes, such as `<|end|>`.
 
     There are two kinds of such texts:
 
-        end markers      `<|end|>` ends a turn.
-        inner headers    `<|assistant|>` opens a turn. Some models write this header inside their
+        end markers      `<|end|>` ends a message.
+        inner headers    `<|assistant|>` opens a message. Some models write this header inside their
                          output, for example between the content and a tool call.
 
     Args:

@@ -118,10 +118,8 @@ def _combine(
 ) -> ChosenFormat:
     """Combine one part of the chosen format, such as reasoning, with the checkpoint's other parts.
 
-    The files of the checkpoint contain or imply a whole format, and the user chose another format
-    only for its reasoning part or only for its tool section. Only formats whose layout is
-    `Sections` consist of such parts. If one of the two formats has another layout, the result is
-    the whole chosen format.
+    Example: the user chose a format only for its reasoning. The tool calls are then written as the
+    files of the checkpoint declare.
 
     Args:
         chosen: The format that the user chose.
@@ -132,6 +130,7 @@ def _combine(
     """
     why_chosen = f"The user chose the format {chosen_name!r}."
     from_files = file_format.format
+    # Only formats whose layout is `Sections` consist of separate parts.
     if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
         why_whole = "It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", f"{why_chosen} {why_whole}")

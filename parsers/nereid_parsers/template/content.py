@@ -72,6 +72,7 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     before, content, after = answer.partition(CONTENT_TEXT)
     if not content:  # The template does not render the content.
         return ContentFindings(reasoning.wrapper)
+    # Without `<think></think>`, only the opening marker of the content remains before the content.
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
     wrapper = _wrapper_around(markup_before, after, turn.after_user_message)
     after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
@@ -102,7 +103,8 @@ def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> 
     """
     if not markup_before:
         return None  # Without an opening marker, the marker after the content ends the turn.
-    return Wrapper(markup_before, _wrapper_close(after, markup_before.strip(), after_user_message))
+    closing = _wrapper_close(after, markup_before.strip(), after_user_message)
+    return Wrapper(markup_before, closing)
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
@@ -222,13 +224,13 @@ def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     """Return the markers after the content that end the message. Return [] if there are none.
 
-    The text after a user's message shows which markers end a turn. There are three cases. The
-    columns show the text after the content of an answer, the text after a user's message, and the
-    result:
+    Usually, the first marker ends the message, such as `<|im_end|>`. A text that also follows a
+    user's message ends a message, too. Examples:
 
-        `<|eom|><|eot|>`        `<|eot|>`               two markers: ["<|eom|>", "<|eot|>"]
-        `<|out|>turn<|of|>`     `<|out|>turn<|of|>`     markers and a word: ["<|out|>turn<|of|>"]
-        `<|im_end|>`            any text                one marker: ["<|im_end|>"]
+        after an answer       after a user's message   result
+        `<|eom|><|eot|>`      `<|eot|>`                ["<|eom|>", "<|eot|>"]
+        `<|out|>turn<|of|>`   `<|out|>turn<|of|>`      ["<|out|>turn<|of|>"]
+        `<|im_end|><|x|>`     `<|im_end|>`             ["<|im_end|>"]
 
     Args:
         after: The text after the content of an answer.
@@ -240,7 +242,8 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
     if first in ("", EOS_TOKEN):  # EOS_TOKEN is a placeholder for an unknown token.
         return []
-    if second != first and _ends_user_turn(second, after_user_message, turn.header):
+    second_ends_turn = _ends_user_turn(second, after_user_message, turn.header)
+    if second_ends_turn and second != first:
         return [first, second]
     with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
     return with_words or [first]
@@ -263,9 +266,8 @@ def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
     """Return the text that ends a message and consists of markers and words: `<|out|>turn<|of|>`.
 
-    The end of a turn is a text that follows an answer and also follows a user's message. If one
-    more marker follows the end of the turn in both places, the result contains this marker too.
-    Return [] if no markers and words end a turn.
+    The text must follow an answer and also a user's message. If one more marker follows the text in
+    both places, the result contains this marker too. Return [] if there is no such text.
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
@@ -292,8 +294,8 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
     """Return the markers and words that end both an answer and a user's message, or "".
 
-    Return "" if markers and words do not follow in both places. Also return "" if they contain the
-    header of the model, because the header opens the next turn.
+    A text that contains the model's header, as in the second example, opens the next message. It is
+    not the end of a message.
 
     >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", "<|in|>")
     '<|out|>turn<|of|>'
@@ -328,23 +330,21 @@ def _shared_first_marker(text: str, other: str) -> str:
 
 
 def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
-    r"""Return the markup that closes the content, and the white space before this markup.
+    r"""Return the markup that closes the content, and the white space before this markup, or "".
 
-    Return "" if no markup closes the content.
+    In these examples, every message ends with `<|im_end|>`:
 
-    There are three cases. In this table, every message ends with `<|im_end|>`. The columns show the
-    opening markup, the text after the content, and the result:
-
-        <answer>             \n</answer><|im_end|>            "\n</answer>"
-        <|in|>answer<|sep|>  <|out|>answer<|sep|><|im_end|>   "<|out|>answer<|sep|>"
-        <answer>             <|im_end|>                       "", because <|im_end|> ends the turn
+        before the content    after the content                result
+        <answer>              \n</answer><|im_end|>            "\n</answer>"
+        <|in|>answer<|sep|>   <|out|>answer<|sep|><|im_end|>   "<|out|>answer<|sep|>"
+        <answer>              <|im_end|>                       "": <|im_end|> ends the message.
 
     Args:
         after: The text after the content.
         opening: The markup before the content.
         after_user_message: The text after a user's message. It shows which marker ends a turn.
     """
-    markers_and_words = compound_closing(after, opening)  # the second line of the table, or ""
+    markers_and_words = compound_closing(after, opening)  # "", except in the second example.
     if markers_and_words:
         return markers_and_words
     marker = leading_marker(after)

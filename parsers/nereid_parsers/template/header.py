@@ -65,6 +65,7 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
     Returns:
         The header, the rendered prompts, and the text after the user's question.
     """
+    # One prompt for each setting of switches such as `enable_thinking`.
     rendered_prompts = _rendered_prompts(prober)
     header = _find_header(prober, [prompt.text for prompt in rendered_prompts])
     prompts = tuple(
@@ -129,7 +130,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     r"""Return the header, which is the text that opens every assistant message.
 
     The search starts with the generation prompt, the text that opens the model's answer at the end
-    of a prompt. Each step removes a part that does not belong to the header. Example:
+    of a prompt. Two steps remove text that does not belong to the header. Example:
 
         generation prompt                              "<|start|>assistant\n<think></think>\n\n"
         only the part that all renderings contain      "<|start|>assistant\n<think></think>\n"
@@ -145,12 +146,13 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     generation_prompt = _generation_prompt(question, question_and_prompt)
     if generation_prompt.strip():
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
-        shared = _part_in_renderings(generation_prompt, [*answers, *prompt_ends])
+        shared_text = _part_in_renderings(generation_prompt, [*answers, *prompt_ends])
     else:
         # The template ignores `add_generation_prompt`. So only conversations with an answer contain
         # the header of an assistant message.
-        shared = _prefix_of_all(text_after_last(question_and_prompt, USER_TEXT), answers)
-    return _drop_text_after_header(shared, answers, _user_header(question))
+        after_question = text_after_last(question_and_prompt, USER_TEXT)
+        shared_text = _prefix_of_all(after_question, answers)
+    return _drop_text_after_header(shared_text, answers, _user_header(question))
 
 
 def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: str) -> str:
@@ -285,16 +287,16 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     """Remove the opening marker of reasoning, such as `<think>`, from the end of `header`.
 
     The header is the text that opens every assistant message. If every answer starts with
-    `<think>`, the search for the header has included `<think>`. The answers show whether the last
-    marker of the header opens reasoning: if one answer continues with the closing marker, the two
-    markers enclose empty reasoning. Otherwise, return `header` unchanged.
+    `<think>`, the search for the header has included `<think>`. An answer that continues with
+    `</think>` shows that the last marker of the header opens reasoning:
 
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])
     '<|assistant|>'
 
     Args:
-        header: The header that the search has found.
+        header: The header that the search has found. It is returned unchanged if its last marker
+            does not open reasoning.
         answers: The rendered answers, each with the header. Only answers with content are used.
     """
     opening = trailing_marker(header)

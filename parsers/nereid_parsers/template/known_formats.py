@@ -30,23 +30,20 @@ from nereid_parsers.tool_declarations import Body
 def add_family_variants(section: ToolSection) -> ToolSection:
     """Extend a description of tool calls, so that it also covers the tool calls of related models.
 
-    A tool section declares how a model writes tool calls. A template renders only one variant of a
-    tool call, but models of one family also write other variants. The registry of formats contains
-    the tool sections of the known model families, and each section declares the variants of its
-    family.
-
-    Example: a template renders `<tool_call><function=f>..</function></tool_call>`. Models of this
-    family sometimes omit `<tool_call>`, so the result has a second variant that starts with
+    A template renders only one way to write a tool call, but models often write others. Example: a
+    template renders `<tool_call><function=f>..</function></tool_call>`. Models of this family
+    sometimes omit `<tool_call>`, so the result has a second variant that starts with
     `<function=f>`.
 
     Args:
-        section: The tool section that was inferred from the template. It is returned unchanged if
-            its tool calls belong to no known family.
+        section: The description that was inferred from the template. It is returned unchanged if
+            its tool calls belong to no known family of models.
     """
-    families = _families_of(section)
+    families = _families_of(section)  # The registered descriptions with equal markers.
     if not families:
         return section
     first, *others = section.calls
+    # Models of the family may also write other JSON keys than the template.
     calls = [_accept_family_keys(first, families), *others]
     family_variants = [variant for family in families for variant in _other_variants(family, first)]
     return replace(
@@ -94,14 +91,10 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
 
 
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
-    """Yield each way in which a model family writes tool calls, except the first way.
+    """Yield the other ways in which a model family writes tool calls.
 
-    A `Call` declares one way to write a tool call: the markers, and the body with the arguments.
-    The family and `inferred_call` have the first way in common, but the template may write another
-    body between the markers. Therefore, if another way of the family has the body of the first way,
-    this body is replaced by the body of `inferred_call`.
-
-    Example: the family declares `<call>BODY</call>` and `[call]BODY`, and the template renders
+    The first way has the markers of the inferred tool call, but may have another body. Example: the
+    family declares `<call>BODY</call>` and `[call]BODY`, and the template renders
     `<call>OTHER</call>`. The function yields `[call]OTHER`.
 
     Args:
@@ -110,6 +103,8 @@ def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """
     first_of_family, *others = family.calls
     for variant in others:
+        # If a model writes the body of the first way after another marker, it writes the inferred
+        # body there, too.
         has_body_of_first = variant.body == first_of_family.body
         yield replace(variant, body=inferred_call.body) if has_body_of_first else variant
 

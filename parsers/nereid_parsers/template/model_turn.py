@@ -107,6 +107,7 @@ class ModelTurn:
         rendering = self.prober.render(conversation, form)
         if rendering is None:
             return None
+        # The text after the user's question or the tool's result.
         after_input = _text_after_input(rendering, conversation)
         header = _header_in(after_input, self.header)
         if not header:
@@ -258,16 +259,13 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     """Return the texts that can open the model's answer at the end of a prompt.
 
     The parser searches a prompt for these texts, because the text after them is the start of the
-    answer. After a question, the header opens the answer. After a tool's result, there are three
-    cases. In this table, the header is `<|assistant|>`:
+    answer. After a question, the header opens the answer. After a tool's result, another text may
+    open the answer. Examples for the header `<|assistant|>`:
 
-        End of the prompt          Returned texts
-        </result><|assistant|>     ("<|assistant|>",)
-        </result><|answer|>        ("<|assistant|>", "<|answer|>")
-        </result>                  ()
-
-    In the third case, no text opens the answer. If the header were returned, the parser would find
-    the header of an earlier message in the prompt.
+        end of a prompt with a result   returned texts
+        </result><|assistant|>          ("<|assistant|>",)
+        </result><|answer|>             ("<|assistant|>", "<|answer|>")
+        </result>                       ()
 
     Args:
         turn: The header and the markers that end a message, and the prober that renders the
@@ -286,6 +284,8 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if prompt_end is None or header in prompt_end:
         return (header,)
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
+    # If no text opens the answer, the header is not returned either. Otherwise the parser would
+    # find the header of an earlier message in the prompt.
     return (header, other_marker) if other_marker else ()
 
 

@@ -119,9 +119,7 @@ class Prober:
     def _variables(self, conversation: Conversation, form: InputForm) -> dict[str, Any]:
         """Return the template variables for a conversation, such as `messages` and `tools`.
 
-        If several sources set one variable, the first of these sources is used: the thinking
-        switches of the conversation, such as enable_thinking=False, then `kwargs`, and then
-        `_blank_variables`. The template fails without the blank variables, so they are set to "".
+        Example: {"messages": [..], "tools": None, "bos_token": "<s>", "enable_thinking": False, ..}
 
         Args:
             conversation: The conversation.
@@ -137,9 +135,11 @@ class Prober:
             "add_generation_prompt": conversation.generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
+            # If a variable has several sources, the last of them decides. The template fails if a
+            # blank variable is missing.
             **dict.fromkeys(self._blank_variables, ""),
             **self.kwargs,
-            **dict(conversation.switches.variables),
+            **dict(conversation.switches.variables),  # Such as enable_thinking=False.
         }
 
     def _undefined_variable(self, error_message: str) -> str | None:

@@ -139,7 +139,7 @@ class _AnswerRenderer:
             answer = self._answer_to_result(conversation, prompt)
         else:
             answer = self._answer_to_question(conversation, prompt)
-        if answer is None or self.reasoning is None:
+        if answer is None or self.reasoning is None:  # The model writes no reasoning.
             return answer
         return _close_open_reasoning(answer, prompt, self.reasoning)
 
@@ -152,12 +152,12 @@ class _AnswerRenderer:
 
         Return None if the template fails to render the conversation.
         """
-        answer = self.turn.generated_text(conversation)
+        answer = self.turn.generated_text(conversation)  # Without the header and the end markers.
         if answer is None:
             return None
         prompt_end = prompt_after_header(prompt, self.turn.header).strip()  # such as "<think>"
         rest_of_answer = _drop_prompt_end(answer, prompt_end)
-        if self.reasoning is None:
+        if self.reasoning is None:  # The model writes no reasoning.
             return rest_of_answer
         return _drop_repeated_closing(rest_of_answer, prompt_end, self.reasoning.close.strip())
 

@@ -71,6 +71,7 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
+    # The opener declares whether the prompt or the model writes the opening marker.
     part = replace(markup.part, opener=_infer_opener(turn, markup.part))
     if findings.conversation is not None:
         # The opening marker of a tool call, such as `<tool_call>`, may end the reasoning in the
@@ -136,7 +137,7 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         The markers around the reasoning and around the content. None if the opening marker or the
         closing marker of reasoning is missing.
     """
-    around = _cut_at_reasoning(turn, conversation)
+    around = _cut_at_reasoning(turn, conversation)  # The texts before and after the reasoning.
     pair = _markers_of_reasoning(turn, around)
     if not pair.opening or not pair.closing.strip():
         turn.prober.record_undecided(
@@ -254,7 +255,7 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
         before: The text of the rendered message before the reasoning.
     """
     if before.strip():
-        return last_opening(before)
+        return last_opening(before)  # Usually the last marker before the reasoning.
     openings = [first_opening(prompt.after_header) for prompt in turn.prompts]
     return next((opening for opening in openings if opening), "")
 

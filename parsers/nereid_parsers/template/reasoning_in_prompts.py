@@ -59,17 +59,15 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """Return the closing marker of reasoning. Return "" if `prompt` contains no opening marker.
+    """Return the closing marker of the reasoning that a prompt opens after the header, or "".
 
-    Example: the prompt "..<|assistant|><think>" has the header `<|assistant|>`. After the header,
-    the prompt opens reasoning with `<think>`, so the result is `</think>`. The first marker after
-    the header opens reasoning in three cases:
+    Examples of the text after the header, such as `<|assistant|>`:
 
-    - The name of the first marker refers to thinking. If there is a second marker, it is the
-      closing marker. Otherwise, the closing marker is derived from the first marker.
-    - The second marker is the closing marker of the first marker, as in `<notes></notes>`.
-    - A thinking switch has changed the text after the header, and a closing marker of the first
-      marker occurs in the template or in a prompt.
+        `<think>`            `</think>`, because the name of the marker refers to thinking
+        `<notes></notes>`    `</notes>`, because the second marker closes the first marker
+        `<notes>`            `</notes>`, if a thinking switch such as enable_thinking=True has added
+                             `<notes>`, and `</notes>` occurs in the template or in a prompt
+        `<|channel|>`        "", because this marker does not open reasoning
 
     Args:
         turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
@@ -79,15 +77,16 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
         The closing marker, or "" if the prompt does not open reasoning.
     """
     first, second = first_two(markers(prompt.after_header))  # A missing marker is "".
-    possible_closings = closing_spellings(first)
-    if second and (is_thinking_marker(first) or second in possible_closings):
+    is_thinking = is_thinking_marker(first)
+    possible_closings = closing_spellings(first)  # Such as ["</think>"] for `<think>`.
+    if second and (is_thinking or second in possible_closings):
         return second
-    derived_closing = first_occurring(turn, possible_closings)
-    if is_thinking_marker(first):
+    used_closing = first_occurring(turn, possible_closings)  # In the template or in a prompt.
+    if is_thinking:
         first_spelling, _ = first_two(possible_closings)
-        return derived_closing or first_spelling
+        return used_closing or first_spelling
     is_changed_by_switch = prompt.after_header != turn.prompts[0].after_header
-    return derived_closing if is_changed_by_switch else ""
+    return used_closing if is_changed_by_switch else ""
 
 
 def _add_line_breaks(closing: str, opening: str) -> str:
@@ -138,9 +137,7 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
 
     Example: the default prompt is "Hello.", and `prompt` is "Write <think></think> and
     <answer></answer>. Hello." The result contains the pairs `<think></think>` and
-    `<answer></answer>`. In instructions about thinking, the first pair encloses the reasoning.
-    Instructions whose first pair has a name that does not refer to thinking have another purpose,
-    so the result is then [].
+    `<answer></answer>`. The first pair encloses the reasoning.
 
     Args:
         default: The prompt with the default values of the thinking switches.
@@ -150,6 +147,7 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
         return []  # The analysis itself added a system message, so the text is no instruction.
     added_instructions = difference(default.text, prompt.text).right
     pairs = empty_pairs(added_instructions)
+    # Instructions whose first pair has another name have another purpose.
     is_about_thinking = bool(pairs) and is_thinking_marker(pairs[0].opening)
     return pairs if is_about_thinking else []
 

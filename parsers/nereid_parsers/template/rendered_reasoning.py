@@ -68,9 +68,9 @@ class ReasoningFindings:
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Find a conversation with rendered reasoning, and the effects of switches (`enable_thinking`).
 
-    A thinking switch is a template variable such as `enable_thinking`. A switch adds text, such as
-    "<think></think>", to the generation prompt, which opens the model's answer. The caller infers
-    the markers of the reasoning later, so the attribute `part` of the result is None.
+    The result contains a conversation whose reasoning the template renders, the message fields from
+    which the template reads the reasoning, and the text that each setting of a switch adds to a
+    prompt. The caller infers the markers later, so the attribute `part` of the result is None.
 
     Mutates: `turn.prober.form`. From then on, the prober writes the reasoning of a message to the
         place from which the template reads reasoning, for example to the field `reasoning_content`.
@@ -183,20 +183,16 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
 def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
     """Return the text that settings such as `enable_thinking=False` add to the end of a prompt.
 
-    A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
-    text that opens the model's answer. `turn.prompts` contains one generation prompt for each
-    setting. Example: {"enable_thinking=False": "<think></think>"} is the result if this setting
-    adds "<think></think>" after the header `<|im_start|>assistant`.
-
-    A setting is omitted if it adds no other text than the default setting. A setting of several
-    switches is also omitted if a part of these switches adds an equal text.
+    Example: {"enable_thinking=False": "<think></think>"} is the result if this setting adds
+    "<think></think>" after the header `<|im_start|>assistant`. `turn.prompts` contains one prompt
+    for each setting of the switches, and the default prompt is the first.
     """
     if not turn.prompts:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # The sort puts prompts with fewer switches first, because the loop below compares each prompt
-    # with all prompts before it.
+    # If `a=True` alone has the effect of `a=True, b=True`, only `a=True` is reported. The sort puts
+    # prompts with fewer switches first, so that the loop reports them first.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:

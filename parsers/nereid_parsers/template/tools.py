@@ -104,7 +104,7 @@ def find_tools(
     """
     renderer = CallRenderer(turn, reasoning, wrapper)
     one_call = compare_call_presence(renderer)  # T1
-    if not one_call:
+    if not one_call:  # The template renders no tool calls, so their format can only be guessed.
         return ToolFindings(part=recognise_unrendered_calls(renderer))
     two_calls = compare_two_calls(renderer)  # T2
     texts = _render_calls(renderer, one_call, two_calls)
@@ -115,6 +115,7 @@ def find_tools(
         with_content=content_before_call.is_rendered,
         inner_headers=content_before_call.inner_headers,
     )
+    # Without numbers, two tool calls differ only in their names and arguments.
     inference = infer_call_format(mask_call_numbers(texts))
     turn.prober.undecided += inference.problems
     if inference.call_format is None:

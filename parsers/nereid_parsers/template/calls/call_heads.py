@@ -46,11 +46,10 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
         One declaration for each form in which a model may write the header. Most headers have only
         one form. A header with an id such as "functions.f:0" has three forms.
     """
-    before_name = _split_text_before_name(markup.item_open)
+    before_name = _split_text_before_name(markup.item_open)  # Such as `<call>` and `<function=`.
     if _starts_each_argument(before_name.marker.strip(), body):
-        # Example: in `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` precedes the name and also each
-        # argument. Such a marker does not show where a tool call starts. So it becomes a part of
-        # the text before the arguments, and the tool call has no opening marker.
+        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` also precedes each argument, so it does not
+        # show where a tool call starts. The marker becomes a part of the header.
         before_name = _TextBeforeName(marker="", head_start=markup.item_open)
     head = _head_pattern(before_name.head_start, after_name)
     return tuple(
@@ -164,7 +163,8 @@ def _head_pattern(before_name: str, after_name: str) -> str:
         before_name: The rendered text between the opening marker and the name.
         after_name: The rendered text between the name and the arguments.
     """
-    # A template may write the function's name twice. Then `after_name` contains the name once more.
+    # If a template writes the function's name twice, `after_name` contains the invented name
+    # FIRST_TOOL once more.
     after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")
     head = f"{escape_braces(before_name)}{{name}}{after}"
     return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")

@@ -108,14 +108,16 @@ class TextAfterCalls(NamedTuple):
 def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
     """Split the text after all tool calls: `</calls>` closes them, and `<|end|>` ends the message.
 
-    The text after the tool calls is `markup.close`. Each marker that opens the tool calls
-    (`markup.open`) has one closing marker. The markers after these closing markers end the turn.
-
     >>> split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
     TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
+
+    Args:
+        markup: The texts before all tool calls (`open`) and after all tool calls (`close`).
     """
     after_calls = markup.close
     matches = list(MARKER.finditer(after_calls))
+    # Each marker that opens the list of tool calls has one closing marker. The markers after these
+    # closing markers end the message.
     turn_ends = matches[_num_closing_markers(markup.open) :]
     if not turn_ends:
         return TextAfterCalls(after_calls, [])
@@ -148,16 +150,17 @@ def _num_closing_markers(opening: str) -> int:
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
     r"""Replace the number of each tool call, such as `0` in `0 zqFirstTool`, with a placeholder.
 
-    Some templates number the tool calls of a message: "0 zqFirstTool, 1 zqSecondTool". Comparing
-    the two tool calls in `texts.two_calls` shows these digits. COUNTER_MARK replaces the digits, so
-    that two tool calls differ only in their names and arguments.
+    Some templates number the tool calls of a message: "0 zqFirstTool, 1 zqSecondTool". The
+    placeholder COUNTER_MARK ("\ue010") replaces these digits, so that two tool calls differ only in
+    their names and arguments.
 
     >>> texts = CallTexts("0 zqFirstTool", "", "", two_calls="0 zqFirstTool, 1 zqSecondTool")
     >>> mask_call_numbers(texts).one_call
     '\ue010 zqFirstTool'
     """
     if SECOND_TOOL not in texts.two_calls:
-        return texts
+        return texts  # A message can have only one tool call.
+    # The gaps are the distances between the number and the name of a tool call.
     gaps = _find_number_gaps(texts.two_calls)
     return CallTexts(*(_mask_numbers(text, gaps) for text in texts))
 
@@ -177,10 +180,10 @@ class _NumberGaps(NamedTuple):
 
 
 def _find_number_gaps(two_calls: str) -> _NumberGaps:
-    """Compare the two tool calls of a message, to find the digits that number the tool calls.
+    """Find out where a template writes the number of a tool call, relative to the function's name.
 
-    The result contains the distances between such a digit and the function's name. In the examples,
-    a space precedes the name "zqFirstTool", and ":" follows the name:
+    The result contains the number of characters between the number and the name. In the examples,
+    one space precedes the name "zqFirstTool", and ":" follows the name:
 
     >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
     _NumberGaps(before_name=1, after_name=None)
@@ -189,13 +192,11 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
-    return _NumberGaps(
-        # `before_name` is the number of characters between the digit and the name. The two texts
-        # before the names are reversed. A reversed text starts at the name, so the index of the
-        # digit is `before_name`.
-        before_name=_index_of_number(before_first_name[::-1], before_second_name[::-1]),
-        after_name=_index_of_number(after_first_name, after_second_name),
-    )
+    # The texts before the names are reversed, so that they start at the names. The index of the
+    # digit is then its distance from the name.
+    gap_before_name = _index_of_number(before_first_name[::-1], before_second_name[::-1])
+    gap_after_name = _index_of_number(after_first_name, after_second_name)
+    return _NumberGaps(before_name=gap_before_name, after_name=gap_after_name)
 
 
 def _index_of_number(first: str, second: str) -> int | None:

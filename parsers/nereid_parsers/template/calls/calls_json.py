@@ -95,12 +95,12 @@ def _compare_with_two_calls(
         keys: The keys of the name and the arguments in a JSON object.
         json_of_call: The object in `texts.one_call`.
     """
-    # FIRST_TOOL is the name of the function in the first tool call. SECOND_TOOL is the name of the
-    # function in the second tool call.
+    # The two tool calls name the invented functions FIRST_TOOL and SECOND_TOOL.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
         return None
+    # Both names are found in one array if the array starts before both names.
     is_one_array = first.start == second.start and isinstance(first.value, list)
     if is_one_array:
         return _read_object_or_array(keys, json_of_call, array=first)
@@ -155,10 +155,10 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonIn
         keys: The keys of the name and the arguments in an object of the array.
         json_of_call: The array in `texts.one_call`.
     """
-    # FIRST_TOOL is the name of the function in the first tool call. SECOND_TOOL is the name of the
-    # function in the second tool call.
+    # The two tool calls name the invented functions FIRST_TOOL and SECOND_TOOL.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
+    # If both names are found in the same array, there is only one array.
     if first is None or second is None or first.start == second.start:
         return _read_one_array(keys, json_of_call)
     markup = _markup_of_two(first, second)

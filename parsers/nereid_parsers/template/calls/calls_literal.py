@@ -86,9 +86,8 @@ class _SectionMarkers(NamedTuple):
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """Describe a list of Python calls between two markers: `<calls>[f(a="x"), g()]</calls>`.
 
-    Example: for `<calls>[f(a="x"), g(b="y")]</calls>`, the result declares the markers `<calls>`
-    and `</calls>`. Between the markers, a model may write the calls with or without the brackets of
-    a Python list.
+    In the example, the result declares the markers `<calls>` and `</calls>`. Between the markers, a
+    model may write the calls with or without the brackets of a Python list.
 
     Args:
         markup: The texts before and after all calls, and the separator between two calls.
@@ -99,7 +98,7 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
-    if around_brackets is None:
+    if around_brackets is None:  # The template writes no brackets.
         return _declare_python_calls(around_calls, [without_brackets])
     in_brackets = replace(without_brackets, open="[", close="]")
     # The template writes the brackets, but some models omit the brackets.
@@ -123,24 +122,22 @@ def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
 
 
 def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
-    """Describe a list of Python calls: the text before it, the text after it, and its brackets.
+    """Describe a list of Python calls, and the markers before and after the list.
 
-    The list of all tool calls in a message is called the tool section. There are two cases:
-
-        `<calls>f(a="x")</calls>`    `<calls>` and `</calls>` are declared as the markers of the
-                                     tool section.
-        `<calls>f(a="x")`            A tool section requires a closing marker, so `<calls>` is
-                                     declared as the opening marker of a tool call.
+    Example: for `<calls>f(a="x")</calls>`, the result declares `<calls>` and `</calls>` as the
+    markers around all tool calls.
 
     Args:
         around: The texts before and after all tool calls.
-        bodies: The forms of the calls. The form that the template writes is first. In the second
-            case, only this form is declared.
+        bodies: The forms of the calls, such as with and without brackets. The form that the
+            template writes is first.
     """
     has_closing_marker = bool(around.close.strip())
     if has_closing_marker:
         calls = tuple(Call(body) for body in bodies)
         return CallFormat("Python calls", calls, ListMarkup(open=around.open, close=around.close))
+    # Markers around all tool calls must include a closing marker. In `<calls>f(a="x")`, the marker
+    # `<calls>` is therefore declared as the opening marker of one tool call.
     call = Call(bodies[0], open=around.open)
     return CallFormat("Python calls", (call,), ListMarkup(close=around.close))
 

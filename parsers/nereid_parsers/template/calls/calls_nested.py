@@ -57,10 +57,10 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
-    call = _cut_at_elements(texts.two_arguments)
+    call = _cut_at_elements(texts.two_arguments)  # The texts around the name and the arguments.
     if call is None:
         return None
-    markup = _markup_of_calls(texts, call)
+    markup = _markup_of_calls(texts, call)  # The texts around and between tool calls.
     if markup is None:
         return None
     markup_of_calls = _move_marker_to_next_tag(markup, call.tag_marker)
@@ -115,20 +115,16 @@ def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
     """Move `marker` from the end of each tool call to the start of the text after the tool call.
 
-    The function `list_markup` assigns a marker between two tool calls to the end of the first call.
-    The result assigns such a marker to the start of the second call. Example: in the tool calls
-    `~<f>..~</f>~<f>..~</f>~</all>`, the marker is `~`, and each tool call is between `~<f>` and
-    `~</f>`:
+    Some templates write a marker, such as `~`, before every tag. In the tool calls
+    `~<f>..~</f>~<f>..~</f>~</all>`, each tool call is between `~<f>` and `~</f>`. The comparison of
+    the two tool calls has assigned the `~` between the calls to the end of the first call:
 
     >>> markup = ListMarkup(open="~", item_open="<f>", item_close="~</f>~", close="</all>")
     >>> _move_marker_to_next_tag(markup, "~")
     ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~</all>')
-
-    If `item_close` does not end with the marker, the markup is already correct. The separator of
-    the tool calls never changes.
     """
     if not marker or not calls.item_close.endswith(marker):
-        return calls
+        return calls  # The markup is already correct.
     return replace(
         calls,
         open=calls.open.removesuffix(marker),

@@ -69,14 +69,14 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
-    call = _cut_at_arguments(texts.two_arguments)
+    call = _cut_at_arguments(texts.two_arguments)  # The texts around the name, keys and values.
     if call is None:
         return None
-    markup = _markup_of_calls(texts, call)
+    markup = _markup_of_calls(texts, call)  # The texts around and between tool calls.
     if markup is None:
         return None
-    # `list_markup` divides the text after the last value, `</arg></call>`, into `</arg>`, which
-    # closes the argument (`item_close`), and `</call>`, which closes the tool call (`close`).
+    # The text after the last value, `</arg></call>`, is divided into `</arg>`, which closes the
+    # argument, and `</call>`, which closes the tool call (`arguments.close`).
     arguments = list_markup(
         before=call.before_first_key, between=call.between_arguments, after=markup.item_close
     )
@@ -92,17 +92,16 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
 
     Example: `<c f><k>a</k>1<k>b</k>2</c>` is cut into `<c `, `><k>`, `</k>`, `<k>` and `</c>`. The
     text before the second value is omitted, because it is equal to the text before the first value.
-
-    Return None if a key precedes the name, or if a value precedes its key. Also return None if the
-    closing tag of an argument repeats the key, as in `<a>1</a>`. The module `calls_nested` infers
-    the format of such elements.
+    Return None if the tool call does not consist of its name and then of pairs of key and value.
     """
+    # In the example, these words are `f`, `a`, `1`, `b` and `2`.
     words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
     pieces = split_at_words(two_arguments, *words)
     if pieces is None:
         return None
     before_name, before_first_key, before_value, between_arguments, _, after = pieces
     if FIRST_KEY in between_arguments:
+        # The closing tag repeats the key, as in `<a>1</a>`. Such elements have another format.
         return None
     return _TaggedCall(before_name, before_first_key, before_value, between_arguments, after)
 
@@ -134,6 +133,10 @@ def _infer_arguments(
 ) -> TaggedArguments:
     """Infer the tags around an argument's value, and any quotes around it, such as `<![CDATA[`.
 
+    Example: if the template writes `<p k="a">x</p>`, and `<p k="a"><![CDATA[x<y]]></p>` for a value
+    with special characters, the result declares the tags `<p k="{key}">` and `</p>`, with and
+    without the quotes `<![CDATA[` and `]]>`.
+
     Args:
         texts: The rendered tool calls, with a string, a number or a string with markup as the value
             of the argument.
@@ -162,16 +165,13 @@ def _infer_value_tags(
 ) -> TaggedArguments:
     """Infer the tags around the value of an argument. Strings and numbers may have different tags.
 
-    There are three kinds of templates. The table shows the argument `a` with the string "x" and
-    with the number 41:
+    The columns show the argument `a` with the string "x" and with the number 41, and the opening
+    tag that the result declares:
 
-        equal tags                 <p k="a">x</p>                 <p k="a">41</p>
-        tags that name the type    <p k="a" type="string">x</p>   <p k="a" type="number">41</p>
-        different tags             <text k="a">x</text>           <json k="a">41</json>
-
-    In the first case, the result declares the opening tag `<p k="{key}">`. In the second case, it
-    declares `<p k="{key}" type="{type}">`. In the third case, it declares the tags of a string, and
-    its attribute `also`, which contains alternatives, declares the tags of a number.
+        <p k="a">x</p>                 <p k="a">41</p>                 <p k="{key}">
+        <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   <p k="{key}" type="{type}">
+        <text k="a">x</text>           <json k="a">41</json>           <text k="{key}">, and the
+                                                                       alternative <json k="{key}">
 
     Args:
         texts: The rendered tool calls. The argument is a string in `texts.one_call` and the number
@@ -179,17 +179,20 @@ def _infer_value_tags(
         arguments: The markup of the list of arguments. `item_open` is the text before a key.
         before_string: The text between a key and its value, if the value is a string.
     """
-    string = _TextAroundArgument(arguments.item_open, before_string, _text_after_string(texts))
+    around_string = _TextAroundArgument(
+        arguments.item_open, before_string, _text_after_string(texts)
+    )
     # The text between two arguments, such as a line break, becomes a part of the closing tag.
     close = arguments.item_close + arguments.separator
-    tags = TaggedArguments(_open_pattern(string), close)
-    number = _cut_at_number(texts.number, arguments)
-    if number is None:  # The template does not render the number as the text "41".
+    tags = TaggedArguments(_open_pattern(around_string), close)
+    around_number = _cut_at_number(texts.number, arguments)
+    if around_number is None:  # The template does not render the number as the text "41".
         return tags
-    open_with_type = _open_pattern_with_type(string, number)
+    open_with_type = _open_pattern_with_type(around_string, around_number)
     if open_with_type is not None:
         return replace(tags, open=open_with_type)
-    number_tags = TaggedArguments(_open_pattern(number), _closing_tag(number, string) or close)
+    number_close = _closing_tag(around_number, around_string) or close
+    number_tags = TaggedArguments(_open_pattern(around_number), number_close)
     return tags if number_tags == tags else replace(tags, also=(number_tags,))
 
 
@@ -208,23 +211,22 @@ def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> st
 
 
 def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | None:
-    """Remove the key and the number from a tool call. Return the three texts around them.
+    """Return the texts before the key, between key and value, and after the value of an argument.
 
-    The tool call in `text` has one argument, the number 41. Return None if the template does not
-    render the number as "41". Example: if `arguments.open` is `>`, the tool call
-    `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and `</json></call>`.
+    The tool call in `text` has one argument, the number 41. Example: the tool call
+    `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and `</json></call>`. Return
+    None if the template does not render the number as "41".
 
     Args:
         text: The rendered tool call.
-        arguments: The markup of a list of arguments that are strings. `arguments.open` is the text
-            between the name and the first argument, which is not a part of the result.
-            `arguments.item_open` is the text before the key of a string. It is also used for the
-            number if no other text precedes the key of the number.
+        arguments: The markup of arguments that are strings. `open` is the text between the name and
+            the first argument, here `>`. `item_open` is the text before the key of a string.
     """
     pieces = split_at_words(text, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
+    # If only `arguments.open` precedes the key, the number has the opening text of a string.
     before_key = after_name.removeprefix(arguments.open) or arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 
@@ -265,6 +267,7 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
     # In the example, the words "string" (`left`) and "number" (`right`) differ between the common
     # texts `" type="` (`prefix`) and `">` (`suffix`).
     parts = difference(string.before_value, number.before_value, split=_split_into_words)
+    # The field is `{type}`, or `{string}` if the words are "true" and "false".
     field = _type_field(string_word=parts.left, number_word=parts.right)
     if field is None:
         return None

@@ -72,9 +72,7 @@ def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
 def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
     """Return the order of the name, the arguments and the id in the JSON object of a tool call.
 
-    If the output of a model is constrained, the model must write these members in this order. If
-    the id is the last member, it is omitted, because a constraint can require an id only before the
-    arguments.
+    If the output of a model is constrained, the model must write these members in this order.
 
     >>> paths = _MemberPaths(name=("function",), arguments=("args",), id=("call_id",))
     >>> _order_of_members({"call_id": "1", "function": "f", "args": {}}, paths)
@@ -93,6 +91,7 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
         # changes nothing.
         member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
+    # A constraint can require an id only before the arguments, so an id at the end is omitted.
     return order[:-1] if order[-1] == "id" else order
 
 

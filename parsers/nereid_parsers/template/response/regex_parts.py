@@ -267,7 +267,7 @@ class _Reader:
         """
         combinations: list[Pieces] = [()]
         while self.next_token() not in ("|", ")", ""):  # "" is the end of the expression.
-            element = self.read_element()
+            element = self.read_element()  # The alternatives of the next element.
             if _QUANTIFIER.fullmatch(self.next_token()):
                 element = self.apply_quantifier(element, quantifier=self.take_token())
             combinations = [start + end for start, end in product(combinations, element)]

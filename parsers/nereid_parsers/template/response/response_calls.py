@@ -99,23 +99,17 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 
 
 def _split_call_start(pieces: Pieces) -> _CallStart:
-    r"""Split the text before a tool call's arguments, such as `<call><f=save>`, into two parts.
+    r"""Split the text before a tool call's arguments into a marker and a header with the name.
 
-    There are three cases. If there is no variable text, the start is only a marker:
-
-    >>> _split_call_start(("<call>", OptionalWhitespace()))
-    _CallStart(marker='<call>', head='')
-
-    If variable text directly follows the first literal, the start is only a header:
-
-    >>> _split_call_start(("<f=", VariableText("name"), ">"))
-    _CallStart(marker='', head='<f={name}>')
-
-    Otherwise the first literal is the marker, and the other pieces are the header. In the header,
-    optional white space becomes a line break:
+    The marker is `<call>` in the first example, and is missing in the second example. The header is
+    missing in the third example. In a header, optional white space becomes a line break.
 
     >>> _split_call_start(("<call>", OptionalWhitespace(), "<f=", VariableText("name"), ">"))
     _CallStart(marker='<call>', head='\n<f={name}>')
+    >>> _split_call_start(("<f=", VariableText("name"), ">"))
+    _CallStart(marker='', head='<f={name}>')
+    >>> _split_call_start(("<call>", OptionalWhitespace()))
+    _CallStart(marker='<call>', head='')
 
     Args:
         pieces: The pieces of a regular expression that matches the start of a tool call. A piece is
@@ -186,8 +180,8 @@ def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Ca
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if is_name_in_body:
-        # The text in `Call.head` must contain the function's name. Here, `start.head` contains no
-        # name, so it is appended to the opening marker.
+        # A `Call.head` must contain the function's name. `start.head` contains no name, so it is
+        # appended to the opening marker. The marker is not a pattern, so its braces are single.
         return Call(body, open=start.marker + unescape_braces(start.head), close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
 
@@ -228,9 +222,11 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     """Describe JSON that contains both the function's name and the arguments of a tool call.
 
     The body is a JSON object with one tool call, or a JSON array with all tool calls of a message.
-    `field` is the declaration of the field `tool_calls`. Three members of `field` show the kind of
-    the body. If `transform_each` is true, the body is an array. Otherwise, the body is an object if
-    `field` contains `repeats` or `transform`. Without these members, the body is an array.
+    Three members of `field`, the declaration of the field `tool_calls`, show which of them it is:
+
+        `transform_each`             The body is an array.
+        `repeats` or `transform`     Otherwise, the body is an object.
+        none of these members        The body is an array.
 
     >>> isinstance(_json_with_name({"repeats": True}), JsonObject)
     True

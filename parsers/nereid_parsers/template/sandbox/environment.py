@@ -70,8 +70,9 @@ class CompiledTemplate:
         self._now = now
         env = self._new_environment(budget)
         self._code, recorded = _compile(env, source)
-        self.names = frozenset(recorded.names)
-        self.literals = tuple(recorded.literals)
+        self.names = frozenset(recorded.names)  # The variables that the template reads.
+        self.literals = tuple(recorded.literals)  # The string constants and the literal texts.
+        # For each variable, the constants with which the template compares the variable.
         self.compared = {
             name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
         }

@@ -44,12 +44,13 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
         FormatError: A field is unknown, a brace is not closed, or no literal separates two fields.
     """
     parts: list[str | PatternField] = []
-    for token in _TOKENS.findall(text):
+    for token in _TOKENS.findall(text):  # Tokens of the example: `<f=`, `{name}`, `>`, `{{`, `}}`.
         previous = parts[-1] if parts else None
-        if token[0] in "{}" and token not in _LITERAL_BRACES:
+        is_field = token[0] in "{}" and token not in _LITERAL_BRACES
+        if is_field:
             parts.append(_field(token, previous, text))
             continue
-        literal = _LITERAL_BRACES.get(token, token)
+        literal = _LITERAL_BRACES.get(token, token)  # `{{` stands for `{`.
         if isinstance(previous, str):
             parts[-1] = previous + literal
         else:

@@ -280,9 +280,9 @@ def _layout(
 ) -> Sections | Messages:
     """Return a description of the markers around the reasoning, the content and the tool calls.
 
-    A layout declares the markers of the reasoning, the content and the tool calls. If an entry
-    describes whole messages, the result is the `Messages` of this entry. Otherwise the result is a
-    `Sections` with the reasoning and the tool calls.
+    Example: the entries of "qwen3" and "hermes" give a `Sections` with the reasoning of "qwen3" and
+    the tool calls of "hermes". If one entry describes whole messages, including reasoning and tool
+    calls, the result is the `Messages` of this entry.
 
     Args:
         label: The names of the two entries for use in error messages, for example "qwen3+hermes".
@@ -296,8 +296,7 @@ def _layout(
     tool_part = tools.part if tools is not None else None
     reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        # A `Messages` object describes both the reasoning and the tool calls of a model family. A
-        # different description of the tool calls cannot be combined with this object.
+        # A different description of the tool calls cannot be combined with whole messages.
         if tool_part is not None and tool_part != reasoning_part:
             raise _not_combinable(label, reasoning_name)
         return reasoning_part

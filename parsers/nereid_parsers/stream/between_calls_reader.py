@@ -69,7 +69,7 @@ class BetweenCallsReader:
             return self._end_section(buffer.text[buffer.pos : close_end])
         separator_end = self._match_separator()
         if NEED_MORE in (close_end, separator_end):
-            return self._drop_incomplete_marker() if buffer.is_final else None
+            return self._call_reader.drop_incomplete_marker() if buffer.is_final else None
         if separator_end >= 0:
             self._text_writer.drop_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
@@ -101,17 +101,6 @@ class BetweenCallsReader:
         if not self._call_reader.has_calls():
             return NO_MATCH
         return self._section.match_separator(self._buffer)
-
-    def _drop_incomplete_marker(self) -> State:
-        """Remove an incomplete marker, such as `</tool_c`, at the end of the message.
-
-        Return the state BETWEEN_CALLS.
-
-        The message has ended, and the unread text is the beginning of a closing marker or of a
-        separator, such as `</tool_c`.
-        """
-        self._text_writer.drop_markup(self._buffer.take_unread())
-        return State.BETWEEN_CALLS
 
     def _expect_call_or_content(self) -> State:
         """Decide whether the unread text may be a tool call (CALL_START) or is content (CONTENT).

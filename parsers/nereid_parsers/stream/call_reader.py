@@ -34,7 +34,7 @@ class CallReader:
     appends the events. The `TextWriter` receives all other text, and stores an opening marker as
     "pending text" until a tool call has started.
 
-    Example: the text `<tool_call>{"name": "f", "arguments": {}}</tool_call>` is read in four steps:
+    For example, `<tool_call>{"name": "f", "arguments": {}}</tool_call>` is read in four steps:
 
         method      text that the method reads             next state
         open_call   none, but it stores the expected call  CALL_START
@@ -79,13 +79,10 @@ class CallReader:
     # ---- transitions from content and headers ----------------------------------------------------
 
     def open_section(self, marker: str) -> State:
-        """Read the marker before all tool calls, such as `<tool_calls>`.
+        """Read the marker before all tool calls, such as `<tool_calls>`. Return BETWEEN_CALLS.
 
-        Return the state BETWEEN_CALLS.
-
-        A tool section is the part of a message that contains all tool calls. The marker becomes
-        pending text: the marker is removed from the output when a tool call starts, and is content
-        if no tool call follows.
+        The marker becomes pending text: it is removed from the output when a tool call starts, and
+        is content if no tool call follows.
         """
         self.section.is_open = True
         self._text_writer.store_pending(self._buffer.take(len(marker)))
@@ -352,17 +349,15 @@ class CallReader:
         if isinstance(match, IncompleteMarker):
             if not buffer.is_final:
                 return None  # The rest of the marker may still arrive.
-            return self._drop_incomplete_marker() if match.prefix else State.BETWEEN_CALLS
+            return self.drop_incomplete_marker() if match.prefix else State.BETWEEN_CALLS
         self._text_writer.drop_markup(buffer.take_until(match.end))
         self._closing_markers = match.later_markers
         return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
 
-    def _drop_incomplete_marker(self) -> State:
-        """Remove an incomplete marker, such as `</tool_c`, at the end of the message.
+    def drop_incomplete_marker(self) -> State:
+        """Remove the unread text, which is an incomplete marker such as `</tool_c`.
 
-        Return the state BETWEEN_CALLS.
-
-        The message has ended, and the unread text is the beginning of a marker, such as `</tool_c`.
+        The message has ended inside this marker. Return the state BETWEEN_CALLS.
         """
         self._text_writer.drop_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS

@@ -115,12 +115,12 @@ class TextWriter:
             self._append_content(ready_text)
 
     def _exchange_whitespace(self, text: str) -> str:
-        r"""Put the stored white space before `text`, and store the white space at its end instead.
+        r"""Return the text that can be written now. Store the white space at the end of `text`.
 
-        Return the text that can be written now. White space at the end of `text` cannot be written
-        yet: if a marker follows, the white space belongs to the marker and is removed. Example: if
-        `"\n"` is stored, the text `"you "` gives `"\nyou"`, and `" "` is stored. If `text` contains
-        only white space, all of it is stored, and the result is "".
+        The result starts with the white space that was stored before. The white space at the end of
+        `text` cannot be written yet, because it is removed if a marker follows. Example: if `"\n"`
+        is stored, the text `"you "` gives `"\nyou"`, and `" "` is stored. If `text` contains only
+        white space, all of it is stored, and the result is "".
         """
         if self._num_prompt_chars:  # The text starts with the end of the prompt.
             text = self._without_prompt(text)

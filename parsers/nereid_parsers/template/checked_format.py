@@ -135,7 +135,7 @@ def _visible_markers(reasoning: Reasoning | None) -> list[str]:
 
 
 def _ends_of_format(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
-    """Return the texts at the ends of messages that the parser removes, such as `<|end|>`.
+    """Return the texts between messages that the parser removes, such as `<|end|>`.
 
     There are two kinds of such texts:
 

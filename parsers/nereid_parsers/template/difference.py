@@ -310,15 +310,12 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
 def compound_closing(text: str, opening: str) -> str:
     """Return the text that closes a block, if several markers, such as `<|open|>`, open the block.
 
-    A block is a part of a message, such as the reasoning. A marker is a piece of markup, such as
-    `<|open|>`. If several markers open a block, the closing text differs from the opening text only
-    in the first marker:
+    A block is a part of a message, such as the reasoning. If several markers open a block, the
+    closing text differs from the opening text only in the first marker. If only one marker opens
+    the block, as in the second example, the result is "".
 
     >>> compound_closing("<|close|>think<|sep|>Hello", opening="<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
-
-    If only one marker opens the block, return "", because the block has a simple closing marker.
-
     >>> compound_closing("</think>Hello", opening="<think>")
     ''
 

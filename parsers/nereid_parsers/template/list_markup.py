@@ -39,9 +39,6 @@ def list_markup(before: str, between: str, after: str) -> ListMarkup:
         between    item_close, separator, item_open
         after      item_close, close
 
-    Therefore, `item_close` is the common prefix of `between` and `after`, and `item_open` is the
-    common suffix of `before` and of the rest of `between`.
-
     >>> list_markup("<all><call>", "</call>, <call>", "</call></all>")
     ListMarkup(open='<all>', item_open='<call>', item_close='</call>', separator=', ',
                close='</all>')
@@ -51,9 +48,9 @@ def list_markup(before: str, between: str, after: str) -> ListMarkup:
         between: The text between the two items.
         after: The text after the second item.
     """
-    item_close = common_prefix(between, after)
+    item_close = common_prefix(between, after)  # Both texts start with `item_close`.
     separator_and_open = between.removeprefix(item_close)
-    item_open = common_suffix(separator_and_open, before)
+    item_open = common_suffix(separator_and_open, before)  # Both texts end with `item_open`.
     return ListMarkup(
         open=before.removesuffix(item_open),
         item_open=item_open,

@@ -297,18 +297,15 @@ def find_interruptions(
 ) -> tuple[str, ...]:
     """Return the marker, such as `<tool_call>`, that ends reasoning in the place of `</think>`.
 
-    Some templates omit the closing marker of reasoning, such as `</think>`, before a tool call.
-    Example: in "<think>REASONING<tool_call>..", the marker `<tool_call>` ends the reasoning. The
-    parser must then end the reasoning at `<tool_call>`.
+    Example: in "<think>REASONING<tool_call>..", the template has omitted `</think>`, so the parser
+    must end the reasoning at `<tool_call>`.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
         part: The markers of reasoning.
         conversation: A conversation whose reasoning the template renders.
 
-    Mutates: `turn.prober`. If there is such a marker, the prober records the message with and
-        without reasoning for the report, with the label R5. If no marker at all is between the
-        reasoning and the tool call, the prober records an undecided question.
+    Mutates: `turn.prober`, which records the comparison R5 or an open question for the report.
 
     Returns:
         A tuple with the marker, as the value of `Reasoning.interrupted_by`. The tuple is empty if

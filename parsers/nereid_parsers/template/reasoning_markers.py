@@ -67,20 +67,12 @@ def is_thinking_marker(marker: str) -> bool:
 def last_opening(before: str) -> str:
     r"""Return the text that opens the reasoning: usually the last marker before the reasoning.
 
-    A marker is a piece of markup such as `<think>`. The white space around the marker is a part of
-    the result, because the white space is a part of the format:
+    The white space around the marker belongs to the result. So do words and markers that are joined
+    to the last marker, as in the second example. If words follow the last marker, or if there is no
+    marker, these words open the reasoning, as in the last two examples.
 
-    >>> last_opening("Hello.\n<think>\n")
-    '\n<think>\n'
-
-    Markers and words that are joined to the last marker without white space belong to the result:
-
-    >>> last_opening("Hello. <|open|>think<|sep|>")
-    ' <|open|>think<|sep|>'
-
-    If white space and then words follow the last marker, these words open the reasoning. If there
-    is no marker, the whole text opens the reasoning, without the line breaks at its start:
-
+    >>> last_opening("Hello.\n<think>\n"), last_opening("Hello. <|open|>think<|sep|>")
+    ('\n<think>\n', ' <|open|>think<|sep|>')
     >>> last_opening("<|start|>\nI think:\n"), last_opening("\nI think:\n")
     ('\nI think:\n', 'I think:\n')
 
@@ -123,19 +115,13 @@ def first_opening(after_header: str) -> str:
 def closing_marker(after_reasoning: str, opening: str) -> str:
     r"""Return the marker that closes the reasoning, with the white space around this marker.
 
-    Usually, the first marker after the reasoning is the closing marker:
+    Usually, the result is the first marker after the reasoning. Some templates close the reasoning
+    with markers and words, or with words alone.
 
     >>> closing_marker("\n</think>\n\n<response>", opening="<think>\n")
     '\n</think>\n\n'
-
-    If several markers and words open the reasoning, several markers and words also close the
-    reasoning:
-
     >>> closing_marker("<|close|>think<|sep|><|open|>", opening="<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
-
-    If words precede the first marker, these words close the reasoning:
-
     >>> closing_marker("I am done.\n<b>", opening="I think:\n")
     'I am done.\n'
 
@@ -194,16 +180,11 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
     """Return the last marker of `opening`. Some models omit the markers before this marker.
 
-    If several markers open the reasoning, such as `<|message|><|thinking|>`, some models write only
-    the last marker. So the result contains the last marker:
+    The result is () if only one marker opens the reasoning, or if the last marker does not show
+    that reasoning starts. Example: `<|sep|>` also occurs at the end of the reasoning.
 
     >>> shorter_openings("<|message|><|thinking|>", other_markup="<|end|>")
     ('<|thinking|>',)
-
-    If only one marker opens the reasoning, the result is (). The result is also () if the other
-    markup contains the last marker, because this marker alone does not show that reasoning starts.
-    In this example, `<|sep|>` also occurs at the end of the reasoning:
-
     >>> shorter_openings("<|open|>think<|sep|>", other_markup="<|close|>think<|sep|>")
     ()
 
@@ -214,7 +195,8 @@ def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
     """
     has_several_markers = len(markers(opening)) > 1
     last_marker = trailing_marker(opening)  # "" if `opening` ends with words
-    if not has_several_markers or not last_marker or last_marker in other_markup:
+    is_ambiguous = last_marker in other_markup
+    if not has_several_markers or not last_marker or is_ambiguous:
         return ()
     return (last_marker,)
 
@@ -222,14 +204,11 @@ def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
     r"""Return the markers around the content after the reasoning, such as `<answer>`, or None.
 
-    Some templates write a marker before and after the content, such as `<answer>` and `</answer>`:
+    In the second example, no marker closes the content, because `<|im_end|>` is not the closing
+    marker of `<answer>`.
 
     >>> content_wrapper("\n<answer>\n", "</answer><|im_end|>")
     Wrapper(open='<answer>\n', close='</answer>')
-
-    If the first marker after the content is not the closing marker of `<answer>`, the content has
-    no closing marker. `Wrapper.close` is then "":
-
     >>> content_wrapper("<answer>", "<|im_end|>")
     Wrapper(open='<answer>', close='')
 

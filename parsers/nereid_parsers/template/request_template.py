@@ -188,16 +188,10 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _cut_at_message_end(rendered: str, final_text: str) -> str:
     """Return the rendered text up to the end of the last message. The model continues this message.
 
-    Before the rendering, `_END_OF_MESSAGE` was appended to the last message. This text ends with a
-    space. If the template has kept the space, the white space at the end of the last message is
-    also kept:
+    Before the rendering, the text "CONTINUE_FINAL_MESSAGE_TAG " was appended to the last message.
 
     >>> _cut_at_message_end("<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG </assistant>", "Well, ")
     '<assistant>Well, '
-
-    If the space is missing, the template removes white space at the end of a message. So the result
-    does not end with white space either:
-
     >>> _cut_at_message_end("<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG</assistant>", "Well, ")
     '<assistant>Well,'
 
@@ -214,5 +208,7 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
+    # The appended text ends with a space. If the space is missing, the template removes white space
+    # at the end of a message, so it would also have removed white space before the appended text.
     keeps_whitespace = after_end_word.startswith(" ")
     return up_to_message_end if keeps_whitespace else up_to_message_end.rstrip()

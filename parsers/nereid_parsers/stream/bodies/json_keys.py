@@ -131,7 +131,8 @@ class KeyRoles:
         Examples:
             In `{"name": "f", "arguments": {}}`, the keys have the roles NAME and ARGUMENTS.
             In `{"name": "f", "name": "g"}`, the second key has the role IGNORED.
-            In `{"f": {"a": 1}}`, if the name is the key, the key has the role ARGUMENTS.
+            In `{"f": {"a": 1}}`, if the format declares `NameIsKey`, the key has the role
+            ARGUMENTS, because its value contains the arguments.
 
         Args:
             path: The keys from the outermost object to the current key, joined by dots.
@@ -139,7 +140,7 @@ class KeyRoles:
                 that the format does not declare.
         """
         parts = self._parts  # The parts of the tool call that have been read.
-        if isinstance(self._keys, NameIsKey):  # The object may have only one key, the name.
+        if isinstance(self._keys, NameIsKey):  # The object may have only one key, here `f`.
             return KeyRole.INVALID if parts.has_arguments else KeyRole.ARGUMENTS
         role = declared_roles(self._keys).get(path)
         if role is None:

@@ -162,7 +162,7 @@ class LiteralReader:
 
             `: 1}`   The colon is read, and `{"a": ` is written.
             `, 1}`   The braces enclose a set, and `'a'` is its first item. `["a"` is written.
-            ` 1}`    The text is not valid. The status becomes BROKEN.
+            `1}`     The text is not valid. The status becomes BROKEN.
         """
         key = self._key
         assert key is not None  # The key has been stored before the colon is expected.

@@ -153,10 +153,10 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
+    # `<call>f{a:<q>x<q>}</call>` is split into `<call>`, `{`, `:<q>` and `<q>}</call>`.
     pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
     if pieces is None:
         return None
-    # `<call>f{a:<q>x<q>}</call>` is split into `<call>`, `{`, `:<q>` and `<q>}</call>`.
     before_name, before_key, before_value, after_value = pieces
     colon_and_quote = before_value.strip()
     has_unquoted_key = before_key.endswith("{") and colon_and_quote.startswith(":")

@@ -155,14 +155,12 @@ def literal_text(piece: Piece) -> str:
 def marker_spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
     r"""Return all spellings of a marker, such as `<a>`, that a `response_template` contains.
 
-    Example: if `key` is "open", the member `open` contains one literal or a list of literals. If
-    there is no member `open`, the member `open_pattern` contains a regular expression. If there is
-    no such member either, the result is ().
+    The marker is declared by a literal, by a list of literals, or by a regular expression:
 
-    >>> marker_spellings({"open": "<a>"}, "open")
-    ('<a>',)
-    >>> marker_spellings({"open_pattern": r"<a>|<b>\s*"}, "open")
-    ('<a>', '<b>')
+    >>> marker_spellings({"open": "<a>"}, "open"), marker_spellings({"open": ["<a>"]}, "open")
+    (('<a>',), ('<a>',))
+    >>> marker_spellings({"open_pattern": r"<a>|<b>\s*"}, "open"), marker_spellings({}, "open")
+    (('<a>', '<b>'), ())
 
     Args:
         field: The object that declares the marker, for example the member `tool_calls` of a
@@ -366,13 +364,7 @@ class _Reader:
     def apply_quantifier(self, element: list[Pieces], quantifier: str) -> list[Pieces]:
         r"""Apply a quantifier, such as `?`, to the part of the regular expression before it.
 
-        There are three cases:
-
-            `\s*`, `[^>]+`   The element is returned, because the pieces for white space and for
-                             variable text already stand for a text of any length.
-            `a?`             The alternatives are `a` and the empty text.
-            `a+`, `a*`       The quantifier is rejected, because a format cannot write a marker of
-                             unlimited length.
+        The examples are the expressions `a?` and `\s*`:
 
         >>> _Reader("").apply_quantifier([("a",)], quantifier="?")
         [('a',), ()]
@@ -384,11 +376,14 @@ class _Reader:
             quantifier: The quantifier, such as "*" or "??".
 
         Raises:
-            FormatError: The quantifier repeats a literal.
+            FormatError: The quantifier repeats a literal, as in `a+`, because a format cannot
+                declare a marker of unlimited length.
         """
         contains_literal = any(isinstance(piece, str) for piece in chain.from_iterable(element))
         if not contains_literal:
+            # The pieces for white space and variable text already match a text of any length.
             return element
-        if quantifier.startswith("?"):
-            return [*element, ()]
+        is_optional = quantifier.startswith("?")
+        if is_optional:
+            return [*element, ()]  # The empty tuple is the empty text.
         raise self.error(f"the quantifier {quantifier} must not repeat a literal")

@@ -25,8 +25,7 @@ def keys_of_transform(transform: object) -> Keys:
 
     A model writes a tool call as JSON. A transform describes how transformers converts this JSON
     into a tool call. In the example, transformers replaces the placeholder "{content.f}" with the
-    value of the key `f`, so the value of the key `f` is the name. Dots join the keys of nested
-    objects, as in "function.name".
+    value of the key `f`, so `f` is the key of the name.
 
     >>> transform = {"function": {"name": "{content.f}", "arguments": "{content.args}"}}
     >>> keys = keys_of_transform(transform)
@@ -35,8 +34,7 @@ def keys_of_transform(transform: object) -> Keys:
 
     Args:
         transform: A rule, or a list of one rule. A rule is an object of placeholders, or one
-            placeholder, such as "{content.tool}". None if there is no transform, because the model
-            writes the JSON in the form that transformers returns.
+            placeholder, such as "{content.tool}". None if there is no transform.
 
     Raises:
         FormatError: The transform is malformed, or does not contain the keys.

@@ -155,7 +155,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         # A macro is a part of the template, so its call can write all literal text of the template.
         # Other functions are written in Python, and write no text of the template.
         budget.step(__self.literal_size if is_macro else 0)
-        owner = _owner_of_method(__obj)
+        owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
         if isinstance(owner, str | bytes | int | float):
             # If the method is `join`, the check below needs the number of the items. An iterator
             # has no length, so each iterator is replaced by a list.

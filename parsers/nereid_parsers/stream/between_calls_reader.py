@@ -105,13 +105,13 @@ class BetweenCallsReader:
     def _expect_call_or_content(self) -> State:
         """Decide whether the unread text may be a tool call (CALL_START) or is content (CONTENT).
 
-        Inside a tool section, only a tool call can follow. Outside a section, a tool call may
-        follow if the unread text starts like a tool call without a marker, such as `{"name"`.
+        Examples: after `<tool_calls>`, only a tool call can follow. After a tool call without such
+        a marker, `{"name"` may start another tool call, and `Hello` is content.
 
         Returns:
             CALL_START if a tool call may follow, otherwise CONTENT.
         """
-        if self._section.is_open:
+        if self._section.is_open:  # The marker `</tool_calls>` has not been read.
             return self._call_reader.expect(self._starts.in_section())
         expected = self._starts.after_call(self._buffer)
         return State.CONTENT if expected is None else self._call_reader.expect(expected)

@@ -145,6 +145,7 @@ class CallStarts:
         # Ordinary text does not contain a special token such as `<|invoke|>`.
         is_special_token = marker.startswith(_SPECIAL_TOKEN_STARTS)
         if offers_tools or is_special_token:
+            # A header such as `<invoke name=` shows that the text is a tool call.
             return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
         return None
 
@@ -166,7 +167,7 @@ class CallStarts:
         # request offers tools, and if the format allows tool calls after content.
         if not is_output_start and not self._allows_unmarked_later():
             return None
-        # Nothing but the name of an offered function will show that the text is a tool call.
+        # Only the name of an offered function will show that the text is a tool call.
         return ExpectedCall(self._calls.unmarked, opening, is_confirmed=False)
 
     def _allows_unmarked_later(self) -> bool:
@@ -190,4 +191,5 @@ class CallStarts:
         if not may_be_call:
             return None
         first_char = buffer.text[buffer.pos]
+        # Only the name of an offered function will show that the text is a tool call.
         return ExpectedCall(variants, first_char, is_confirmed=False)

@@ -99,8 +99,8 @@ def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
     """Combine the reasoning markers of one format with the tool call syntax of another format.
 
     Args:
-        reasoning: The name of the format with the reasoning part.
-        tools: The name of the format with the tool section.
+        reasoning: The name of the format whose reasoning markers are used.
+        tools: The name of the format whose tool call syntax is used.
 
     Raises:
         FormatError: A name is unknown.

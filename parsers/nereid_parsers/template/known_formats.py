@@ -98,7 +98,7 @@ def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     `<call>OTHER</call>`. The function yields `[call]OTHER`.
 
     Args:
-        family: The tool section of the model family, from the registry of formats.
+        family: The declaration of the family's tool calls, from the registry of formats.
         inferred_call: The tool call that was inferred from the template.
     """
     first_of_family, *others = family.calls

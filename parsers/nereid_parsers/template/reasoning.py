@@ -78,6 +78,8 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
         # place of `</think>`.
         interruptions = find_interruptions(turn, part, findings.conversation)
         part = replace(part, interrupted_by=interruptions)
+    # The search may also have found the markers around the content (`wrapper`), and a header
+    # between reasoning and content.
     return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 

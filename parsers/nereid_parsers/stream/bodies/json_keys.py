@@ -167,6 +167,7 @@ class KeyRoles:
                 # The client receives this description with the tool call.
                 self._writer.add_deviation(deviation.description)
                 return deviation.role
+        # A marker, an earlier tool call or the name has shown that the object is a tool call.
         is_known_call = self._is_confirmed or self._writer.is_open
         is_harmless_key = _last_key(path) in keys.extra  # Such as `type`, which the format names.
         return KeyRole.IGNORED if is_known_call or is_harmless_key else KeyRole.INVALID

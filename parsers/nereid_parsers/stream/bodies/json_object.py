@@ -285,6 +285,8 @@ class ObjectReader(StepReader):
         """
         if self._parts.name is None:
             return False
+        # If no marker has confirmed that the object is a tool call, the writer starts the tool call
+        # only if the request offers this function.
         has_started = self.writer.start(
             self._parts.name, self._parts.call_id, is_confirmed=self._is_confirmed
         )

@@ -116,7 +116,7 @@ class PythonCallsReader(StepReader):
             return self._reject(pos)
         name = name_match.group().removesuffix(self._declaration.suffix)
         has_started = self.writer.start(name, "", is_confirmed=self._is_confirmed)
-        if not has_started:
+        if not has_started:  # The request does not offer this function, so the text is content.
             return self._reject(pos)
         self._num_arguments = 0
         self._next_step = self._read_keyword_or_end

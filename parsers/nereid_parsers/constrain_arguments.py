@@ -204,9 +204,11 @@ def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArgume
     # forms, these forms are omitted, so that the grammar stays small.
     untyped = tuple(form for form in forms if "{type}" not in form.open)
     candidates = untyped if untyped else forms
-    return tuple(
-        form for form in candidates if not any(_is_quoted_form_of(form, other) for other in forms)
-    )
+    # A form has quotes if its opening text is the opening text of another form, and more.
+    with_quotes = [
+        form for form in candidates if any(_is_quoted_form_of(form, other) for other in forms)
+    ]
+    return tuple(form for form in candidates if form not in with_quotes)
 
 
 def _json_or_python_word(

@@ -153,7 +153,7 @@ def _flatten_part(part: object, scope: _Scope) -> _SchemaInScope:
         raise CannotMergeError("a member of allOf is `false`, or is not a schema")
     without_reference = _replace_reference(part, scope)
     merged = _without_all_of(without_reference.schema, without_reference.scope)
-    if "allOf" in merged.schema:
+    if "allOf" in merged.schema:  # The schema is unchanged, because its parts cannot be merged.
         raise CannotMergeError("the parts of the inner allOf cannot be merged")
     return merged
 

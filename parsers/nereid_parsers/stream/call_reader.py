@@ -98,8 +98,8 @@ class CallReader:
     def open_call_at_head(self, marker: str) -> State | None:
         """Expect a tool call whose opening marker the model has omitted.
 
-        Example: the model writes `<function=f>` instead of `<tool_call><function=f>`. No text is
-        read. In the returned state, the unread text is compared with the expected tool call.
+        Example: the model writes `<function=f>` instead of `<tool_call><function=f>`. The text is
+        not read here, but in the state CALL_START, by `read_start`.
 
         Args:
             marker: The first fixed text of the tool call's header, for example `<function=`.

@@ -150,7 +150,7 @@ class CallWriter:
             log.warning(
                 "discarded a call of the function %r, which the request does not offer", name
             )
-        elif not self.stores_arguments:
+        elif not self.stores_arguments:  # Otherwise `end` appends all events of the tool call.
             self._append_start()
         return True
 

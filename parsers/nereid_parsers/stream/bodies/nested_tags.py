@@ -260,8 +260,8 @@ class NestedReader(StepReader):
             element: The innermost open element.
             first_child: The name of the element's first child.
         """
-        # The key is omitted after a sibling of the same name, because elements with text become one
-        # array. This element contains child elements, so it needs a key.
+        # In `~<a>1~</a>~<a>~<b>`, no key has been written for the second `a`, because two elements
+        # with text become one array. This element contains child elements, so it needs its key.
         if not element.is_key_written:
             self._write_omitted_key(element)
         element.kind = element.container_kind(first_child)

@@ -123,8 +123,9 @@ class StringReader:
         # Whether the string may contain its own quote, as in `'it's'`.
         self._is_nesting = quote in dialect.nesting
         self._can_follow = can_follow
-        # Finds the quote or an escape sequence, whichever comes first.
-        self._find_end = _string_end_regex(quote, quote in dialect.escaping).search
+        # Finds the closing quote or an escape sequence, whichever comes first.
+        has_escapes = quote in dialect.escaping
+        self._find_end = _string_end_regex(quote, has_escapes).search
         self._output = output
 
     def read(self, text: str, pos: int, is_final: bool) -> int:

@@ -136,8 +136,6 @@ def text_of_literals(pieces: Pieces) -> str:
 def literal_text(piece: Piece) -> str:
     """Return the fixed text of one part of a regular expression, or "" for white space.
 
-    The literal text of optional white space is "":
-
     >>> literal_text("<call>"), literal_text(OptionalWhitespace())
     ('<call>', '')
 

@@ -1,0 +1,145 @@
+r"""Decode the input of a custom tool from the arguments of a function call.
+
+The model calls a custom tool as a function with the parameter `input`. The arguments of the call
+arrive in pieces of JSON text. Example: the pieces `{"input": "a\` and `nb"}` contain the input "a",
+a line break and "b".
+"""
+
+import json
+import re
+
+_OPENING = ("{", '"input"', ":", '"')
+"""The tokens before the input. White space may precede each token."""
+_CLOSING = re.compile(r'"[ \t\r\n]*(?:\}[ \t\r\n]*)?\Z')
+"""The text after the input, or the beginning of this text."""
+_WHITE_SPACE = " \t\r\n"
+
+_PLAIN = re.compile(r'[^"\\]+')
+_HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
+_LOW = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPE = re.compile(rf'{_HIGH}{_LOW}|\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt]')
+"""An escape of JSON. The two escapes of a surrogate pair are one match."""
+_CUT_ESCAPE = re.compile(
+    rf"(?:\\(?:u[0-9a-fA-F]{{0,3}})?|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)\Z"
+)
+r"""The beginning of an escape at the end of a text, such as `\u00`, or `\ud83d\u` of a pair."""
+
+
+class InputDecoder:
+    r"""Decodes the input of one call while the arguments arrive.
+
+    Each piece of text is returned as soon as its meaning cannot change. If the arguments are not an
+    object that begins with the string `input`, the input consists of the whole arguments. If the
+    string contains escapes that JSON does not define, or quotation marks without a backslash, the
+    input contains them unchanged. No text of the model is lost.
+
+    Examples of arguments and inputs:
+
+        {"input": "a\u00e9"}      aé
+        {"input": "say "hi""}     say "hi"
+        {"input": "a\d"}          a\d
+        {"text": "a"}             {"text": "a"}
+        {"input": "cut o          cut o
+    """
+
+    def __init__(self) -> None:
+        self._unread = ""  # the arguments whose meaning is not certain
+        self._is_open = False  # whether the tokens before the input have been read
+        self._is_raw = False  # whether the input consists of the whole arguments
+
+    def add(self, arguments: str) -> str:
+        """Read the next piece of the arguments, and return the text of the input that is certain.
+
+        Example: the pieces `{"inp`, `ut": "a` and `b"}` return "", "a" and "b".
+        """
+        self._unread += arguments
+        if not self._is_open and not self._is_raw:
+            self._read_opening()
+        if self._is_raw:
+            return self._pop_unread()
+        return self._read_string() if self._is_open else ""
+
+    def finish(self) -> str:
+        """Return the rest of the input after the last piece of the arguments.
+
+        The rest is empty, unless the arguments end before the input begins or within an escape.
+        """
+        return "" if self._is_closing(0) else self._pop_unread()
+
+    def _read_opening(self) -> None:
+        """Read the tokens before the input, if all of them have arrived.
+
+        Mutates: `_is_open` or `_is_raw`, unless the decision needs more text.
+        """
+        end = _end_of_opening(self._unread)
+        if end is None:
+            self._is_raw = True
+        elif end >= 0:
+            self._is_open = True
+            self._unread = self._unread[end:]
+
+    def _read_string(self) -> str:
+        """Return the decoded text of the string, up to the first part that is not certain.
+
+        Mutates: `_unread`, from which the decoded text is removed.
+        """
+        decoded: list[str] = []
+        text, at = self._unread, 0
+        while at < len(text) and not _CUT_ESCAPE.match(text, at) and not self._is_closing(at):
+            match = _PLAIN.match(text, at) or _ESCAPE.match(text, at)
+            part = match[0] if match else text[at]
+            decoded.append(_decoded(part) if len(part) > 1 and part[0] == "\\" else part)
+            at += len(part)
+        self._unread = text[at:]
+        return "".join(decoded)
+
+    def _is_closing(self, at: int) -> bool:
+        """Return whether the unread text from `at` on can be the end of the arguments.
+
+        Examples: `"`, `"}` and `"` followed by a line break can be the end, but `", "a": 1}` and an
+        empty text cannot.
+        """
+        return self._is_open and _CLOSING.match(self._unread, at) is not None
+
+    def _pop_unread(self) -> str:
+        unread, self._unread = self._unread, ""
+        return unread
+
+
+def decode_input(arguments: str) -> str:
+    """Return the input of a custom tool from the whole arguments of a call.
+
+    Example: `{"input": "ls -l"}` returns "ls -l".
+    """
+    decoder = InputDecoder()
+    return decoder.add(arguments) + decoder.finish()
+
+
+def _end_of_opening(text: str) -> int | None:
+    """Return the index at which the input begins in `text`, the beginning of the arguments.
+
+    Return -1 if the text ends before the input, and None if the arguments have another form.
+
+    Examples: the text `{"input": "a` returns 11, the text `{"in` returns -1, and the text `[`
+    returns None.
+    """
+    at = 0
+    for token in _OPENING:
+        while at < len(text) and text[at] in _WHITE_SPACE:
+            at += 1
+        part = text[at : at + len(token)]
+        if not token.startswith(part):
+            return None
+        if part != token:
+            return -1
+        at += len(token)
+    return at
+
+
+def _decoded(escape: str) -> str:
+    r"""Return the text of an escape. Half of a surrogate pair is returned unchanged.
+
+    Examples: `\n` returns a line break, and `\ud83d` returns `\ud83d`.
+    """
+    text: str = json.loads(f'"{escape}"')
+    return escape if "\ud800" <= text <= "\udfff" else text

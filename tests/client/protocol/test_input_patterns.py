@@ -1,0 +1,108 @@
+"""Regular expressions of custom tools: accepted ones are enforced, all others are refused."""
+
+import itertools
+import json
+import re
+
+import pytest
+import xgrammar
+from nereid_client.errors import FieldError
+from nereid_client.protocol.custom_tools import CustomTool, to_function
+from nereid_client.protocol.input_patterns import whole_input_pattern
+from nereid_client.streaming.custom_tool_input import decode_input
+from xgrammar.testing import _is_grammar_accept_string
+
+ALPHABET = "a7.\n-é"
+INPUTS = ["".join(text) for size in range(4) for text in itertools.product(ALPHABET, repeat=size)]
+
+
+def grammar_of(regex):
+    """Return the grammar with which the backend constrains the arguments of a custom tool."""
+    tool_format = {"type": "grammar", "syntax": "regex", "definition": regex}
+    function = to_function(CustomTool(name="f", format=tool_format), "tools[0]")["function"]
+    node = {"type": "json_schema", "json_schema": function["parameters"]}
+    tag = {"type": "structural_tag", "format": node}
+    return xgrammar.Grammar.from_structural_tag(json.dumps(tag))
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        *("a", "a|7", "^a$", "^a|7$", "^a$|^7$", "a*", "a+7?", "(a|7){2}", "(?:a7){0,1}"),
+        *(r"\d+", r"\w", r"\D\d", r"a\.7", ".", ".*", "[a7]+", "[^a]", "[.-]", r"[\d.]+", "a|"),
+        *("(?P<one>a)7", "(?<one>a)7", r"\x61", r"\u00e9", "é+", "a+?", r"[^\n]+"),
+        *("a{2}", "a{1,}", "(a(7|-))*", r"\-", "()a"),
+    ],
+)
+def test_the_whole_input_must_match(regex):
+    grammar = grammar_of(regex)
+    python_regex = re.compile(regex.replace("(?<one>", "(?P<one>"), re.ASCII)
+    for text in INPUTS:
+        arguments = f'{{"input": "{text}"}}'
+        assert decode_input(arguments) == text
+        is_match = python_regex.fullmatch(text) is not None
+        # A line break in a JSON string would not be JSON.
+        is_expected = is_match and "\n" not in text
+        assert _is_grammar_accept_string(grammar, arguments) == is_expected, text
+
+
+@pytest.mark.parametrize("regex", ['["a7]+', r"[\\a]", '[^a"]', r"[^\\]+", ".+", r"\S", r"\W"])
+def test_sets_do_not_match_the_characters_that_json_escapes(regex):
+    grammar = grammar_of(regex)
+    for text in ('"', "\\", '\\"', "\\\\", 'a"', "a\\", "\\a"):
+        assert not _is_grammar_accept_string(grammar, f'{{"input": "{text}"}}'), text
+
+
+@pytest.mark.parametrize(
+    ("regex", "problem"),
+    [
+        ("(ab", '"(ab" at the position 0 has no closing parenthesis'),
+        ("ab)", '")" at the position 2 has no opening parenthesis'),
+        ("[ab", '"[ab" at the position 0 is incomplete or not supported'),
+        ("[]a]", '"[]a]" at the position 0 is incomplete or not supported'),
+        ("a\\", '"\\\\" at the position 1 is incomplete or not supported'),
+        ("a{x}", '"{x}" at the position 1 is incomplete or not supported'),
+        ("*a", '"*a" at the position 0 repeats nothing'),
+        ("a(+)", '"+)" at the position 2 repeats nothing'),
+        ("a|?", '"?" at the position 2 repeats nothing'),
+        ("a(?=b)", '"(?=b)" at the position 1 is incomplete or not supported'),
+        ("(?<!a)b", '"(?<!a)b" at the position 0 is incomplete or not supported'),
+        ("(?i)a", '"(?i)a" at the position 0 is incomplete or not supported'),
+        (r"\bword", '"\\\\bword" at the position 0 is not supported'),
+        (r"\Aa", '"\\\\Aa" at the position 0 is not supported'),
+        (r"(a)\1", '"\\\\1" at the position 3 is not supported'),
+        (r"\p{L}", '"\\\\p{L}" at the position 0 is not supported'),
+        (r"[\p{L}]", '"[\\\\p{L}]" at the position 0 contains \\p, which is not supported'),
+        (r"\ud83d", '"\\\\ud83d" at the position 0 is half of a surrogate pair'),
+        ("[[:alpha:]]", '"[[:alpha:]]" at the position 0 contains another set'),
+        ("[^a\n]", '"[^a\\n]" at the position 0 contains a control character, which must be'),
+        ("[a-z&&[^b]]", '"[a-z&&[^b]]" at the position 0 contains another set'),
+        ("a^b", '"^b" at the position 1 is an anchor inside the expression; the whole input must'),
+        ("(^a)", '"^a)" at the position 1 is an anchor inside the expression; the whole input'),
+        ('a"b', '"\\"b" at the position 1 requires a quotation mark, a backslash or a'),
+        (r"\\", '"\\\\\\\\" at the position 0 requires a quotation mark, a backslash or a'),
+        (r"\x5c", '"\\\\x5c" at the position 0 requires a quotation mark, a backslash or a'),
+        (r"a\nb", '"\\\\nb" at the position 1 requires a quotation mark, a backslash or a'),
+        ("a\tb", '"\\tb" at the position 1 requires a quotation mark, a backslash or a'),
+        (r"\x0a", '"\\\\x0a" at the position 0 requires a quotation mark, a backslash or a'),
+        (r"[\n\t]+", '"[\\\\n\\\\t]+" at the position 0 requires a quotation mark, a backslash'),
+        ("a**", '"*" at the position 2 repeats nothing'),
+        ("a++", '"+" at the position 2 repeats nothing'),
+        ('["]', '"[\\"]" at the position 0 requires a quotation mark, a backslash or a'),
+        (r"[\x22\\]", '"[\\\\x22\\\\\\\\]" at the position 0 requires a quotation mark'),
+    ],
+)
+def test_an_expression_that_cannot_be_enforced_is_refused(regex, problem):
+    with pytest.raises(FieldError) as caught:
+        whole_input_pattern(regex, "tools[0].format.definition")
+    assert caught.value.field == "tools[0].format.definition"
+    assert str(caught.value).startswith(
+        "tools[0].format.definition must be a regular expression that can be enforced, but the "
+        f"part {problem}"
+    )
+
+
+def test_an_expression_that_is_too_long_is_refused():
+    assert whole_input_pattern("a" * 4096, "x") == f"^(?:{'a' * 4096})$"
+    with pytest.raises(FieldError, match=r"at most 4096 characters, but the request has 4097"):
+        whole_input_pattern("a" * 4097, "x")

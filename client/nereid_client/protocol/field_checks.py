@@ -4,6 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nereid_client.errors import FieldError, shown
+from nereid_client.protocol.custom_tools import (
+    check_names,
+    custom_tool_names,
+    is_custom,
+    read_custom_tool,
+)
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _MAX_BIAS = 100
@@ -77,24 +83,31 @@ def _check_schema(schema: object, field: str, schema_field: str) -> None:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all tools of a chat are functions. Refuse other types, such as custom tools.
+    """Check that all tools of a chat are functions or custom tools, and check the custom tools.
 
-    Raises: FieldError that names the first tool of another type.
+    The backend checks the functions.
+
+    Raises: FieldError that names the first wrong tool.
     """
     for index, tool in enumerate(tools):
         kind = tool.get("type", "function")
-        if kind != "function" and "function" not in tool:
+        if is_custom(tool):
+            read_custom_tool(tool, f"tools[{index}]")
+        elif kind != "function" and "function" not in tool:
             raise FieldError(
                 "tools",
-                f"tools[{index}].type must be function, but the request has {shown(kind)}. A "
-                "custom tool can be sent as a function with one parameter of the type string.",
+                f"tools[{index}].type must be function or custom, but the request has "
+                f"{shown(kind)}. Nereid has no tools of its own.",
             )
+    names = [str(name) for _, name in map(_kind_and_name, tools)]
+    check_names(names, custom_tool_names(tools))
 
 
 def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
     """Check that a tool choice has a known form, and names only tools of this request.
 
-    The known forms are none, auto, required, one function, and OpenAI's allowed_tools.
+    The known forms are none, auto, required, one function, one custom tool, and OpenAI's
+    allowed_tools.
 
     Args:
         choice: the field `tool_choice`, in OpenAI's format for chat completions.
@@ -104,66 +117,74 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
     """
     if choice in ("none", "auto"):
         return
-    tool_names = [_function_name(tool) for tool in tools]
-    if not tool_names:
+    offered = [_kind_and_name(tool) for tool in tools]
+    if not offered:
         raise FieldError(
             "tool_choice",
             f"tool_choice={shown(choice)} requires tools, but the request has none",
         )
-    for name in _chosen_names(choice):
-        if name not in tool_names:
+    for kind, name in _chosen_tools(choice):
+        names = [each for kind_of_tool, each in offered if kind_of_tool == kind]
+        if name not in names:
+            group = "custom tools" if kind == "custom" else "tools"
             raise FieldError(
                 "tool_choice",
-                f"tool_choice must name one of the tools {shown(tool_names)}, but the request has "
+                f"tool_choice must name one of the {group} {shown(names)}, but the request has "
                 f"{shown(name)}",
             )
 
 
-def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
-    """Return the names of the functions in a tool choice.
+def _chosen_tools(choice: str | Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Return the kind and the name of each tool in a tool choice.
 
-    For "required", return an empty list, because the model may then call any function.
+    For "required", return an empty list, because the model may then call any tool.
+
+    Example: {"type": "custom", "custom": {"name": "f"}} returns [("custom", "f")].
 
     Raises: FieldError if the choice has no known form.
     """
     if choice == "required":
         return []
-    names: list[object] = []
+    tools: list[tuple[str, object]] = []
     kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if isinstance(choice, Mapping) and kind == "function":
-        names = [_function_name(choice)]
+    if kind in ("function", "custom"):
+        tools = [_kind_and_name(choice)]
     elif isinstance(choice, Mapping) and kind == "allowed_tools":
-        names = _allowed_names(choice.get("allowed_tools"))
-    has_unnamed_function = not all(names)
-    if names and not has_unnamed_function:
-        return names
+        tools = _allowed_tools(choice.get("allowed_tools"))
+    has_unnamed_tool = not all(name for _, name in tools)
+    if tools and not has_unnamed_tool:
+        return tools
     raise FieldError(
         "tool_choice",
         'tool_choice must be "none", "auto", "required", a function as {"type": "function", '
-        '"function": {"name"}}, or {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}, '
+        '"function": {"name"}}, a custom tool as {"type": "custom", "custom": {"name"}}, or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}, '
         f"but the request has {shown(choice)}",
     )
 
 
-def _allowed_names(allowed: object) -> list[object]:
-    """Return the names of the functions in an object `allowed_tools`.
+def _allowed_tools(allowed: object) -> list[tuple[str, object]]:
+    """Return the kind and the name of each tool in an object `allowed_tools`.
 
-    Return an empty list if the object has no known form. For a function without a name, the list
-    contains None.
+    Return an empty list if the object has no known form. The name of a tool without a name is None.
     """
     if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
         return []
     tools = allowed.get("tools")
-    return [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+    return [_kind_and_name(tool) for tool in tools] if isinstance(tools, list) else []
 
 
-def _function_name(tool: object) -> object:
-    """Return the name of a function. Example: {"function": {"name": "f"}} returns "f".
+def _kind_and_name(tool: object) -> tuple[str, object]:
+    """Return the kind of a tool, which is "function" or "custom", and the name of the tool.
 
-    Return None if the value has another form.
+    Example: {"type": "custom", "custom": {"name": "f"}} returns ("custom", "f"). If the value has
+    another form, the name is None.
     """
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    return function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(tool, Mapping):
+        return "function", None
+    kind = "custom" if is_custom(tool) else "function"
+    inner = tool.get(kind)
+    return kind, inner.get("name") if isinstance(inner, Mapping) else None
 
 
 def check_logit_bias(value: Mapping[str, float]) -> None:

@@ -27,6 +27,11 @@ from nereid_client.protocol.common_fields import (
     Origin,
 )
 from nereid_client.protocol.completion_prompts import Prompt, read_prompts
+from nereid_client.protocol.custom_tools import (
+    custom_tool_names,
+    with_function_calls,
+    with_functions,
+)
 from nereid_client.protocol.field_checks import check_tool_choice, check_tools
 from nereid_client.protocol.refused import (
     REFUSED_BY_BACKEND,
@@ -60,12 +65,13 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Annotated[int | None, Field(ge=1, lt=INT64_LIMIT)] = None
     """OpenAI's newer name of `max_tokens`. It takes precedence if a request has both fields."""
     tools: list[dict[str, Any]] | None = None
-    """The functions that the model may call. `strict` forces arguments to match the schema."""
+    """The functions and custom tools that the model may call. `strict` forces the arguments of a
+    function to match the schema."""
     tool_choice: str | dict[str, Any] | None = None
-    """Which tools the model may or must call: `none`, `auto`, `required`, a function or
-    `allowed_tools`."""
+    """Which tools the model may or must call: `none`, `auto`, `required`, a function, a custom
+    tool or `allowed_tools`."""
     parallel_tool_calls: bool | None = None
-    """Whether the model may call several functions. The default is `true`."""
+    """Whether the model may call several tools. The default is `true`."""
     logprobs: bool | None = None
     """Whether the answer contains the log-probability of each token."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
@@ -110,13 +116,20 @@ class ChatCompletionRequest(GenerationRequest):
         check_tools(self.tools or ())
         if self.tool_choice is not None:
             check_tool_choice(self.tool_choice, self.tools or ())
+        for index, message in enumerate(self.messages):
+            with_function_calls(message.model_extra or {}, f"messages[{index}]")
         return self
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of the custom tools, which the backend receives as functions."""
+        return custom_tool_names(self.tools or ())
 
     def passed_on(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the body that the tokenizer model receives.
 
         Fields with the value null are left out, because null means that a field is not given.
-        Fields that only the frontend reads are also left out.
+        Fields that only the frontend reads are also left out. Custom tools become functions.
         """
         frontend_fields = self.fields_of_frontend()
         fields = {
@@ -126,7 +139,7 @@ class ChatCompletionRequest(GenerationRequest):
         }
         if self.response_format:
             fields["response_format"] = self.response_format
-        return fields
+        return with_functions(fields)
 
 
 class CompletionRequest(GenerationRequest):

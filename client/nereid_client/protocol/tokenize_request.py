@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError
+from nereid_client.protocol.custom_tools import with_functions
 from nereid_client.protocol.request_body import RequestBody, check_token_ids
 
 
@@ -46,6 +47,13 @@ class TokenizeRequest(RequestBody):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_custom_tools(self) -> Self:
+        """Check the custom tools of a chat, and the calls of custom tools in its messages."""
+        if self.messages is not None:
+            with_functions({**(self.model_extra or {}), "messages": self.messages})
+        return self
+
     def chat_request(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the chat in the tokenizer model's format, or None if the request has a prompt.
 
@@ -55,11 +63,13 @@ class TokenizeRequest(RequestBody):
         """
         if self.messages is None:
             return None
-        return {
-            name: value
-            for name, value in body.items()
-            if value is not None and name not in ("model", "return_token_strs")
-        }
+        return with_functions(
+            {
+                name: value
+                for name, value in body.items()
+                if value is not None and name not in ("model", "return_token_strs")
+            }
+        )
 
     def sampling_parameters(self) -> dict[str, Any] | None:
         """Return the tokenizer parameters for a prompt, or None if the request has none."""

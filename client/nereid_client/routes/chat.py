@@ -42,9 +42,9 @@ async def chat_completions(request: Request) -> Response:
     deltas = context_of(request).backend.generate(generation)
     if not chat.stream:
         totals = await sse.unless_disconnected(request.receive, fold(deltas, frame.num_choices))
-        return JSONResponse(chat_completion(frame, totals))
+        return JSONResponse(chat_completion(frame, totals, chat.custom_tools))
     merged_deltas = merged(deltas)
     first = await sse.first_of(request, merged_deltas)
     view = ReasoningView(streams_reasoning=chat.stream_reasoning is not False)
-    events = chat_events(frame, view, first, merged_deltas)
+    events = chat_events(frame, view, first, merged_deltas, chat.custom_tools)
     return sse.EventStream(events, source=merged_deltas)

@@ -4,11 +4,12 @@ Example: the delta {"index": 0, "content": "Hello"} becomes a chunk whose field 
 [{"index": 0, "delta": {"content": "Hello"}, "logprobs": null, "finish_reason": null}].
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Container, Sequence
 
+from nereid_client.streaming.chat_calls import CallPieces, whole_call
 from nereid_client.streaming.chunk_events import ChunkBuilder, chunk_events
 from nereid_client.streaming.completion_frame import CompletionFrame, Json, total_usage
-from nereid_client.streaming.deltas import Delta, ToolCallPiece
+from nereid_client.streaming.deltas import Delta
 from nereid_client.streaming.openai_logprobs import chat_logprobs, prompt_logprobs
 from nereid_client.streaming.reasoning_view import ReasoningView
 
@@ -17,7 +18,11 @@ _TOKEN_FIELDS = ("logprobs", "token_ids", "prompt_token_ids")
 
 
 def chat_events(
-    frame: CompletionFrame, view: ReasoningView, first: Delta | None, rest: AsyncGenerator[Delta]
+    frame: CompletionFrame,
+    view: ReasoningView,
+    first: Delta | None,
+    rest: AsyncGenerator[Delta],
+    custom_tools: Container[str] = (),
 ) -> AsyncGenerator[bytes]:
     """Yield a chat completion as server-sent events, as described by `chunk_events`.
 
@@ -26,16 +31,20 @@ def chat_events(
         view: decides when reasoning is sent.
         first: the first delta, or None if there is none.
         rest: the deltas after the first one.
+        custom_tools: the names of the custom tools.
     """
-    return chunk_events(_ChatChunks(frame, view), first, rest)
+    return chunk_events(_ChatChunks(frame, view, custom_tools), first, rest)
 
 
 class _ChatChunks(ChunkBuilder[Delta]):
     """Builds the chunks of a chat completion."""
 
-    def __init__(self, frame: CompletionFrame, view: ReasoningView) -> None:
+    def __init__(
+        self, frame: CompletionFrame, view: ReasoningView, custom_tools: Container[str]
+    ) -> None:
         super().__init__(frame, "chat.completion.chunk", num_prompts=1)
         self._view = view
+        self._calls = [CallPieces(custom_tools) for _ in range(frame.num_choices)]
 
     def opening(self) -> list[Json]:
         """Return one chunk for each choice. Each chunk contains the role of the message."""
@@ -51,7 +60,7 @@ class _ChatChunks(ChunkBuilder[Delta]):
         self.record(0, item)
         index = self.number_of(0, item)
         delta = self._view.apply(item)
-        message_delta = _message_delta(delta)
+        message_delta = self._message_delta(index, delta)
         chunks = []
         if message_delta or any(delta.get(name) for name in _TOKEN_FIELDS):
             chunks.append(self._text_chunk(index, message_delta, delta))
@@ -86,36 +95,49 @@ class _ChatChunks(ChunkBuilder[Delta]):
             choice["token_ids"] = delta["token_ids"]
         return self.chunk(choice) | _prompt_fields(delta)
 
+    def _message_delta(self, index: int, delta: Delta) -> Json:
+        """Return the field `delta` of a chunk, which contains the new parts of the message.
 
-def _message_delta(delta: Delta) -> Json:
-    """Return the field `delta` of a chunk, which contains the new parts of the message.
+        Example: {"reasoning": "Hm"} returns {"reasoning": "Hm", "reasoning_content": "Hm"}.
 
-    Example: {"reasoning": "Hm"} returns {"reasoning": "Hm", "reasoning_content": "Hm"}.
-    """
-    added: Json = {}
-    if reasoning := delta.get("reasoning"):
-        added |= {"reasoning": reasoning, "reasoning_content": reasoning}
-    if content := delta.get("content"):
-        added["content"] = content
-    if calls := delta.get("tool_calls"):
-        added["tool_calls"] = [_call_piece(call) for call in calls]
-    return added
+        Args:
+            index: the index of the choice.
+            delta: the delta of the choice.
+        """
+        added: Json = {}
+        if reasoning := delta.get("reasoning"):
+            added |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if content := delta.get("content"):
+            added["content"] = content
+        pieces = self._calls[index].convert(delta.get("tool_calls", ()))
+        if "finish_reason" in delta:
+            pieces += self._calls[index].finish()
+        if pieces:
+            added["tool_calls"] = pieces
+        return added
 
 
-def chat_completion(frame: CompletionFrame, totals: Sequence[Delta]) -> Json:
+def chat_completion(
+    frame: CompletionFrame, totals: Sequence[Delta], custom_tools: Container[str]
+) -> Json:
     """Return a whole chat completion.
 
     Args:
         frame: the fields that do not depend on the choices.
         totals: for each choice, the sum of the deltas of this choice.
+        custom_tools: the names of the custom tools.
     """
-    choices = [_whole_choice(frame, index, total) for index, total in enumerate(totals)]
+    choices = [
+        _whole_choice(frame, index, total, custom_tools) for index, total in enumerate(totals)
+    ]
     completion = frame.with_choices("chat.completion", choices)
     completion["usage"] = total_usage([[total.get("usage") for total in totals]])
     return completion | _prompt_fields(totals[0])
 
 
-def _whole_choice(frame: CompletionFrame, index: int, total: Delta) -> Json:
+def _whole_choice(
+    frame: CompletionFrame, index: int, total: Delta, custom_tools: Container[str]
+) -> Json:
     """Return one choice of a whole completion.
 
     Two of the fields have different names in other servers, so the choice contains both names. One
@@ -133,7 +155,7 @@ def _whole_choice(frame: CompletionFrame, index: int, total: Delta) -> Json:
         "refusal": None,
     }
     if calls:
-        message["tool_calls"] = [_whole_call(call) for call in calls]
+        message["tool_calls"] = [whole_call(call, custom_tools) for call in calls]
     choice = {
         "index": index,
         "message": message,
@@ -165,25 +187,3 @@ def _logprobs(frame: CompletionFrame, delta: Delta) -> Json | None:
 
 def _choice(index: int, delta: Json) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _call_piece(piece: ToolCallPiece) -> Json:
-    """Convert a piece of a tool call to the format of a chunk.
-
-    Example: {"index": 0, "arguments": "{"} returns {"index": 0, "function": {"arguments": "{"}}.
-    """
-    function: Json = {"arguments": piece.get("arguments", "")}
-    if "name" in piece:
-        function = {"name": piece["name"], **function}
-    call: Json = {"index": piece["index"], "function": function}
-    if "id" in piece:
-        call |= {"id": piece["id"], "type": "function"}
-    return call
-
-
-def _whole_call(call: ToolCallPiece) -> Json:
-    return {
-        "id": call.get("id", ""),
-        "type": "function",
-        "function": {"name": call.get("name", ""), "arguments": call.get("arguments", "")},
-    }

@@ -25,9 +25,9 @@ def error_of(response, status):
     [
         (
             "tools",
-            [{"type": "custom", "custom": {"name": "f"}}],
-            'tools[0].type must be function, but the request has "custom". A custom tool can be '
-            "sent as a function with one parameter of the type string.",
+            [{"type": "web_search"}],
+            'tools[0].type must be function or custom, but the request has "web_search". Nereid '
+            "has no tools of its own.",
         ),
         ("max_tokens", 0, "max_tokens must be at least 1, but the request has 0"),
         ("max_tokens", -3, "max_tokens must be at least 1, but the request has -3"),
@@ -114,7 +114,8 @@ async def test_a_bad_field_is_named_with_its_value_and_limit(post, field, value,
         "always",
         {"type": "function"},
         {"type": "function", "function": {"name": ""}},
-        {"type": "custom", "custom": {"name": "f"}},
+        {"type": "custom", "custom": {"name": ""}},
+        {"type": "custom", "name": "f"},
         {"type": "allowed_tools", "allowed_tools": {"mode": "maybe", "tools": [TOOL]}},
         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
         {"type": "allowed_tools"},

@@ -1,0 +1,105 @@
+"""Convert the tool calls in deltas to the format of chat completions.
+
+The model calls a custom tool as a function with the parameter `input`. The call is converted to a
+call of the custom tool.
+"""
+
+from collections.abc import Container, Iterable
+
+from nereid_client.streaming.completion_frame import Json
+from nereid_client.streaming.custom_tool_input import InputDecoder, decode_input
+from nereid_client.streaming.deltas import ToolCallPiece
+
+
+class CallPieces:
+    """Converts the pieces of the tool calls of one choice to the format of chunks.
+
+    Args:
+        custom_tools: the names of the custom tools.
+    """
+
+    def __init__(self, custom_tools: Container[str]) -> None:
+        self._custom_tools = custom_tools
+        # Maps the index of each unfinished call of a custom tool to the decoder of its input.
+        self._decoders: dict[int, InputDecoder] = {}
+
+    def convert(self, pieces: Iterable[ToolCallPiece]) -> list[Json]:
+        """Return the pieces in the format of chunks. Leave out pieces without new text.
+
+        Examples: {"index": 0, "arguments": "{"} returns {"index": 0, "function": {"arguments":
+        "{"}}. If call 0 is a call of a custom tool, the arguments `{"input": "ls` return
+        {"index": 0, "custom": {"input": "ls"}}.
+        """
+        converted = []
+        for piece in pieces:
+            index = piece["index"]
+            if piece.get("name") in self._custom_tools:
+                self._decoders.setdefault(index, InputDecoder())
+            if index not in self._decoders:
+                converted.append(_function_piece(piece))
+                continue
+            text = self._decoders[index].add(piece.get("arguments", ""))
+            if text or "name" in piece:
+                converted.append(_custom_piece(piece, text))
+        return converted
+
+    def finish(self) -> list[Json]:
+        """Return the pieces with the rest of the inputs, after the last delta of the choice."""
+        rests = {index: decoder.finish() for index, decoder in self._decoders.items()}
+        return [_custom_piece({"index": index}, rest) for index, rest in rests.items() if rest]
+
+
+def whole_call(call: ToolCallPiece, custom_tools: Container[str]) -> Json:
+    """Return a whole tool call in the format of chat completions.
+
+    Example: {"id": "a", "name": "f", "arguments": "{}"} returns {"id": "a", "type": "function",
+    "function": {"name": "f", "arguments": "{}"}}.
+
+    Args:
+        call: all pieces of the call, merged to one piece.
+        custom_tools: the names of the custom tools.
+    """
+    name, arguments = call.get("name", ""), call.get("arguments", "")
+    if name in custom_tools:
+        custom = {"name": name, "input": decode_input(arguments)}
+        return {"id": call.get("id", ""), "type": "custom", "custom": custom}
+    function = {"name": name, "arguments": arguments}
+    return {"id": call.get("id", ""), "type": "function", "function": function}
+
+
+def _function_piece(piece: ToolCallPiece) -> Json:
+    """Convert a piece of a function call to the format of a chunk."""
+    function = _named(piece, {"arguments": piece.get("arguments", "")})
+    return _identified(piece, "function", function)
+
+
+def _custom_piece(piece: ToolCallPiece, text: str) -> Json:
+    """Return a piece of a call of a custom tool in the format of a chunk.
+
+    OpenAI's library for Python declares no type for such a piece. This format is the one of a whole
+    call, so that the library merges the pieces to a whole call.
+
+    Args:
+        piece: the piece of the function call that the model has written.
+        text: the new text of the input.
+    """
+    return _identified(piece, "custom", _named(piece, {"input": text}))
+
+
+def _named(piece: ToolCallPiece, fields: Json) -> Json:
+    """Put the name of the tool before `fields`, if the piece is the first one of its call."""
+    return {"name": piece["name"], **fields} if "name" in piece else fields
+
+
+def _identified(piece: ToolCallPiece, kind: str, fields: Json) -> Json:
+    """Return a piece with the index of its call. The first piece also has the id and the type.
+
+    Args:
+        piece: the piece that the backend has sent.
+        kind: the type of the call, and the key of `fields`: "function" or "custom".
+        fields: the name of the tool, if present, and the new text.
+    """
+    call: Json = {"index": piece["index"], kind: fields}
+    if "id" in piece:
+        call |= {"id": piece["id"], "type": kind}
+    return call

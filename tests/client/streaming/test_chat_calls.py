@@ -1,0 +1,57 @@
+"""Pieces of tool calls in chat completions: functions and custom tools."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+from nereid_client.streaming.chat_calls import CallPieces, whole_call
+
+OPENED = {"index": 0, "id": "a", "name": "shell", "arguments": ""}
+
+
+def convert(pieces, custom_tools):
+    calls = CallPieces(custom_tools)
+    return [converted for piece in pieces for converted in calls.convert([piece])] + calls.finish()
+
+
+def test_only_the_first_piece_of_a_call_has_the_id_and_the_name():
+    arguments = ['{"inp', 'ut": "l', "s\\", 'n"', "}"]
+    pieces = [OPENED, *({"index": 0, "arguments": each} for each in arguments)]
+    assert convert(pieces, {"shell"}) == [
+        {"index": 0, "id": "a", "type": "custom", "custom": {"name": "shell", "input": ""}},
+        {"index": 0, "custom": {"input": "l"}},
+        {"index": 0, "custom": {"input": "s"}},
+        {"index": 0, "custom": {"input": "\n"}},
+    ]
+    assert convert(pieces, ())[:2] == [
+        {"index": 0, "id": "a", "type": "function", "function": {"name": "shell", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"inp'}},
+    ]
+
+
+def test_arguments_that_are_cut_off_end_with_a_piece():
+    pieces = [OPENED | {"arguments": '{"input": "a\\u00'}, {"index": 1, "name": "g"}]
+    assert convert(pieces, {"shell"}) == [
+        {"index": 0, "id": "a", "type": "custom", "custom": {"name": "shell", "input": "a"}},
+        {"index": 1, "function": {"name": "g", "arguments": ""}},
+        {"index": 0, "custom": {"input": "\\u00"}},
+    ]
+
+
+@given(st.lists(st.text(max_size=6), min_size=1, max_size=3), st.integers(1, 9))
+def test_the_pieces_of_several_calls_add_up_to_the_whole_calls(texts, size):
+    pieces, wholes = [], []
+    for index, text in enumerate(texts):
+        arguments = json.dumps({"input": text})
+        opened = {"index": index, "id": f"call_{index}", "name": "shell"}
+        wholes.append(whole_call(opened | {"arguments": arguments}, {"shell"}))
+        pieces.append(opened | {"arguments": ""})
+        pieces += [
+            {"index": index, "arguments": arguments[at : at + size]}
+            for at in range(0, len(arguments), size)
+        ]
+    inputs = [""] * len(texts)
+    for piece in convert(pieces, {"shell"}):
+        inputs[piece["index"]] += piece["custom"]["input"]
+    assert inputs == texts
+    assert [call["custom"] for call in wholes] == [{"name": "shell", "input": t} for t in texts]

@@ -1,6 +1,7 @@
 """The Responses API on the real server, through the openai library."""
 
 import json
+import re
 import signal
 import time
 
@@ -102,6 +103,67 @@ def test_a_forced_call_comes(create):
     choice = {"type": "function", "name": "get_weather"}
     made = create("Hello!", tools=[WEATHER], tool_choice=choice)
     assert [item.name for item in made.output if item.type == "function_call"] == ["get_weather"]
+
+
+def custom_tool(regex):
+    tool_format = {"type": "grammar", "syntax": "regex", "definition": regex}
+    return {"type": "custom", "name": "save_date", "description": "Saves.", "format": tool_format}
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
+        r"^(yes|no)$|^(?:maybe) \d$",
+        r"[a-z]{2,5} (?<n>[^a-z\n]{1,3})é",
+    ],
+)
+def test_the_input_of_a_custom_tool_matches_its_regex(create, regex):
+    python_regex = regex.replace("(?<", "(?P<")
+    fields = {"tools": [custom_tool(regex)], "tool_choice": "required", "temperature": 1}
+    for seed in range(3):
+        extra = {"seed": seed}
+        made = create("Which day is it?", extra_body=extra, **fields)
+        calls = [item for item in made.output if item.type == "custom_tool_call"]
+        assert calls
+        for call in calls:
+            assert re.fullmatch(python_regex, call.input), call.input
+        events = [
+            event.to_dict() for event in create("Hi", extra_body=extra, stream=True, **fields)
+        ]
+        deltas = [e["delta"] for e in events if e["type"].endswith("tool_call_input.delta")]
+        items = events[-1]["response"]["output"]
+        inputs = [item["input"] for item in items if item["type"] == "custom_tool_call"]
+        assert inputs
+        assert "".join(deltas) == "".join(inputs)
+        assert all(re.fullmatch(python_regex, text) for text in inputs)
+
+
+def test_a_forced_custom_tool_is_called_and_the_conversation_goes_on(create, client, model):
+    tool = {"type": "custom", "name": "note"}
+    choice = {"type": "custom", "name": "note"}
+    made = create("Hello!", tools=[tool, WEATHER], tool_choice=choice, max_output_tokens=200)
+    (call,) = [item for item in made.output if item.type == "custom_tool_call"]
+    assert call.name == "note"
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "saved"}
+    kept = create([output], tools=[tool], previous_response_id=made.id, max_output_tokens=50)
+    assert kept.status in ("completed", "incomplete")
+    chat = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Hello!"}],
+        tools=[{"type": "custom", "custom": {"name": "note"}}],
+        tool_choice={"type": "custom", "custom": {"name": "note"}},
+        max_tokens=200,
+        temperature=0,
+    )
+    (chat_call,) = chat.choices[0].message.tool_calls
+    assert (chat_call.type, chat_call.custom.name) == ("custom", "note")
+
+
+def test_an_error_that_only_the_grammar_library_finds_is_an_error_of_the_tools(create):
+    with pytest.raises(openai.BadRequestError, match="lower bound is larger") as caught:
+        create("Hi", tools=[custom_tool("[z-a]")])
+    assert caught.value.param == "tools"
 
 
 class Sum(pydantic.BaseModel):

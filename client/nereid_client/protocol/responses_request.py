@@ -4,7 +4,7 @@ The fields follow OpenAI's API reference of November 2026. The route also accept
 chat completions, such as `min_p`, although OpenAI's Responses API does not have these fields.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -17,6 +17,7 @@ from nereid_client.protocol.common_fields import (
     GenerationRequest,
     StreamOptions,
 )
+from nereid_client.protocol.custom_tools import check_names
 from nereid_client.protocol.field_checks import (
     check_response_format,
     check_tool_choice,
@@ -25,7 +26,7 @@ from nereid_client.protocol.field_checks import (
 from nereid_client.protocol.refused import REFUSED_IN_CHAT, Refusal, refuse_nested
 from nereid_client.protocol.responses_tools import (
     Json,
-    functions_in_namespaces,
+    converted_tools,
     to_chat_tool_choice,
     to_chat_tools,
 )
@@ -97,7 +98,8 @@ class ResponsesRequest(GenerationRequest):
 
     input: str | list[dict[str, Any]]
     """A text of the user, or a list of items of the types `message`, `function_call`,
-    `function_call_output`, `reasoning` and `item_reference`."""
+    `function_call_output`, `custom_tool_call`, `custom_tool_call_output`, `reasoning` and
+    `item_reference`."""
     instructions: str | None = None
     """The text of the first system message."""
     previous_response_id: str | None = None
@@ -107,12 +109,12 @@ class ResponsesRequest(GenerationRequest):
     max_tool_calls: Annotated[int | None, Field(ge=1, lt=INT64_LIMIT)] = None
     """Accepted without effect, because the server runs no tools."""
     tools: list[dict[str, Any]] | None = None
-    """Functions that the model may call, alone or in namespaces."""
+    """Functions and custom tools that the model may call, alone or in namespaces."""
     tool_choice: str | dict[str, Any] | None = None
-    """Which tools the model may or must call: `none`, `auto`, `required`, a function or
-    `allowed_tools`."""
+    """Which tools the model may or must call: `none`, `auto`, `required`, a function, a custom
+    tool or `allowed_tools`."""
     parallel_tool_calls: bool | None = None
-    """Whether the model may call several functions. The default is `true`."""
+    """Whether the model may call several tools. The default is `true`."""
     text: dict[str, Any] | None = None
     """The key `format` has the meaning of `response_format` in a chat request."""
     reasoning: dict[str, Any] | None = None
@@ -214,29 +216,16 @@ class ResponsesRequest(GenerationRequest):
         if self.response_format_of_text is not None:
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         tools = self.chat_tools or ()
-        self._check_tool_names([tool["function"]["name"] for tool in tools])
+        # A tool call of the model contains the joined name of namespace and tool. If two tools had
+        # the same joined name, the client could not know which of the tools was called.
+        check_names(
+            [tool[tool["type"]]["name"] for tool in tools],
+            converted_tools(self.tools or ()),
+            "A tool in a namespace is called NAMESPACE__TOOL.",
+        )
         if self.tool_choice is not None:
             check_tool_choice(to_chat_tool_choice(self.tool_choice), tools)
         return self
-
-    def _check_tool_names(self, names: Sequence[str]) -> None:
-        """Check that no tool has the same name as a function in a namespace.
-
-        A tool call that the model generates contains the joined name of namespace and function. If
-        two tools had the same joined name, the namespace of the call would be unknown.
-
-        Args:
-            names: the names of all tools in the chat completion.
-
-        Raises: FieldError that names the function.
-        """
-        for name in functions_in_namespaces(self.tools or ()):
-            if names.count(name) > 1:
-                raise FieldError(
-                    "tools",
-                    f"tools must have different names, but several are called {shown(name)}. A "
-                    "function in a namespace is called NAMESPACE__FUNCTION.",
-                )
 
     @model_validator(mode="after")
     def _check_background(self) -> Self:

@@ -1,20 +1,22 @@
 """Translates the fields `tools` and `tool_choice` from the Responses API to chat completions."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from nereid_client.errors import FieldError, shown
+from nereid_client.protocol.custom_tools import CustomTool, to_function
 from nereid_client.protocol.refused import Refusal, refuse_nested
 from nereid_client.protocol.request_body import RequestBody, validated
 
 Json = dict[str, Any]
 
 REFUSED_IN_TOOLS = {
-    "async": Refusal("the client runs the functions, and decides when", (False,)),
+    "async": Refusal("the client runs the tools, and decides when", (False,)),
     "defer_loading": Refusal("Nereid has no tool search; send only tools to offer now", (False,)),
-    "allowed_callers": Refusal("only the model calls functions", (["direct"], [])),
+    "allowed_callers": Refusal("only the model calls tools", (["direct"], [])),
     "output_schema": Refusal("Nereid does not validate the output of a function"),
 }
 """The fields that Nereid refuses in a tool of the Responses API."""
@@ -30,7 +32,7 @@ class FunctionTool(RequestBody):
 
 
 class Namespace(RequestBody):
-    """A group of functions."""
+    """A group of functions and custom tools."""
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -41,7 +43,7 @@ def to_chat_tool_choice(choice: str | Json) -> str | Json:
     """Return the field `tool_choice` in the format of chat completions.
 
     Example: {"type": "function", "name": "f"} returns {"type": "function", "function":
-    {"name": "f"}}.
+    {"name": "f"}}. A custom tool has the type "custom" and the key "custom" instead.
 
     Raises: FieldError if the choice has no known form.
     """
@@ -50,16 +52,17 @@ def to_chat_tool_choice(choice: str | Json) -> str | Json:
     if choice in ("none", "auto", "required"):
         return choice
     if isinstance(choice, dict):
-        if "function" in choice or "allowed_tools" in choice:
+        if any(key in choice for key in ("function", "custom", "allowed_tools")):
             return choice  # the client has used the format of chat completions
-        if choice.get("type") == "function":
-            return {"type": "function", "function": {"name": choice.get("name")}}
+        kind = choice.get("type")
+        if kind in ("function", "custom"):
+            return {"type": kind, kind: {"name": choice.get("name")}}
         if choice.get("type") == "allowed_tools":
             return {"type": "allowed_tools", "allowed_tools": _allowed_tools(choice)}
     raise FieldError(
         "tool_choice",
-        'tool_choice must be "none", "auto", "required", {"type": "function", "name"} or '
-        '{"type": "allowed_tools", "mode", "tools"}, but the request has '
+        'tool_choice must be "none", "auto", "required", {"type": "function", "name"}, {"type": '
+        '"custom", "name"} or {"type": "allowed_tools", "mode", "tools"}, but the request has '
         f"{shown(choice)}",
     )
 
@@ -77,94 +80,122 @@ def _allowed_tools(choice: Json) -> Json:
 
 
 def chat_name(namespace: str | None, name: str) -> str:
-    """Return the name of a function in a chat completion: the namespace, if any, and the name.
+    """Return the name of a tool in a chat completion: the namespace, if any, and the name.
 
     Example: namespace "files" and name "read" return "files__read".
     """
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]:
-    """Return a dict with one entry for each function in a namespace.
+@dataclass(frozen=True)
+class OfferedTool:
+    """A tool of a response, to which a function call of the model is converted.
 
-    A key is the name of a function in a chat completion. A value is a pair of the namespace and the
-    name of the function.
-
-    Example: a function "read" in the namespace "files" is {"files__read": ("files", "read")}.
+    Attributes:
+        name: the name of the tool without the namespace.
+        namespace: the namespace of the tool, or None.
+        is_custom: whether the tool is a custom tool.
     """
-    functions = {}
-    for namespace in tools:
-        if namespace["type"] != "namespace":
-            continue
-        for function in namespace["tools"]:
-            name = chat_name(namespace["name"], function["name"])
-            functions[name] = (namespace["name"], function["name"])
-    return functions
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+def converted_tools(tools: Sequence[Json]) -> dict[str, OfferedTool]:
+    """Return the tools that are not plain functions: custom tools, and all tools in namespaces.
+
+    A key is the name of the function that replaces the tool in a chat completion.
+
+    Example: a custom tool "read" in the namespace "files" is {"files__read": OfferedTool("read",
+    "files", is_custom=True)}.
+
+    Args:
+        tools: the field `tools` of a valid request.
+    """
+    converted = {}
+    for tool in tools:
+        namespace = tool["name"] if tool["type"] == "namespace" else None
+        members = tool["tools"] if tool["type"] == "namespace" else [tool]
+        for member in members:
+            is_custom = member["type"] == "custom"
+            if is_custom or namespace is not None:
+                offered = OfferedTool(member["name"], namespace, is_custom)
+                converted[chat_name(namespace, member["name"])] = offered
+    return converted
 
 
 def to_chat_tools(tool: Json, place: str) -> list[Json]:
-    """Convert a function or a namespace to a list of functions in the format of chat completions.
+    """Convert a member of the field `tools` to a list of tools in the format of chat completions.
 
-    The name of a namespace is put before the name of each of its functions, and the description of
-    the namespace is put before the description of each function.
+    The name of a namespace is put before the name of each of its tools, and the description of the
+    namespace is put before the description of each tool.
 
     Example: the function "read" in the namespace "files" with the description "Local files."
     returns [{"type": "function", "function": {"name": "files__read", "description":
     "Local files."}}].
 
     Args:
-        tool: a member of the field `tools`: a function or a namespace.
+        tool: a member of the field `tools`: a function, a custom tool or a namespace.
         place: the path of the tool in the body, such as "tools[0]".
 
     Raises: FieldError if the tool has another type, or if a field of the tool is wrong.
     """
     if tool.get("type") != "namespace":
-        return [_to_chat_tool(_function(tool, place))]
+        return [_to_chat_tool(_read_tool(tool, place))]
     namespace = validated(Namespace, tool, place)
     chat_tools = []
     for index, member in enumerate(namespace.tools):
-        function = _function(member, f"{place}.tools[{index}]")
-        chat_tools.append(_to_chat_tool(_with_namespace(function, namespace)))
+        named_tool = _read_tool(member, f"{place}.tools[{index}]")
+        chat_tools.append(_to_chat_tool(_with_namespace(named_tool, namespace)))
     return chat_tools
 
 
-def _with_namespace(function: FunctionTool, namespace: Namespace) -> FunctionTool:
-    """Put the namespace's name and description before the name and description of a function."""
-    descriptions = [text for text in (namespace.description, function.description) if text]
-    return function.model_copy(
+def _with_namespace(
+    tool: FunctionTool | CustomTool, namespace: Namespace
+) -> FunctionTool | CustomTool:
+    """Put the namespace's name and description before the name and description of a tool."""
+    descriptions = [text for text in (namespace.description, tool.description) if text]
+    return tool.model_copy(
         update={
-            "name": chat_name(namespace.name, function.name),
+            "name": chat_name(namespace.name, tool.name),
             "description": "\n\n".join(descriptions) or None,
         }
     )
 
 
-def _to_chat_tool(function: FunctionTool) -> Json:
-    """Convert a function to the format of chat completions. Leave out fields that are null."""
-    fields = {"name", "description", "parameters", "strict"}
-    return {
-        "type": "function",
-        "function": function.model_dump(include=fields, exclude_none=True),
-    }
+def _to_chat_tool(tool: FunctionTool | CustomTool) -> Json:
+    """Convert a tool to the format of chat completions. Leave out fields that are null.
 
-
-def _function(tool: Json, place: str) -> FunctionTool:
-    """Validate a member of the field `tools`, and return it as a function.
-
-    Raises: FieldError if the tool is not a function, or if a field of the tool is wrong.
+    Example: a custom tool "f" returns {"type": "custom", "custom": {"name": "f"}}.
     """
-    if tool.get("type") != "function":
+    kind = "custom" if isinstance(tool, CustomTool) else "function"
+    declared_fields = set(type(tool).model_fields)
+    return {"type": kind, kind: tool.model_dump(include=declared_fields, exclude_none=True)}
+
+
+def _read_tool(tool: Json, place: str) -> FunctionTool | CustomTool:
+    """Validate a function or a custom tool.
+
+    Raises: FieldError if the tool has another type, or if a field of the tool is wrong.
+    """
+    kind = tool.get("type")
+    if kind not in ("function", "custom"):
         raise FieldError(
             f"{place}.type",
-            f"{place}.type must be function or namespace, but the request has "
-            f"{shown(tool.get('type'))}. Nereid has no tools of its own.",
+            f"{place}.type must be function, custom or namespace, but the request has "
+            f"{shown(kind)}. Nereid has no tools of its own.",
         )
     refuse_nested(place, tool, REFUSED_IN_TOOLS)
-    return validated(FunctionTool, tool, place)
+    if kind == "function":
+        return validated(FunctionTool, tool, place)
+    custom_tool = validated(CustomTool, tool, place)
+    to_function(custom_tool, place)  # checks the format of the input
+    return custom_tool
 
 
 def _allowed_tool(tool: object) -> object:
     """Convert one allowed tool to the format of chat completions. Return other values unchanged."""
-    if isinstance(tool, dict) and tool.get("type") == "function" and "name" in tool:
-        return {"type": "function", "function": {"name": tool["name"]}}
+    if isinstance(tool, dict) and tool.get("type") in ("function", "custom") and "name" in tool:
+        return {"type": tool["type"], tool["type"]: {"name": tool["name"]}}
     return tool

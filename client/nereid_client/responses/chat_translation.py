@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from nereid_client.protocol.custom_tools import with_functions
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.protocol.responses_tools import chat_name
 from nereid_client.streaming.field_names import FieldNames
@@ -24,6 +25,8 @@ RESPONSES_NAMES = FieldNames(
 def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequence[Json]) -> Json:
     """Return the body of the chat completion request that replaces a Responses API request.
 
+    The body contains functions instead of custom tools.
+
     Args:
         request: the request of the Responses API.
         body: the request body as the client sent it. The chat completion contains its unknown
@@ -42,13 +45,13 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
     }
     chat |= {name: value for name, value in translated.items() if value is not None}
     chat["messages"] = messages_of(request.instructions, items)
-    return chat
+    return with_functions(chat)
 
 
 def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
     """Convert a conversation to the messages of a chat completion.
 
-    Consecutive items of the assistant (reasoning, text, function calls) become one message. The
+    Consecutive items of the assistant (reasoning, text, tool calls) become one message. The
     system and developer messages at the start become one system message, which begins with
     `instructions`. Many chat templates accept only one system message.
 
@@ -158,19 +161,25 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
 
 
 def _add_call(chat: _ChatBuilder, item: Json) -> None:
-    """Add a function call to the current assistant message."""
+    """Add a call of a function or of a custom tool to the current assistant message.
+
+    Mutates: chat.
+    """
     # If the status is not "completed", the arguments are incomplete. The client has not run this
     # call.
     if item["status"] != "completed":
         return
     name = chat_name(item.get("namespace"), item["name"])
-    function = {"name": name, "arguments": item["arguments"]}
-    call = {"id": item["call_id"], "type": "function", "function": function}
+    call = {"id": item["call_id"]}
+    if item["type"] == "custom_tool_call":
+        call |= {"type": "custom", "custom": {"name": name, "input": item["input"]}}
+    else:
+        call |= {"type": "function", "function": {"name": name, "arguments": item["arguments"]}}
     chat.find_or_add_assistant_message().setdefault("tool_calls", []).append(call)
 
 
 def _add_call_output(chat: _ChatBuilder, item: Json) -> None:
-    """Append a tool message with the output of a function."""
+    """Append a tool message with the output of a function or of a custom tool."""
     output = item["output"]
     text = output if isinstance(output, str) else "".join(part["text"] for part in output)
     name = {"name": item["name"]} if "name" in item else {}
@@ -182,6 +191,8 @@ _ADD_ITEM = {
     "reasoning": _add_reasoning,
     "function_call": _add_call,
     "function_call_output": _add_call_output,
+    "custom_tool_call": _add_call,
+    "custom_tool_call_output": _add_call_output,
 }
 
 

@@ -29,7 +29,18 @@ _REMEDIES = {
 }
 """Maps the type of a refused part to sentences with the reason and with an alternative."""
 _TEXTS = ("input_text", "output_text", "text")
-_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+_CALL_OF_OUTPUT = {
+    "function_call_output": "function_call",
+    "custom_tool_call_output": "custom_tool_call",
+}
+"""Maps the type of an item with the output of a tool to the type of the item with the call."""
 
 
 def new_id(kind: str) -> str:
@@ -53,7 +64,10 @@ def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
 
 
 def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
-    """Check that each function output follows the function call with the same `call_id`.
+    """Check that each output of a tool follows the call with the same `call_id`.
+
+    The output of a function must follow a call of a function, and the output of a custom tool must
+    follow a call of a custom tool.
 
     Args:
         context: the items of the earlier responses.
@@ -61,16 +75,19 @@ def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
 
     Raises: ApiError 400.
     """
-    calls = {item["call_id"] for item in context if item["type"] == "function_call"}
+    call_types = frozenset(_CALL_OF_OUTPUT.values())
+    calls = {(item["type"], item["call_id"]) for item in context if item["type"] in call_types}
     for at, item in enumerate(items):
-        if item["type"] == "function_call":
-            calls.add(item["call_id"])
-        elif item["type"] == "function_call_output" and item["call_id"] not in calls:
+        if item["type"] in call_types:
+            calls.add((item["type"], item["call_id"]))
+            continue
+        call_type = _CALL_OF_OUTPUT.get(item["type"])
+        if call_type is not None and (call_type, item["call_id"]) not in calls:
             raise _wrong(
                 f"input[{at}].call_id",
-                "the call_id of an earlier function_call",
+                f"the call_id of an earlier {call_type}",
                 item["call_id"],
-                "Send the function_call too, or previous_response_id.",
+                f"Send the {call_type} too, or previous_response_id.",
             )
 
 
@@ -139,7 +156,8 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
             f"{place}.role",
             f"one of {', '.join(_ROLES)}",
             role,
-            "The output of a function is an item of the type function_call_output.",
+            "The output of a tool is an item of the type function_call_output or "
+            "custom_tool_call_output.",
         )
     content = _message_content(item.get("content"), role, f"{place}.content")
     return {"role": role, "status": _status(item, place), "content": content}
@@ -182,11 +200,28 @@ def _call(item: Mapping[str, Any], place: str) -> Json:
     status = _status(item, place)
     if arguments and status == "completed":
         _check_json(arguments, f"{place}.arguments")
+    return {**_call_names(item, place), "arguments": arguments, "status": status}
+
+
+def _custom_call(item: Mapping[str, Any], place: str) -> Json:
+    """Return the fields of a custom_tool_call item. The input of the tool may be any text.
+
+    Raises: ApiError 400 if a field is wrong.
+    """
+    text = _string(item, "input", place, may_be_empty=True)
+    return {**_call_names(item, place), "input": text, "status": _status(item, place)}
+
+
+def _call_names(item: Mapping[str, Any], place: str) -> Json:
+    """Return the fields of a call that identify the call and the tool.
+
+    Example: {"call_id": "a", "name": "read", "namespace": "files"}.
+
+    Raises: ApiError 400 if a field is wrong.
+    """
     fields = {
         "call_id": _string(item, "call_id", place),
         "name": _string(item, "name", place),
-        "arguments": arguments,
-        "status": status,
     }
     if item.get("namespace") is not None:
         fields["namespace"] = _string(item, "namespace", place)
@@ -207,7 +242,9 @@ def _check_json(text: str, place: str) -> None:
 
 
 def _call_output(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a function_call_output item, which contains the result of a call.
+    """Return the fields of a function_call_output or custom_tool_call_output item.
+
+    The item contains the result of a call.
 
     Example: {"call_id": "a", "output": "5"} returns {"call_id": "a", "output": "5", "status":
     "completed"}.
@@ -253,6 +290,8 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Json]] = {
     "message": _message,
     "function_call": _call,
     "function_call_output": _call_output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _call_output,
     "reasoning": _reasoning,
 }
 

@@ -8,9 +8,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from nereid_client.responses.input_items import new_id
+from nereid_client.streaming.custom_tool_input import InputDecoder
 from nereid_client.streaming.deltas import TokenLogprob
 
 Json = dict[str, Any]
@@ -126,10 +127,10 @@ class CallItem:
 
     Attributes:
         index: the index of the item in the field `output` of the response.
-        call_index: the number of the call among the function calls of the response.
-        call_id: the id of the call. The client sends the output of the function with this id.
-        name: the name of the function.
-        namespace: the namespace of the function, or None.
+        call_index: the number of the call among the tool calls of the response.
+        call_id: the id of the call. The client sends the output of the tool with this id.
+        name: the name of the tool.
+        namespace: the namespace of the tool, or None.
         id: the id of the item.
     """
 
@@ -138,28 +139,32 @@ class CallItem:
     call_id: str
     name: str
     namespace: str | None = None
-    id: str = field(default_factory=lambda: new_id("function_call"))
+    id: str = field(init=False)
     _pieces: list[str] = field(default_factory=list)
 
-    def add(self, arguments: str) -> Json:
-        """Append a piece of the arguments, and return the event."""
-        self._pieces.append(arguments)
-        return {
-            "type": "response.function_call_arguments.delta",
-            "item_id": self.id,
-            "output_index": self.index,
-            "delta": arguments,
-        }
+    _item_type: ClassVar[str] = "function_call"
+    _event_type: ClassVar[str] = "response.function_call_arguments"
+    _text_field: ClassVar[str] = "arguments"
+    """The field of the item that contains the text of the call."""
+    _done_fields: ClassVar[Sequence[str]] = ("name", "arguments")
+    """The fields of the item that the event at the end of the text repeats."""
+
+    def __post_init__(self) -> None:
+        self.id = new_id(self._item_type)
+
+    def add(self, arguments: str) -> list[Json]:
+        """Append a piece of the arguments, and return the events."""
+        return self._add_text(arguments)
 
     def item(self, status: str) -> Json:
         """Return the item as JSON, with the given value of the field `status`."""
         item = {
             "id": self.id,
-            "type": "function_call",
+            "type": self._item_type,
             "status": status,
             "call_id": self.call_id,
             "name": self.name,
-            "arguments": "".join(self._pieces),
+            self._text_field: "".join(self._pieces),
         }
         return item if self.namespace is None else item | {"namespace": self.namespace}
 
@@ -171,16 +176,48 @@ class CallItem:
     def closing(self, status: str) -> list[Json]:
         """Return the events that announce the end of the item to the client."""
         item = self.item(status)
+        done_fields = {name: item[name] for name in self._done_fields}
         return [
-            {
-                "type": "response.function_call_arguments.done",
-                "item_id": self.id,
-                "output_index": self.index,
-                "name": self.name,
-                "arguments": item["arguments"],
-            },
+            {"type": f"{self._event_type}.done", **self._place, **done_fields},
             {"type": "response.output_item.done", "output_index": self.index, "item": item},
         ]
+
+    def _add_text(self, text: str) -> list[Json]:
+        """Append text to the call, and return the event. If the text is empty, return no event."""
+        if not text:
+            return []
+        self._pieces.append(text)
+        return [{"type": f"{self._event_type}.delta", **self._place, "delta": text}]
+
+    @property
+    def _place(self) -> Json:
+        """The fields by which events identify this item."""
+        return {"item_id": self.id, "output_index": self.index}
+
+
+@dataclass
+class CustomCallItem(CallItem):
+    """An output item that contains a call of a custom tool.
+
+    The model calls a function that replaces the custom tool. The item contains the input of the
+    tool instead of the function's arguments.
+    """
+
+    _decoder: InputDecoder = field(default_factory=InputDecoder)
+
+    _item_type: ClassVar[str] = "custom_tool_call"
+    _event_type: ClassVar[str] = "response.custom_tool_call_input"
+    _text_field: ClassVar[str] = "input"
+    _done_fields: ClassVar[Sequence[str]] = ("input",)
+
+    def add(self, arguments: str) -> list[Json]:
+        """Decode a piece of the function's arguments, and return the events for the new input."""
+        return self._add_text(self._decoder.add(arguments))
+
+    def closing(self, status: str) -> list[Json]:
+        """Append the rest of the input, and return the events that announce the item's end."""
+        rest = self._add_text(self._decoder.finish())
+        return rest + super().closing(status)
 
 
 class LogprobMatcher:

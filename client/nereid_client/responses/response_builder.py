@@ -6,12 +6,13 @@ from contextlib import aclosing
 from typing import Any
 
 from nereid_client.errors import ApiError, BackendError
-from nereid_client.protocol.responses_tools import functions_in_namespaces
+from nereid_client.protocol.responses_tools import OfferedTool, converted_tools
 from nereid_client.responses.output_items import (
     MESSAGE,
     REASONING,
     SUMMARY,
     CallItem,
+    CustomCallItem,
     LogprobMatcher,
     TextItem,
     TextKind,
@@ -46,7 +47,7 @@ class ResponseBuilder:
             is_queued: whether the response starts with the status "queued".
         """
         self._request_fields = request_fields
-        self._namespace_functions = functions_in_namespaces(request_fields.get("tools") or ())
+        self._converted_tools = converted_tools(request_fields.get("tools") or ())
         # If the request asks for a summary of the reasoning, the complete reasoning is the summary.
         has_summary = (request_fields.get("reasoning") or {}).get("summary") is not None
         self._reasoning_kind = SUMMARY if has_summary else REASONING
@@ -61,7 +62,7 @@ class ResponseBuilder:
 
         # The state of the generation.
         self._current_item: TextItem | CallItem | None = None
-        self._num_calls = 0  # the number of function calls that have started
+        self._num_calls = 0  # the number of tool calls that have started
         self._logprobs = LogprobMatcher()  # assigns log-probabilities to the texts of items
         self._sequence_number = 0  # the number of the next event
 
@@ -100,7 +101,7 @@ class ResponseBuilder:
     def add(self, delta: Delta) -> list[Json]:
         """Append a delta to the response, and return the events that describe the change.
 
-        Raises: BackendError if the delta continues a function call that has ended.
+        Raises: BackendError if the delta continues a tool call that has ended.
         """
         events = []
         if self.status == "queued":
@@ -154,7 +155,7 @@ class ResponseBuilder:
         return [*events, self._numbered(item.add(text, logprobs))]
 
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
-        """Append a piece of a function call to its item. The first piece starts the item."""
+        """Append a piece of a tool call to its item. The first piece starts the item."""
         self._logprobs.clear()
         events = []
         call = self._current_item
@@ -162,14 +163,15 @@ class ResponseBuilder:
             call = self._new_call(piece)
             events += self._start_item(call)
         if arguments := piece.get("arguments"):
-            events.append(self._numbered(call.add(arguments)))
+            events += [self._numbered(event) for event in call.add(arguments)]
         return events
 
     def _new_call(self, piece: ToolCallPiece) -> CallItem:
         """Create the output item for a tool call. `piece` is the first piece of this call.
 
-        If the function belongs to a namespace, the item contains the namespace and the function's
-        own name instead of their joined name.
+        If the tool belongs to a namespace, the item contains the namespace and the tool's own name
+        instead of their joined name. If the function replaces a custom tool, the item is a call of
+        the custom tool.
 
         Mutates: `_num_calls`, the number of calls that have started.
 
@@ -183,8 +185,10 @@ class ResponseBuilder:
             )
         self._num_calls = piece["index"] + 1
         chat_name = piece.get("name", "")
-        namespace, name = self._namespace_functions.get(chat_name, (None, chat_name))
-        return CallItem(self._next_index, piece["index"], piece.get("id", ""), name, namespace)
+        tool = self._converted_tools.get(chat_name, OfferedTool(chat_name))
+        item_class = CustomCallItem if tool.is_custom else CallItem
+        call_id = piece.get("id", "")
+        return item_class(self._next_index, piece["index"], call_id, tool.name, tool.namespace)
 
     @property
     def _next_index(self) -> int:

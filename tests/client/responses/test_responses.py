@@ -305,7 +305,7 @@ async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat
         ),
         (
             {"tools": [{"type": "web_search"}]},
-            "tools[0].type must be function or namespace, but the request has",
+            "tools[0].type must be function, custom or namespace, but the request has",
         ),
         (
             {"tools": [TOOL, {"type": "function"}]},
@@ -321,7 +321,7 @@ async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat
         ),
         (
             {"tool_choice": "sometimes", "tools": [TOOL]},
-            'tool_choice must be "none", "auto", "required", {"type": "function", "name"} or',
+            'tool_choice must be "none", "auto", "required", {"type": "function", "name"},',
         ),
         (
             {"tool_choice": "required"},
@@ -329,7 +329,7 @@ async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat
         ),
         (
             {"tool_choice": {"type": "mcp"}, "tools": [TOOL]},
-            'tool_choice must be "none", "auto", "required", {"type": "function", "name"} or',
+            'tool_choice must be "none", "auto", "required", {"type": "function", "name"},',
         ),
         (
             {"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]},
@@ -626,7 +626,7 @@ async def test_a_function_in_a_namespace_is_called_by_both_names(respond, backen
         ([SPACE | {"tools": "f"}], "tools[0].tools"),
         ([SPACE | {"tools": ["f"]}], "tools[0].tools[0]"),
         ([SPACE | {"description": 1}], "tools[0].description"),
-        ([TOOL, SPACE | {"tools": [{"type": "custom", "name": "f"}]}], "tools[1].tools[0].type"),
+        ([TOOL, SPACE | {"tools": [{"type": "mcp", "name": "f"}]}], "tools[1].tools[0].type"),
         ([SPACE, TOOL | {"name": "crm__f"}], "tools"),
     ],
 )

@@ -1,0 +1,64 @@
+"""Items with calls of custom tools do not depend on the boundaries of the deltas."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nereid_client.responses.response_builder import ResponseBuilder
+
+SHELL = {"type": "custom", "name": "shell"}
+SPACE = {"type": "namespace", "name": "box", "tools": [SHELL, {"type": "function", "name": "f"}]}
+
+
+def build(deltas):
+    builder = ResponseBuilder({"id": "resp_1", "tools": [SHELL, SPACE]})
+    return builder, [event for delta in deltas for event in builder.add(delta)]
+
+
+def call_deltas(index, name, arguments, size):
+    """Return the deltas of one call, with pieces of `size` characters."""
+    opened = {"index": index, "id": f"call_{index}", "name": name, "arguments": ""}
+    parts = [arguments[at : at + size] for at in range(0, len(arguments), size)]
+    pieces = [opened, *({"index": index, "arguments": part} for part in parts)]
+    return [{"tool_calls": [piece]} for piece in pieces]
+
+
+@given(st.lists(st.text(max_size=6), min_size=1, max_size=3), st.integers(1, 9))
+def test_the_deltas_of_each_item_add_up_to_its_input(texts, size):
+    deltas = []
+    for index, text in enumerate(texts):
+        deltas += call_deltas(index, "shell", json.dumps({"input": text}), size)
+    builder, events = build([*deltas, {"finish_reason": "tool_calls"}])
+    assert [item["input"] for item in builder.output] == texts
+    for item in builder.output:
+        own = [event for event in events if event.get("item_id") == item["id"]]
+        *deltas_of_item, done = own
+        assert done["type"] == "response.custom_tool_call_input.done"
+        assert done["input"] == item["input"]
+        assert "".join(event["delta"] for event in deltas_of_item) == item["input"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+@pytest.mark.parametrize(
+    ("after", "status"),
+    [
+        ({"finish_reason": "length"}, "incomplete"),
+        ({"finish_reason": "tool_calls"}, "completed"),
+        ({"content": "so"}, "completed"),
+        ({"tool_calls": [{"index": 1, "id": "b", "name": "box__f"}]}, "completed"),
+    ],
+)
+def test_the_rest_of_a_call_that_is_cut_off_comes_before_the_end_of_its_item(after, status):
+    builder, events = build([*call_deltas(0, "box__shell", '{"input": "a\\u00', 4), after])
+    item = builder.output[0]
+    assert (item["namespace"], item["name"]) == ("box", "shell")
+    assert (item["type"], item["status"], item["input"]) == ("custom_tool_call", status, "a\\u00")
+    own = [event for event in events if event.get("item_id") == item["id"]]
+    assert [event.get("delta") for event in own] == ["a", "\\u00", None]
+
+
+def test_an_item_in_progress_has_the_input_that_is_certain():
+    builder, _ = build(call_deltas(0, "shell", '{"input": "a\\u00', 4))
+    (item,) = builder.output
+    assert (item["status"], item["input"]) == ("in_progress", "a")

@@ -80,11 +80,15 @@ def whole_input_pattern(regex: str, place: str) -> str:
             f"{place} must have at most {_MAX_CHARS} characters, but the request has {len(regex)}",
         )
     tokens = _split(regex, place)
-    kept = [
-        "(?:" if token.kind == "open" else token.text
-        for at, token in enumerate(tokens)
-        if not _is_removable_anchor(tokens, at, place)
-    ]
+    kept = []
+    for at, token in enumerate(tokens):
+        if token.kind == "open":
+            kept.append("(?:")
+        elif token.kind != "anchor":
+            kept.append(token.text)
+        elif not _is_at_end_of_alternative(tokens, at):
+            problem = "is an anchor inside the expression; the whole input must match anyway"
+            raise _error(place, regex, token.position, problem)
     return f"^(?:{''.join(kept)})$"
 
 
@@ -96,7 +100,7 @@ class _Token:
         kind: the name of the group of `_TOKEN` that matched.
         text: the text of the token.
         position: the index of the token's first character.
-        depth: the number of groups around the token.
+        depth: the number of groups that are open before the token.
     """
 
     kind: str
@@ -113,25 +117,24 @@ def _split(regex: str, place: str) -> list[_Token]:
     Raises: FieldError, as described by `whole_input_pattern`.
     """
     tokens: list[_Token] = []
-    depth = position = 0
+    open_groups: list[int] = []  # the positions of the groups around the next token
+    position = 0
     while position < len(regex):
         match = _TOKEN.match(regex, position)
         if match is None:
             raise _error(place, regex, position, "is incomplete or not supported")
-        kind = match.lastgroup or ""
-        if kind == "close":
-            depth -= 1
-        token = _Token(kind, match[0], position, depth)
+        token = _Token(match.lastgroup or "", match[0], position, len(open_groups))
         problem = _problem_of(token, tokens[-1] if tokens else None)
         if problem:
             raise _error(place, regex, position, problem)
         tokens.append(token)
-        if kind == "open":
-            depth += 1
+        if token.kind == "open":
+            open_groups.append(position)
+        elif token.kind == "close":
+            open_groups.pop()
         position = match.end()
-    if depth:
-        start = next(token for token in reversed(tokens) if token.kind == "open").position
-        raise _error(place, regex, start, "has no closing parenthesis")
+    if open_groups:
+        raise _error(place, regex, open_groups[-1], "has no closing parenthesis")
     return tokens
 
 
@@ -143,7 +146,7 @@ def _problem_of(token: _Token, previous: _Token | None) -> str:
     match token.kind:
         case "repeat" if previous is None or previous.kind in ("open", "bar", "anchor", "repeat"):
             return "repeats nothing"
-        case "close" if token.depth < 0:
+        case "close" if token.depth == 0:
             return "has no opening parenthesis"
         case "escaped":
             return _NEEDS_ESCAPE
@@ -188,22 +191,15 @@ def _problem_of_set(text: str) -> str:
     return ""
 
 
-def _is_removable_anchor(tokens: list[_Token], at: int, place: str) -> bool:
-    """Return whether the token `at` is an anchor, which is not needed.
+def _is_at_end_of_alternative(tokens: list[_Token], at: int) -> bool:
+    """Return whether the anchor `at` begins or ends an alternative of the whole expression.
 
-    Raises: FieldError if the token is an anchor inside the expression, as in `a^b`. The grammar
-        library would ignore this anchor.
+    Examples: both anchors of `^a$|b` do, but the anchors of `a^b` and `(^a)` do not.
     """
-    token = tokens[at]
-    if token.kind != "anchor":
-        return False
-    neighbour = at - 1 if token.text == "^" else at + 1
-    is_at_end = not 0 <= neighbour < len(tokens) or tokens[neighbour].kind == "bar"
-    if token.depth or not is_at_end:
-        regex = "".join(each.text for each in tokens)
-        problem = "is an anchor inside the expression; the whole input must match anyway"
-        raise _error(place, regex, token.position, problem)
-    return True
+    anchor = tokens[at]
+    neighbour = at - 1 if anchor.text == "^" else at + 1
+    has_neighbour = 0 <= neighbour < len(tokens)
+    return anchor.depth == 0 and (not has_neighbour or tokens[neighbour].kind == "bar")
 
 
 def _error(place: str, regex: str, position: int, problem: str) -> FieldError:

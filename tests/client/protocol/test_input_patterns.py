@@ -57,6 +57,7 @@ def test_sets_do_not_match_the_characters_that_json_escapes(regex):
     ("regex", "problem"),
     [
         ("(ab", '"(ab" at the position 0 has no closing parenthesis'),
+        ("a((b)", '"((b)" at the position 1 has no closing parenthesis'),
         ("ab)", '")" at the position 2 has no opening parenthesis'),
         ("[ab", '"[ab" at the position 0 is incomplete or not supported'),
         ("[]a]", '"[]a]" at the position 0 is incomplete or not supported'),

@@ -109,6 +109,19 @@ def test_a_tool_call_waits_for_its_result(page, backend):
     assert result == {"role": "tool", "tool_call_id": "call_0", "content": "18 degrees"}
 
 
+def test_a_call_of_a_custom_tool_shows_its_text_and_waits_for_its_result(page, backend):
+    page.evaluate("document.getElementById('options').open = true")
+    page.fill("#tools", '[{"type": "custom", "custom": {"name": "shell"}}]')
+    call = '{"name": "shell", "arguments": {"input": "ls\\npwd"}}'
+    ask(page, f"Look. <tool_call>{call}</tool_call>")
+    assert answer(page).locator(".call pre").inner_text() == "ls\npwd"
+    page.get_by_label("Result of shell").fill("a.txt")
+    page.get_by_role("button", name="Send the results").click()
+    page.wait_for_selector(".message.assistant:last-of-type[aria-busy=false] >> text=a.txt")
+    function = sent(backend)["messages"][1]["tool_calls"][0]["function"]
+    assert function == {"name": "shell", "arguments": '{"input": "ls\\npwd"}'}
+
+
 def test_tokens_are_shaded_and_the_arrow_keys_show_the_alternatives(page, backend):
     page.check("#logprobs")
     ask(page, "one two three")

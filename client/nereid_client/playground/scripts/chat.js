@@ -128,13 +128,18 @@ function addChunk(chunk, answer, view, times) {
   if (isAtEnd) scroller.scrollTop = scroller.scrollHeight;
 }
 
-/** Add a piece of a tool call to the calls. The first piece has the id and the name. */
+/**
+ * Add a piece of a tool call to the calls. The first piece has the id and the name.
+ *
+ * The model calls a function with arguments in JSON, and a custom tool with a text as input.
+ */
 function addCallPiece(calls, piece) {
-  calls[piece.index] ??= { id: "", type: "function", function: { name: "", arguments: "" } };
+  const [type, text] = piece.custom ? ["custom", "input"] : ["function", "arguments"];
+  calls[piece.index] ??= { id: "", type, [type]: { name: "", [text]: "" } };
   const call = calls[piece.index];
   call.id ||= piece.id ?? "";
-  call.function.name ||= piece.function.name ?? "";
-  call.function.arguments += piece.function.arguments ?? "";
+  call[type].name ||= piece[type].name ?? "";
+  call[type][text] += piece[type][text] ?? "";
 }
 
 /** Return whether the tool calls of an answer are complete, so that they can have results. */

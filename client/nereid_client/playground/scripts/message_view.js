@@ -61,13 +61,16 @@ function messageElement(role) {
   return make("article", { className: `message ${role}` }, heading);
 }
 
-/** Create the elements of a tool call: its name, its arguments, and a field for its result. */
+/** Create the elements of a tool call: its name, its text, and a field for its result. */
 function callElement(call) {
-  const { name, arguments: text } = call.function;
+  const name = (call.function ?? call.custom).name;
+  const text = call.function
+    ? prettyJson(call.function.arguments)
+    : make("pre", { className: "code", textContent: call.custom.input, tabIndex: 0 });
   const heading = make("h3", { textContent: `Call of ${name}` });
   const result = make("textarea", { className: "code", rows: 2, spellcheck: false });
   const label = make("label", { hidden: true }, `Result of ${name} `, result);
-  const element = make("section", { className: "call" }, heading, prettyJson(text), label);
+  const element = make("section", { className: "call" }, heading, text, label);
   return { element, result, label };
 }
 

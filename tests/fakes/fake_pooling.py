@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import numpy as np
 from nereid_client.embeddings.pooling_backend import PoolingOutputs
@@ -159,6 +160,6 @@ def _texts(call):
     if "parts" in call.tensors:
         return [json.loads(part).get("text", "image") for part in call.tensors["parts"]]
     if "input_ids" in call.tensors:
-        ids = iter(call.tensors["input_ids"])
+        ids = iter(int(i) % sys.maxunicode for i in call.tensors["input_ids"])
         return ["".join(chr(next(ids)) for _ in range(n)) for n in call.tensors["input_lengths"]]
     return call.tensors["texts"]

@@ -217,7 +217,10 @@ def _function_call(call: Mapping[str, Any], place: str) -> Json:
 
 
 def _function_choice(choice: Mapping[str, Any]) -> Json:
-    """Return a valid tool choice that names functions instead of custom tools.
+    """Return a tool choice that names functions instead of custom tools.
+
+    The tool choice is one tool, or an object `allowed_tools` with a list of tools. Each tool of the
+    list is converted by a call of this function. Another tool choice is returned unchanged.
 
     Example: {"type": "custom", "custom": {"name": "f"}} returns {"type": "function", "function":
     {"name": "f"}}.

@@ -22,7 +22,7 @@ from nereid_client.errors import FieldError, shown
 
 _TOKEN = re.compile(
     r"""
-      (?P<code>\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4})   # a character by its number, as in \x41
+      (?P<code_point>\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4})   # a character by its number, as in \x41
     | (?P<escape>\\.)                                 # \d, \n, \.
     | (?P<set>\[\^?(?:\\.|[^\]\\])+\])                # [a-z], [^"\n]
     | (?P<open>\((?:\?:|\?P?<[A-Za-z_]\w*>)?)(?!\?)   # (, (?:, (?<name>, (?P<name>
@@ -30,7 +30,7 @@ _TOKEN = re.compile(
     | (?P<repeat>(?:[*+?]|\{\d+(?:,\d*)?\})\??)       # *, +?, {2,3}
     | (?P<bar>\|)
     | (?P<anchor>[\^$])
-    | (?P<escaped>["\x00-\x1f])                       # written with a backslash in JSON
+    | (?P<needs_json_escape>["\x00-\x1f])             # written with a backslash in JSON
     | (?P<text>[^\\\[(){*+?|^$"\x00-\x1f]+)
     """,
     re.VERBOSE | re.DOTALL,
@@ -45,13 +45,13 @@ _SUPPORTED_LETTERS = frozenset("dDsSwWnrtfv")
 """The letters after a backslash that have the same meaning in the grammar library."""
 _CONTROL_LETTERS = frozenset("nrtfv")
 """The letters after a backslash that stand for control characters."""
-_ONLY_ESCAPED_IN_JSON = re.compile(
+_SET_THAT_NEEDS_JSON_ESCAPES = re.compile(
     r"""\[ (?: \\?["\x00-\x1f] | \\[\\nrtfv] | \\x(?:[01][0-9a-fA-F]|22|5[cC])
     | \\u00(?:[01][0-9a-fA-F]|22|5[cC]) )+ \]""",
     re.VERBOSE,
 )
 """A set that contains only characters that JSON writes with a backslash, such as `["\\n]`."""
-_NEEDS_ESCAPE = (
+_NEEDS_JSON_ESCAPE = (
     "requires a quotation mark, a backslash or a control character, which JSON writes with a "
     "backslash"
 )
@@ -62,9 +62,10 @@ def whole_input_pattern(regex: str, place: str) -> str:
     r"""Return the value of the keyword `pattern` with which the whole input must match `regex`.
 
     Anchors at the ends of the expression, and at the ends of its alternatives, have no effect on a
-    match of the whole input. The result does not contain these anchors, because the library would
-    log a warning for each anchor. Groups have no names in the result, because Python does not
-    accept all forms of names.
+    match of the whole input. The result does not contain these anchors, because the engine's
+    grammar library would log a warning for each anchor. Groups have no names in the result, because
+    the postprocessor validates the input with Python's module `re`, which knows `(?P<name>` but not
+    `(?<name>`.
 
     Example: `^a|b$` returns `^(?:a|b)$`, which matches the inputs "a" and "b".
 
@@ -139,23 +140,27 @@ def _split(regex: str, place: str) -> list[_Token]:
 
 
 def _problem_of(token: _Token, previous: _Token | None) -> str:
-    """Return the reason why a token is refused, or "" if the token is accepted.
+    r"""Return the reason why a token is refused, or "" if the token is accepted.
 
-    The reason is the end of the sentence "the part ... at the position ... ...".
+    The reason is the end of the sentence "the part ... at the position ... ...". Example: a `*` at
+    the beginning of the expression gives "repeats nothing".
+
+    A character is refused if JSON writes it with a backslash. The character can be a token of its
+    own, such as a quotation mark, or an escape of the expression: `\x22` by its number, or `\n`.
     """
     match token.kind:
         case "repeat" if previous is None or previous.kind in ("open", "bar", "anchor", "repeat"):
             return "repeats nothing"
         case "close" if token.depth == 0:
             return "has no opening parenthesis"
-        case "escaped":
-            return _NEEDS_ESCAPE
+        case "needs_json_escape":
+            return _NEEDS_JSON_ESCAPE
         case "set":
             return _problem_of_set(token.text)
-        case "code":
+        case "code_point":
             return _problem_of_character(chr(int(token.text[2:], 16)))
         case "escape" if token.text[1] in _CONTROL_LETTERS:
-            return _NEEDS_ESCAPE
+            return _NEEDS_JSON_ESCAPE
         case "escape" if token.text[1].isalnum():
             return "" if token.text[1] in _SUPPORTED_LETTERS else "is not supported"
         case "escape":
@@ -166,19 +171,20 @@ def _problem_of(token: _Token, previous: _Token | None) -> str:
 def _problem_of_character(character: str) -> str:
     """Return the reason why one character is refused, or "" if the character is accepted."""
     if character in ('"', "\\") or character < " ":
-        return _NEEDS_ESCAPE
+        return _NEEDS_JSON_ESCAPE
     return "is half of a surrogate pair" if "\ud800" <= character <= "\udfff" else ""
 
 
 def _problem_of_set(text: str) -> str:
     r"""Return the reason why a set such as `[a-z]` is refused, or "" if the set is accepted.
 
-    Sets in sets, as in `[[:alpha:]]` and `[a-z&&[^b]]`, have different meanings in the libraries
-    for regular expressions. A set may contain a quotation mark next to other characters, but the
-    model then never writes the quotation mark.
+    A set is refused if JSON writes all its characters with a backslash, as in `["\n]`. The set
+    `["a]` is accepted, but the model then writes only the `a`. Sets in sets, as in `[[:alpha:]]`
+    and `[a-z&&[^b]]`, are refused, because they have different meanings in the libraries for
+    regular expressions.
     """
-    if _ONLY_ESCAPED_IN_JSON.fullmatch(text):
-        return _NEEDS_ESCAPE
+    if _SET_THAT_NEEDS_JSON_ESCAPES.fullmatch(text):
+        return _NEEDS_JSON_ESCAPE
     if any(character < " " for character in text):
         return r"contains a control character, which must be written as an escape such as \n"
     escapes = re.findall(r"\\.", text, re.DOTALL)

@@ -24,7 +24,10 @@ class CallPieces:
         self._decoders: dict[int, InputDecoder] = {}
 
     def convert(self, pieces: Iterable[ToolCallPiece]) -> list[Json]:
-        """Return the pieces in the format of chunks. Leave out pieces without new text.
+        """Return the pieces in the format of chunks.
+
+        A piece of a custom tool's call is left out if it contains neither the name of the tool nor
+        new text of the input, such as the arguments `{"inp`.
 
         Examples: {"index": 0, "arguments": "{"} returns {"index": 0, "function": {"arguments":
         "{"}}. If call 0 is a call of a custom tool, the arguments `{"input": "ls` return

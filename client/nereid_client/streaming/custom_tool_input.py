@@ -44,8 +44,9 @@ class InputDecoder:
 
     def __init__(self) -> None:
         self._unread = ""  # the arguments whose meaning is not certain
-        self._is_open = False  # whether the tokens before the input have been read
-        self._is_raw = False  # whether the input consists of the whole arguments
+        self._is_open = False  # whether the tokens `{"input": "` before the input have been read
+        # Whether the arguments do not begin with these tokens. The arguments then are the input.
+        self._is_raw = False
 
     def add(self, arguments: str) -> str:
         """Read the next piece of the arguments, and return the text of the input that is certain.
@@ -79,16 +80,27 @@ class InputDecoder:
             self._unread = self._unread[end:]
 
     def _read_string(self) -> str:
-        """Return the decoded text of the string, up to the first part that is not certain.
+        r"""Return the decoded text of the string, up to the first part that is not certain.
+
+        An incomplete escape such as `\u00` is not certain. Neither is a quotation mark that may end
+        the arguments.
 
         Mutates: `_unread`, from which the decoded text is removed.
         """
         decoded: list[str] = []
         text, at = self._unread, 0
-        while at < len(text) and not _CUT_ESCAPE.match(text, at) and not self._is_closing(at):
-            match = _PLAIN.match(text, at) or _ESCAPE.match(text, at)
-            part = match[0] if match else text[at]
-            decoded.append(_decoded(part) if len(part) > 1 and part[0] == "\\" else part)
+        while at < len(text):
+            if _CUT_ESCAPE.match(text, at) or self._is_closing(at):
+                break
+            if plain := _PLAIN.match(text, at):
+                part = plain[0]
+                decoded.append(part)
+            elif escape := _ESCAPE.match(text, at):
+                part = escape[0]
+                decoded.append(_decoded(part))
+            else:  # A quotation mark or a backslash without a meaning in JSON stays unchanged.
+                part = text[at]
+                decoded.append(part)
             at += len(part)
         self._unread = text[at:]
         return "".join(decoded)
@@ -118,7 +130,8 @@ def decode_input(arguments: str) -> str:
 def _end_of_opening(text: str) -> int | None:
     """Return the index at which the input begins in `text`, the beginning of the arguments.
 
-    Return -1 if the text ends before the input, and None if the arguments have another form.
+    The tokens `{`, `"input"`, `:` and `"` precede the input. Return -1 if the text ends before the
+    last of these tokens, and None if the text contains something else.
 
     Examples: the text `{"input": "a` returns 11, the text `{"in` returns -1, and the text `[`
     returns None.

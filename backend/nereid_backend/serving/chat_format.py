@@ -58,9 +58,9 @@ def choose_format(
 def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Format | None:
     """Return the chat format that the settings reasoning_parser and tool_parser select.
 
-    The value "none" turns off the parser of the setting. The reasoning or the tool calls then stay
-    in the content. If one parser is turned off, the other parser is used only if its own setting
-    names a format.
+    The value "none" turns off the parser of the setting: the reasoning or the tool calls then stay
+    in the content. An empty value selects the format that is derived from the checkpoint. If one
+    parser is turned off, the other parser is used only if its own setting names a format.
     """
     reasoning = settings.reasoning_parser
     tools = settings.tool_parser

@@ -121,10 +121,10 @@ def _read_memory_shares(
 def _read_configs(
     repository: Path, environ: Mapping[str, str]
 ) -> dict[str, EngineConfig | PoolingConfig]:
-    """Return the settings of each served model.
+    """Return the settings of each served model: the language model and the pooling models.
 
-    Each key is the name of the setting that limits the model's GPU memory, for example
-    "embedding_gpu_memory_utilization".
+    Each key of the result is the name of the setting that limits the model's GPU memory, for
+    example "embedding_gpu_memory_utilization". The setting has another name for each model.
     """
     configs: dict[str, EngineConfig | PoolingConfig] = {}
     path = repository / "executor" / "config.pbtxt"

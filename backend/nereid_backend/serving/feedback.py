@@ -79,9 +79,10 @@ class FeedbackReader:
         self._map = mmap.mmap(self._fd, 0)
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._map[:_KEY_BYTES] = self._key
+        # The memory as unsigned integers of 64 bits. Each slot consists of two such words.
         self._words = memoryview(self._map).cast("Q")
-        # Free slots are taken from the beginning of the queue, and released slots are added at the
-        # end. Therefore a released slot stays unused for as long as possible.
+        # The numbers of the free slots. They are taken from the beginning of the queue, and
+        # released slots are added at the end, so that a slot stays unused for as long as possible.
         self._free = deque(range(num_slots))
         self.address = f"{os.getpid()}/{self._fd}/{name}"
 
@@ -152,8 +153,8 @@ class FeedbackWriter:
     def attach(self, address: str) -> None:
         """Map the executor's memory at `address` into this process, so that it can be written to.
 
-        Do nothing if this memory is already mapped. If another memory is mapped, the executor was
-        restarted, and the new memory replaces the mapped memory.
+        Do nothing if this memory is already mapped. Another mapped memory belongs to an executor
+        that has ended, and is replaced by the new memory.
 
         Args:
             address: the attribute `address` of the executor's FeedbackReader, such as
@@ -173,9 +174,10 @@ class FeedbackWriter:
         self.address = address
 
     def verify(self, message: bytes) -> bytes:
-        """Check the signature of a message, and return the message without address and signature.
+        """Check that an executor has signed a message, and return the packed StepState in it.
 
-        The key for the check is in the feedback memory whose address the message contains.
+        The message contains the address of the executor's shared memory. The key that checks the
+        signature is at the beginning of this memory.
 
         Args:
             message: the address, a line feed, the signature, and the packed StepState (the return
@@ -228,7 +230,11 @@ class FeedbackWriter:
 
 
 def _map_memory(address: str) -> memoryview:
-    """Return the bytes of the executor's shared memory that has the address `address`.
+    """Map the shared memory of an executor into this process, and return its bytes.
+
+    Args:
+        address: the process id of the executor, the number of the file descriptor in the executor,
+            and the name of the memory, such as "4711/12/nereid-feedback-0f3c9a...".
 
     Raises:
         OSError: the process or its file does not exist, or is not accessible.
@@ -257,8 +263,9 @@ def _open_memory_file(path: str, name: str) -> int:
         OSError: the process or its file does not exist, or is not accessible.
         RequestError: the file is another file, or belongs to another user.
     """
-    # Opening a device file can have side effects. Therefore O_PATH first creates a reference to the
-    # file without opening the file. The reference stays valid even if the executor closes the file.
+    # Opening a device file can have side effects, so the file must be checked before it is opened.
+    # O_PATH creates a reference to the file without opening the file. The checks and the later
+    # `os.open` use this reference, so the file cannot be replaced between them.
     reference = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         link = f"/proc/self/fd/{reference}"

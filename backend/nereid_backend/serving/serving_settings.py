@@ -162,7 +162,10 @@ _POOLING_NAMES = setting_names(PoolingServing, PoolingConfig)
 def read_settings(
     args: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[ServingSettings, EngineConfig]:
-    """Return the settings of the language model: those of the Triton models and of the engine.
+    """Return the settings of the Triton models of the language model, and of its engine.
+
+    The settings are the parameters in config.pbtxt. An environment variable overrides the
+    parameter of the same name.
 
     Args:
         args: the arguments of the model's `initialize`. "model_config" is JSON text, and
@@ -181,7 +184,7 @@ def read_settings(
 def read_pooling_settings(
     kind: str, args: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[PoolingServing, PoolingConfig | None]:
-    """Return the settings of a pooling model: those of the Triton model and of its worker.
+    """Return the settings of the Triton model of a pooling model, and of its worker process.
 
     The settings of the worker process are None if no checkpoint is served.
 
@@ -211,8 +214,9 @@ def read_pooling_settings(
 def _parameters(args: Mapping[str, str]) -> dict[str, str]:
     """Return the nonempty parameters of a model's config.pbtxt, by name.
 
-    A relative path of the checkpoint is relative to the repository. It is converted to an absolute
-    path.
+    The path of the checkpoint (`model`) becomes absolute. A relative path is relative to the model
+    repository. Example: {"model": {"string_value": "../demo/chat"}} returns {"model":
+    "/srv/demo/chat"} if the repository is /srv/model_repository.
     """
     parameters = json.loads(args["model_config"]).get("parameters", {})
     texts = {name: value.get("string_value", "").strip() for name, value in parameters.items()}

@@ -241,7 +241,10 @@ class SequenceDelta:
     ending: Ending | None = None
 
     def row(self) -> tuple[Any, ...]:
-        """Return the fields as a tuple of values that msgpack can pack."""
+        """Return the fields as a tuple of values that msgpack can pack.
+
+        The class method `of` converts such a tuple back to a SequenceDelta.
+        """
         ending = None
         if self.ending is not None:
             ending = (self.ending.finish_reason, self.ending.stop_reason)

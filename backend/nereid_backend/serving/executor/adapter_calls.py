@@ -28,7 +28,7 @@ from nereid_backend.serving import tensor_names
 from nereid_backend.serving.tensors import Tensors
 
 RESTORED = "restored"
-"""After the restart of an engine process, all changes are repeated. Their messages have this id."""
+"""The id of the messages that repeat all earlier changes after the restart of an engine process."""
 
 _LOAD, _UNLOAD, _LIST, _PATH = "load_lora", "unload_lora", "list_loras", "lora_path"
 # The parameters of a request that replaces the weights of the model.
@@ -49,7 +49,7 @@ class _Change:
     Attributes:
         sender: the response sender of the request.
         message: the message to the engine processes, without its id.
-        missing: the numbers of the engine processes that have not answered yet.
+        pending_replicas: the numbers of the engine processes that have not answered yet.
         is_made: whether at least one engine process has made the change.
         refusal: the error with which an engine process has refused the change; None if no process
             has refused the change.
@@ -59,7 +59,7 @@ class _Change:
 
     sender: Any
     message: list[str]
-    missing: set[int]
+    pending_replicas: set[int]
     is_made: bool = False
     refusal: NereidError | None = None
     death: NereidError | None = None
@@ -121,11 +121,11 @@ class AdapterCalls:
         self._waiting[call_id] = _Change(sender, message, set(replicas))
         return _with_id(message, call_id)
 
-    def answer(self, call_id: str, replica: int, names: list[str]) -> Answer | None:
+    def record_answer(self, call_id: str, replica: int, names: list[str]) -> Answer | None:
         """Record that an engine process has changed its adapters or weights.
 
-        If all engine processes are done now, return the client's response. Otherwise, return None,
-        as for a change that was not requested by a client.
+        If all engine processes are done now, return the client's response. Return None if other
+        processes are not done yet, or if no client waits for the change.
 
         Args:
             call_id: the id of the message that requested the change. "" means that the process has
@@ -140,10 +140,10 @@ class AdapterCalls:
         change.is_made = True
         return self._stop_waiting_for(replica, call_id, change)
 
-    def refuse(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
+    def record_refusal(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
         """Record that an engine process has refused to change its adapters or weights.
 
-        The docstring of `answer` describes the result.
+        The docstring of `record_answer` describes the result.
         """
         change = self._waiting.get(call_id)
         if change is None:
@@ -151,21 +151,22 @@ class AdapterCalls:
         change.refusal = error
         return self._stop_waiting_for(replica, call_id, change)
 
-    def drop(self, replica: int, error: NereidError) -> list[Answer]:
+    def record_death(self, replica: int, error: NereidError) -> list[Answer]:
         """Record that an engine process has died. Return the responses that can be sent now.
 
-        Some requests waited only for the dead process, and get a response now. If no other engine
-        process has made or refused the change, this response is `error`.
+        A response can be sent if its request waited only for the dead process. If another process
+        has made or refused the change, the response says so. Otherwise, the response is `error`.
 
         Args:
             replica: the number of the dead process.
             error: the reason for its death.
         """
+        # The names of the last process are kept, so that the adapters can still be listed.
         if len(self._names) > 1:
             self._names.pop(replica, None)
         answers = []
         for call_id, change in list(self._waiting.items()):
-            if replica in change.missing:
+            if replica in change.pending_replicas:
                 change.death = error
                 answers.append(self._stop_waiting_for(replica, call_id, change))
         return [answer for answer in answers if answer is not None]
@@ -180,11 +181,12 @@ class AdapterCalls:
         text = json.dumps({"adapters": names}).encode()
         return {tensor_names.STATE: np.frombuffer(text, np.uint8)}
 
-    def history(self, replica: int) -> list[list[str]]:
+    def messages_for_restart(self, replica: int) -> list[list[str]]:
         """Return the messages that make a restarted engine process repeat all earlier changes.
 
-        The unanswered changes are included, because they were sent only to the other processes. A
-        message that unloads an adapter is included only if the restarted process has the adapter.
+        Example: after a client has loaded the adapter "a", the result is [["load_lora", "restored",
+        "a", "/path"]]. The unanswered changes are included, because they were sent only to the
+        other processes.
 
         Args:
             replica: the number of the process.
@@ -194,7 +196,10 @@ class AdapterCalls:
         messages = []
         for message in [*self._history.values(), *unanswered]:
             kind, name = message[:2]
+            # A restarted process has only the adapters of the settings. It would refuse to unload
+            # any other adapter.
             if kind != _UNLOAD or name in loaded_names:
+                # No client waits for the answer, so all these messages have the same id.
                 messages.append(_with_id(message, RESTORED))
         return messages
 
@@ -206,19 +211,25 @@ class AdapterCalls:
         return senders
 
     def _stop_waiting_for(self, replica: int, call_id: str, change: _Change) -> Answer | None:
-        """Record that an engine process has made or refused a change, or has died.
+        """Record that an engine process is done with a change: made it, refused it, or died.
 
         Return None if other engine processes are not done yet. Otherwise, remove the change from
         the waiting changes, and return the client's response: an error if a process has refused the
         change or no process has made the change, otherwise the names of all adapters.
+
+        Args:
+            replica: the number of the process.
+            call_id: the id of the message that requested the change.
+            change: the change.
         """
-        change.missing.discard(replica)
-        if change.missing:
+        change.pending_replicas.discard(replica)
+        if change.pending_replicas:
             return None
         del self._waiting[call_id]
         if change.refusal is not None:
             return change.sender, change.refusal
         if not change.is_made:
+            # No process has made or refused the change, so all processes have died.
             assert change.death is not None, "an engine process answers, refuses or dies"
             return change.sender, change.death
         self._add_to_history(change.message)
@@ -242,8 +253,9 @@ class AdapterCalls:
 def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
     """Convert the parameters of a request to a message for the engine processes.
 
-    The message has no id yet. If the request lists the adapters, return None. Example: the
-    parameters load_lora="a" and lora_path="/path" return `["load_lora", "a", "/path"]`.
+    Example: the parameters load_lora="a" and lora_path="/path" return `["load_lora", "a",
+    "/path"]`. The caller adds an id to the message. If the request lists the adapters, return None,
+    because the executor itself knows the names.
 
     Raises:
         RequestError: a parameter is missing or is not a text.
@@ -265,8 +277,8 @@ def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
 def _read_mode(parameters: Mapping[str, Any]) -> str:
     """Return what happens to running requests before new weights are loaded.
 
-    "finish" means that the requests continue until they end, and "refuse" means that they are
-    ended with an error.
+    "finish" means that the requests continue until they end. "refuse" means that the requests are
+    ended with an error. The default is "finish".
 
     Raises:
         RequestError: the parameter `running_requests` has another value.

@@ -42,14 +42,14 @@ class _Call:
 
     Attributes:
         sender: the response sender of the request.
-        missing: the numbers of the engine processes that have not answered yet.
+        pending_replicas: the numbers of the engine processes that have not answered yet.
         answers: the answers of the other engine processes.
         error: the error of an engine process that has refused the call or has died; None if there
             is no such process.
     """
 
     sender: Any
-    missing: set[int]
+    pending_replicas: set[int]
     answers: list[dict[str, Any]] = field(default_factory=list)
     error: NereidError | None = None
 
@@ -96,7 +96,7 @@ class CacheCalls:
         self._waiting[call_id] = _Call(sender, set(replicas))
         return [_CACHE, call_id, *message]
 
-    def answer(self, call_id: str, replica: int, values: dict[str, Any]) -> Answer | None:
+    def record_answer(self, call_id: str, replica: int, values: dict[str, Any]) -> Answer | None:
         """Record the answer of an engine process.
 
         If all engine processes have answered now, return the client's response. Otherwise, return
@@ -108,10 +108,10 @@ class CacheCalls:
         call.answers.append(values)
         return self._stop_waiting_for(replica, call_id, call)
 
-    def refuse(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
+    def record_refusal(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
         """Record that an engine process has refused a request about the prefix cache.
 
-        The docstring of `answer` describes the result.
+        The docstring of `record_answer` describes the result.
         """
         call = self._waiting.get(call_id)
         if call is None:
@@ -119,13 +119,15 @@ class CacheCalls:
         call.error = error
         return self._stop_waiting_for(replica, call_id, call)
 
-    def drop(self, replica: int, error: NereidError) -> list[Answer]:
+    def record_death(self, replica: int, error: NereidError) -> list[Answer]:
         """Record that an engine process has died. Return the responses that can be sent now.
 
         A response can be sent now if its request waited only for the dead process.
         """
-        call_ids = [call_id for call_id, call in self._waiting.items() if replica in call.missing]
-        answers = [self.refuse(call_id, replica, error) for call_id in call_ids]
+        call_ids = [
+            call_id for call_id, call in self._waiting.items() if replica in call.pending_replicas
+        ]
+        answers = [self.record_refusal(call_id, replica, error) for call_id in call_ids]
         return [answer for answer in answers if answer is not None]
 
     def take_waiting(self) -> list[Any]:
@@ -141,9 +143,14 @@ class CacheCalls:
         Return None if the request waits for other engine processes. Otherwise, remove the request
         from the waiting requests, and return the client's response: the combined answers, or an
         error if no process has answered.
+
+        Args:
+            replica: the number of the process.
+            call_id: the id of the message that contains the request.
+            call: the request.
         """
-        call.missing.discard(replica)
-        if call.missing:
+        call.pending_replicas.discard(replica)
+        if call.pending_replicas:
             return None
         del self._waiting[call_id]
         if not call.answers:
@@ -161,8 +168,8 @@ def is_cache_call(parameters: Mapping[str, Any]) -> bool:
 def _read_call(parameters: Mapping[str, Any]) -> list[Any]:
     """Convert the parameters of a request to a message for the engine processes.
 
-    The message has no id yet. Example: the parameters cache="extend", prompt_cache_key="a" and
-    seconds="60" return `["extend", {"prompt_cache_key": "a", "seconds": 60.0}]`.
+    Example: the parameters cache="extend", prompt_cache_key="a" and seconds="60" return `["extend",
+    {"prompt_cache_key": "a", "seconds": 60.0}]`. The caller adds an id to the message.
 
     Raises:
         RequestError: a parameter is missing or wrong.

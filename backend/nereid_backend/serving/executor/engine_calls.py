@@ -44,10 +44,10 @@ class EngineCalls:
         self._cache_calls = CacheCalls()
 
     def put(self, parameters: Mapping[str, Any], sender: Any) -> bool:  # noqa: ANN401 - the server's own type
-        """Queue a request to all engine processes.
+        """Queue a request about adapters, weights or the prefix cache for all engine processes.
 
-        Return True if the request was queued. If the parameters belong to another type of request,
-        do nothing and return False.
+        Return True if the request was queued. If the parameters belong to a request that generates
+        text, do nothing and return False.
 
         Raises:
             RequestError: a parameter is missing or wrong.
@@ -96,10 +96,10 @@ class EngineCalls:
         If all engine processes have answered, answer the client's request. The call id "" means
         that the process has just started. In this case, send all earlier changes to the process.
         """
-        if answer := self._adapter_calls.answer(call_id, process.index, names):
+        if answer := self._adapter_calls.record_answer(call_id, process.index, names):
             self._respond(*answer)
         if not call_id:
-            for message in self._adapter_calls.history(process.index):
+            for message in self._adapter_calls.messages_for_restart(process.index):
                 process.child.send(message)
 
     def note_cache_answer(
@@ -109,15 +109,15 @@ class EngineCalls:
 
         If all engine processes have answered, answer the client's request.
         """
-        if answer := self._cache_calls.answer(call_id, process.index, values):
+        if answer := self._cache_calls.record_answer(call_id, process.index, values):
             self._respond(*answer)
 
     def note_refusal(self, process: SupervisedProcess, call_id: str, error: NereidError) -> None:
         """Record that an engine process has refused a request.
 
-        If all engine processes have answered, answer the client's request. No client waits if the
-        executor itself has sent the request, to repeat a change after a restart. In this case, log
-        the refusal.
+        If all engine processes have answered, answer the client's request. After the restart of a
+        process, the executor itself sends requests to repeat earlier changes. If such a request is
+        refused, no client waits for an answer, and the refusal is logged.
         """
         if call_id == adapter_calls.RESTORED:
             tensors.log.error(
@@ -126,10 +126,10 @@ class EngineCalls:
                 error,
             )
             return
-        # Either `_adapter_calls` or `_cache_calls` stores the request. The other object does not
-        # know `call_id`. The method `refuse` of this other object returns None.
+        # Either `_adapter_calls` or `_cache_calls` stores the request. The other object ignores the
+        # unknown `call_id`, and returns None.
         for calls in (self._adapter_calls, self._cache_calls):
-            if answer := calls.refuse(call_id, process.index, error):
+            if answer := calls.record_refusal(call_id, process.index, error):
                 self._respond(*answer)
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
@@ -138,7 +138,7 @@ class EngineCalls:
         Answer each request that waited only for this process.
         """
         for calls in (self._adapter_calls, self._cache_calls):
-            for answer in calls.drop(process.index, error):
+            for answer in calls.record_death(process.index, error):
                 self._respond(*answer)
 
     def end_all(self, error: NereidError) -> None:

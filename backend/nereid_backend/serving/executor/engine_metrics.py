@@ -178,9 +178,10 @@ def _ensemble_of(executor: str) -> str:
 def _create_engines(
     families: MetricFamilies, labels: Mapping[str, str], num_engines: int
 ) -> list[_EngineState]:
-    """Create the gauges of all engine processes.
+    """Create the gauges of all engine processes, and return one state for each process.
 
-    If there are several engine processes, their gauges also have the label `engine`.
+    If there are several engine processes, their gauges also have the label `engine`, which is the
+    number of the process. Example: nereid:num_requests_running{model_name="chat",engine="1"}.
     """
     engine_families = {name: families.gauge(name, text) for name, text in _ENGINE_GAUGES.items()}
     engines = []
@@ -218,7 +219,8 @@ def _add_engine_counts(
 ) -> None:
     """Add the increases of an engine's counters to the counters in `statistics`.
 
-    The increase is counted from the last call of this function.
+    The increase is counted from the last call of this function. Example: an engine reports 100
+    tokens, and 130 tokens in the next call. The second call adds 30.
 
     Mutates: `statistics.counts` and `engine.last_stats`.
     """

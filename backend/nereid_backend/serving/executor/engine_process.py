@@ -88,8 +88,8 @@ class EngineService:
     def handle(self, kind: str, values: list[Any]) -> None:
         """Handle a message from the stub, the process in which Triton server runs the executor.
 
-        While the weights wait to be replaced, hold back all messages except messages that abort a
-        running request.
+        The weights can be replaced only when no request runs. Until then, store all messages for
+        later, except messages that abort a running request.
         """
         aborts_running_request = kind == "abort" and values[0] in self._running
         if self._reload is not None and not aborts_running_request:
@@ -196,8 +196,8 @@ class EngineService:
         self._reload = None
         self._running.clear()
         self._replace_weights(reload)
-        # Empty the list first. A message in the list can request another replacement of the
-        # weights. `handle` then adds the later messages to the new, empty list.
+        # Empty the list before the messages are handled. A message can request another replacement
+        # of the weights. `handle` then adds the messages after it to the new, empty list.
         messages = self._held_messages
         self._held_messages = []
         for kind, values in messages:
@@ -224,7 +224,7 @@ class EngineService:
         self._send_items("started", self._engine.started)
         self._send_items("updates", [pack_update(update) for update in updates])
         for update in updates:
-            if update.finish_reason is not None:
+            if update.finish_reason is not None:  # The sequence of the update has ended.
                 self._note_end_of_sequence(update.request_id)
         self._send_stats_if_due()
         self._reload_if_idle()

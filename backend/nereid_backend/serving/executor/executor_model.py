@@ -69,11 +69,13 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.processes = start_engines(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
-        # Both the server's thread and the loop's thread use these three attributes. They decide
-        # whether a request may start, choose its engine process, and handle the requests about
-        # adapters, weights and the prefix cache.
+        # Both the server's thread and the loop's thread use these three attributes.
+        # `_admission` decides whether a request may start.
         self._admission = StreamAdmission(settings, config.max_num_waiting, self._feedback)
+        # `_selector` chooses the engine process of a request.
         self._selector = ReplicaSelector(len(self.processes))
+        # `_engine_calls` handles the requests about adapters, weights and the prefix cache. If no
+        # engine process runs, it refuses these requests with the text of `outage`.
         self._engine_calls = EngineCalls(self.processes, super().respond, lambda: self.outage)
         self._init_loop_state(args.get("model_name", "executor"))
         self.start_loop()
@@ -92,8 +94,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._next_inspection = 0.0
         # The earliest time at which a stream without unsent output needs a heartbeat (a message
         # without tokens), or exceeds a time limit.
-        self._next_event = 0.0
+        self._next_timed_event = 0.0
+        # The object that determines the time between two messages of a stream.
         self._pacer = Pacer(settings.responses_per_second)
+        # The object that detects disconnected clients.
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._statistics = RequestStatistics()
         self._aborts = StreamAborts(
@@ -123,10 +127,12 @@ class ExecutorModel(SupervisedModel[Stream]):
             return
         envelope = RequestEnvelope.unpack(tensors.array(request, tensor_names.ENVELOPE))
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
+        # `envelope.n` is the number of sequences of the request.
         replica = self._select_replica(token_ids, envelope.n)
         try:
             stream = self._admission.open(envelope, len(token_ids) // _TOKEN_BYTES, sender)
         except CapacityError:
+            # The request is refused, so its sequences no longer count for the engine process.
             self._selector.release(replica, envelope.n)
             raise
         message = ["add", stream.request_id, token_ids, envelope.params, envelope.n]
@@ -171,38 +177,40 @@ class ExecutorModel(SupervisedModel[Stream]):
             case "cache", call_id, answer:
                 self._engine_calls.note_cache_answer(process, call_id, answer)
 
-    def serve(self) -> float:
+    def do_periodic_work(self) -> float:
         """Send the messages that are due now, and return the seconds until the next call.
 
-        A step is a message to the postprocessor with the new tokens of a request. Each call looks
-        only at the streams with unsent tokens. All streams are inspected only from time to time,
-        because the inspection of 256 streams takes as long as sending ten steps.
+        A stream is the state of one request. A step is a message to the postprocessor with the new
+        tokens of a stream. Each call checks only the streams with unsent tokens. All streams are
+        inspected only from time to time, because the inspection of 256 streams takes as long as
+        sending ten steps.
         """
         self._engine_calls.send_new()
         now = time.monotonic()
         if now >= self._next_inspection:
-            self._inspect(now)
-        # Streams without unsent tokens are handled only by `_inspect`. They need no call of
-        # `_inspect` before `_next_event`: the time of their next heartbeat or of the end of their
-        # next time limit.
-        next_call = min(now + _IDLE_POLL_S, max(self._next_inspection, self._next_event))
+            self._inspect_all_streams(now)
+        # Streams without unsent tokens are handled only by `_inspect_all_streams`. For them, the
+        # next inspection is needed at `_next_timed_event`, when a heartbeat is due or a time limit
+        # expires.
+        next_call = min(now + _IDLE_POLL_S, max(self._next_inspection, self._next_timed_event))
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
                 stream.next_check = self._send_if_due(stream, now)
             next_call = min(next_call, stream.next_check)
         return max(next_call - now, 0.0)
 
-    def _inspect(self, now: float) -> None:
+    def _inspect_all_streams(self, now: float) -> None:
         """Check all streams for disconnected clients, stop strings, time limits and heartbeats."""
         streams = list(self.requests.values())
         self._next_inspection = now + len(streams) * _INSPECTION_INTERVAL_S_PER_STREAM
         self._lost_clients.observe(streams, now)
-        self._next_event = math.inf
+        self._next_timed_event = math.inf
         for stream in streams:
             self._aborts.abort_unwanted(stream)
             if not self._end_if_overdue(stream, now):
                 due = self._send_if_due(stream, now)
-                self._next_event = min(self._next_event, due, stream.timing.next_deadline)
+                next_event = min(due, stream.timing.next_deadline)
+                self._next_timed_event = min(self._next_timed_event, next_event)
 
     def _send_if_due(self, stream: Stream, now: float) -> float:
         """If the next step (a message with new tokens) is due and may be sent, send the step.
@@ -215,10 +223,11 @@ class ExecutorModel(SupervisedModel[Stream]):
             gets new output, this method is called earlier.
         """
         num_streams = len(self.requests)
+        # The shortest time between two steps with output, and between two heartbeats.
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
-        # A stream with too many unprocessed messages may not send another message. Therefore first
-        # remove the messages that the postprocessor has already processed.
+        # A stream may not send another step while the postprocessor still has to process too many
+        # earlier steps. Therefore first remove the steps that it has already processed.
         self._lost_clients.remove_consumed_steps(stream)
         due = stream.due_at(interval_s, heartbeat_s)
         if due > now:
@@ -289,11 +298,12 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _handle_update(self, process: SupervisedProcess, update: RequestUpdate) -> None:
         """Add an update from the engine to the stream of the request.
 
-        If the update contains an error, end the stream with this error. If the stream has already
-        ended, let the engine stop computing the request.
+        If the update contains an error, end the stream with this error.
         """
         stream = self.requests.get(update.request_id)
         if stream is None:
+            # The stream has already ended, for example because of a time limit. Abort the request
+            # in the engine, unless the engine has just ended it.
             if update.finish_reason is None:
                 send_abort(process, update.request_id)
         elif update.error is None:
@@ -306,12 +316,18 @@ class ExecutorModel(SupervisedModel[Stream]):
     ) -> None:
         """End a stream with an error of the engine.
 
-        `is_refused` is whether the request is invalid, so that the client caused the error.
+        Args:
+            process: the engine process.
+            stream: the stream.
+            message: the error message.
+            is_refused: whether the engine has refused the request, because the request is invalid.
+                If False, the engine has failed.
         """
         if len(stream.sequences) > 1:
             # The engine has ended only one sequence, but the error ends the whole request.
             send_abort(process, stream.request_id)
         if is_refused:
+            # `refusal` replaces the engine's name of a field by the client's name of this field.
             self.end(stream, RequestError(stream.refusal(message)))
         else:
             self.end(stream, EngineError(message))
@@ -324,7 +340,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._statistics.note_update(stream, update, now)
         stream.add(update)
         self._unsent[stream.request_id] = stream
-        stream.next_check = 0.0  # This time has passed, so `serve` checks the stream.
+        stream.next_check = 0.0  # This time has passed, so `do_periodic_work` checks the stream.
         self._end_if_too_slow(stream)
 
     def _end_if_too_slow(self, stream: Stream) -> None:
@@ -382,8 +398,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         if error is None:
             return False
         if isinstance(error, CapacityError):
-            # The request has waited too long in the queue. The error message must say when the
-            # client can try again.
+            # The request has waited too long in the queue. Add to the error message the time after
+            # which the client should try again.
             error = self._admission.with_retry_time(error, stream.timing.client_id)
         self._aborts.abort(stream)
         self._statistics.counts["requests_timed_out_total"] += 1
@@ -394,7 +410,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         return True
 
     def _send_step(self, stream: Stream, now: float) -> None:
-        """Send the unsent tokens of `stream`, and remove the stream if every sequence has ended."""
+        """Send the unsent tokens of `stream`, and remove the stream if every sequence has ended.
+
+        The message to the postprocessor is a StepState, signed with the key of this executor.
+        """
         state = stream.take_step(now)
         self._unsent.pop(stream.request_id, None)
         self._statistics.note_step(has_output=bool(state.deltas))
@@ -405,8 +424,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         if not state.is_last:
             return
         if stream.is_finished:
-            # The process has finished a request, so it works. Only deaths in a row count towards
-            # max_engine_restarts.
+            # The engine process has finished a request, so the process works. Only successive
+            # deaths without a finished request count towards max_engine_restarts.
             self.owner(stream.request_id).num_deaths = 0
         self._remove(stream)
 

@@ -57,17 +57,19 @@ class LostClientDetector:
             self.remove_consumed_steps(stream)
 
     def has_lost_client(self, stream: Stream) -> bool:
-        """Return whether a step (a message) of `stream` was dropped for a disconnected client.
+        """Return whether the server has dropped a step of `stream`, because its client is gone.
 
-        A step was dropped if the postprocessor has not consumed the step, but has already consumed
-        a newer step of any stream. A step also counts as dropped after `patience_s` seconds.
+        A step is a message to the postprocessor. All steps of all streams reach the postprocessor
+        in the order in which they were sent. A step was therefore dropped if the postprocessor has
+        not processed the step, but has already processed a newer step of any stream. A step also
+        counts as dropped if it is not processed within `patience_s` seconds.
         """
         if stream.unconsumed and stream.waited_s > self._patience_s:
             return True
         if not self._has_skipped_step(stream):
             return False
-        # The postprocessor may have processed the message since the last call of `observe`.
-        # Therefore read the feedback memory again.
+        # The postprocessor may have processed the step since the feedback memory was last read.
+        # Therefore read the memory again before the client counts as disconnected.
         self.remove_consumed_steps(stream)
         return self._has_skipped_step(stream)
 
@@ -82,7 +84,7 @@ class LostClientDetector:
     def remove_consumed_steps(self, stream: Stream) -> None:
         """Remove from `stream.unconsumed` each message that the postprocessor has processed."""
         consumed = self._feedback.consumed(stream.slot, stream.serial)
-        while stream.unconsumed and stream.sent - len(stream.unconsumed) < consumed:
+        while stream.unconsumed and stream.num_sent_steps - len(stream.unconsumed) < consumed:
             self._newest_consumed = max(self._newest_consumed, stream.unconsumed.popleft())
             stream.waited_s = 0.0
         if not stream.unconsumed:

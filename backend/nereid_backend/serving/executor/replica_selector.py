@@ -69,12 +69,14 @@ class ReplicaSelector:
         self._replicas_of: OrderedDict[bytes, set[int]] = OrderedDict()
 
     def select(self, token_ids: bytes, num_sequences: int, running: Collection[int]) -> int:
-        """Select a process for a request, and return the number of the process.
+        """Select an engine process for a request, and return the number of the process.
 
         Prefer the process that has received the longest prefix of the prompt, because the process
         probably still has this prefix in its cache. If this process has many more sequences than
-        another process, select the process with the fewest sequences instead. The sequences of the
-        request are added to the count of the selected process.
+        another process, select the process with the fewest sequences instead.
+
+        Mutates: the request and its sequences now count for the selected process, and the prefixes
+        of the prompt are recorded for this process.
 
         Args:
             token_ids: the token ids of the prompt as int32 numbers.
@@ -146,9 +148,9 @@ class ReplicaSelector:
 
         If more than `_MAX_CHUNKS` chunks are stored, delete the least recently stored chunks.
         """
-        # A prompt consists of chunks of 64 tokens, and the oldest stored chunks are deleted first.
-        # A later chunk is useless if an earlier chunk of the prompt is missing. Therefore store the
-        # first chunk last.
+        # The least recently stored chunks are deleted first. If an earlier chunk of a prompt is
+        # missing, its later chunks are useless. Therefore store the chunks of a prompt in reverse
+        # order, so that the first chunk is deleted last.
         for chunk_hash in reversed(hashes):
             self._replicas_of.setdefault(chunk_hash, set()).add(replica)
             self._replicas_of.move_to_end(chunk_hash)

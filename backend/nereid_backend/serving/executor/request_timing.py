@@ -45,8 +45,9 @@ class RequestTiming:
     def deadline_error(self, now: float) -> NereidError | None:
         """Return an error if a time limit of the request has expired, otherwise None.
 
-        The error names the expired limit: queue_timeout, which ends when the engine starts the
-        request, or timeout. `now` is the current time.
+        The error names the expired limit. The limit queue_timeout applies only while the request
+        waits for its start. The limit timeout applies to the whole request. `now` is the current
+        time.
         """
         if now < self.next_deadline:
             return None

@@ -204,17 +204,19 @@ class ScriptedEngine:
         self._start_waiting(now)
         updates = []
         for request_id, request in self._requests.items():
-            # When a sequence has ended, `_advance` deletes the sequence from `request.sequences`.
+            # When a sequence has ended, `_next_update` deletes it from `request.sequences`.
             # Therefore iterate over a copy of the values.
             for sequence in list(request.sequences.values()):
+                # An aborted sequence ends immediately.
                 if sequence.is_aborted or sequence.due <= now:
-                    updates.append(self._advance(request_id, request, sequence, now))
+                    updates.append(self._next_update(request_id, request, sequence, now))
         self._requests = {
             request_id: request
             for request_id, request in self._requests.items()
             if request.sequences
         }
         if not updates and self._requests:
+            # No tokens are due yet. Sleep, so that the caller's loop does not use a whole CPU.
             time.sleep(_IDLE_SLEEP_S)
         return updates
 
@@ -240,7 +242,7 @@ class ScriptedEngine:
                 self._requests[request_id] = self._queue.pop(request_id)
                 self.started.append((request_id, now))
 
-    def _advance(
+    def _next_update(
         self, request_id: str, request: ScriptedRequest, sequence: ScriptedSequence, now: float
     ) -> RequestUpdate:
         """Return an update that contains the next tokens of a sequence.
@@ -272,7 +274,7 @@ class ScriptedEngine:
             cumulative_logprob=_LOGPROB * sequence.num_tokens,
             error=rule.error or None,
             index=sequence.index,
-            logprobs=None if num_top is None else self._rows(token_ids, num_top),
+            logprobs=None if num_top is None else self._scripted_logprobs(token_ids, num_top),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=rule.num_cached_tokens,
             is_refused=rule.is_refused,
@@ -291,13 +293,15 @@ class ScriptedEngine:
         is_first_update = sequence.index == 0 and sequence.num_tokens == 0
         if num_top is None or not is_first_update:
             return None
-        return [None, *self._rows(request.prompt[1:], num_top)]
+        return [None, *self._scripted_logprobs(request.prompt[1:], num_top)]
 
-    def _rows(self, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-        """Return the log-probability of each token, and of the `num_top` most likely tokens.
+    def _scripted_logprobs(self, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """Return fictitious log-probabilities of each token and of the `num_top` likeliest tokens.
 
-        Example: for the token 7 and num_top=2, the most likely tokens are 7 and 8, with the
-        log-probabilities -0.5 and -1.5.
+        Example: for the token 7 and num_top=2, the likeliest tokens are 7 and 8, with the
+        log-probabilities -0.5 and -1.5. The result for the token 7 is TokenLogprobs([7, 7, 8],
+        [-0.5, -0.5, -1.5], 1): first the token itself, then the likeliest tokens. The last field is
+        the rank of the token.
         """
         size = self.info.vocab_size
         return [

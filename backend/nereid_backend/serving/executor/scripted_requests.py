@@ -29,7 +29,10 @@ class ScriptedSequence:
     def __init__(self, rule: Rule, index: int, ending: tuple[int, ...]) -> None:
         """Create a sequence without tokens.
 
-        `ending` contains the end-of-sequence token; it is empty if the checkpoint has none.
+        Args:
+            rule: the rule of the script that matches the prompt.
+            index: the index of the sequence in its request.
+            ending: the end-of-sequence token; empty if the checkpoint has no such token.
         """
         self.index = index
         self.rule = rule

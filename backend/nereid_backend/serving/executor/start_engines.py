@@ -21,7 +21,7 @@ def start_engines(settings: ServingSettings, config: EngineConfig) -> list[Super
         EngineError: loading failed or took too long. The message gives the reason.
     """
     first_process = _start_engine(settings, config, 0)
-    # The `with` block ends only after each start of an engine process has succeeded or failed.
+    # The `with` block ends only when all processes have started or failed.
     with ThreadPoolExecutor(config.data_parallel_size) as pool:
         starts = [
             pool.submit(_start_engine, settings, config, index)
@@ -31,6 +31,7 @@ def start_engines(settings: ServingSettings, config: EngineConfig) -> list[Super
     started = [start.result() for start in starts if start.exception() is None]
     processes = [first_process, *started]
     if errors:
+        # The model needs all its processes. Stop the other processes, so that none is left running.
         for process in processes:
             process.stop()
         raise errors[0]

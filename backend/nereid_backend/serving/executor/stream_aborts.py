@@ -43,7 +43,9 @@ class StreamAborts:
         """Abort a stream if its client has disconnected.
 
         Otherwise, abort the sequences that have reached a stop string. The postprocessor finds stop
-        strings and disconnected clients, and reports them as signals.
+        strings and disconnected clients, and writes a signal into the slot of the sequence in the
+        shared memory. The serial number of the stream distinguishes its signals from those of
+        earlier streams in the same slot.
         """
         if stream.is_aborting or stream.has_ended:
             return

@@ -34,18 +34,20 @@ class StreamAdmission:
         """
         self._settings = settings
         self._feedback = feedback
-        # The source of serial numbers. In the engine, a serial number identifies a request. In the
-        # postprocessor, the same serial number identifies the stream of the request.
+        # The next serial number. A serial number identifies a request in the engine, and the
+        # stream of this request in the postprocessor.
         self._serials = itertools.count(1)
+        # The limits on waiting requests and on their prompt tokens.
         self._waiting = WaitingLimits(max_num_waiting, settings.max_waiting_tokens)
+        # The limit on running and waiting sequences.
         self._sequences = SharedLimit(settings.max_streams)
         self._sequences_lock = threading.Lock()
 
     def open(self, envelope: RequestEnvelope, num_tokens: int, sender: Any) -> Stream:  # noqa: ANN401
         """Create and return the stream of a new request, if the limits allow one more request.
 
-        A request counts as waiting until the engine starts it (`note_start`), and each sequence
-        occupies a slot until the stream is closed (`close`).
+        The request counts as waiting until the engine starts the request (`note_start`). Each of
+        its sequences occupies a slot in the shared memory until the stream is closed (`close`).
 
         Args:
             envelope: the message from the tokenizer.
@@ -58,7 +60,7 @@ class StreamAdmission:
         timing = self._new_timing(envelope, num_tokens)
         self._waiting.enter(timing)
         slots = self._acquire_slots(envelope)
-        if slots is None:
+        if slots is None:  # There are not enough free slots.
             self._waiting.leave(timing, started=None)
             raise self._too_many_sequences(envelope)
         serial = next(self._serials)

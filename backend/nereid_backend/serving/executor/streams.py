@@ -129,7 +129,8 @@ class Sequence:
     def take_delta(self) -> SequenceDelta:
         """Return the pending output of this sequence, and remove the output from the sequence.
 
-        The caller must call this method only if `has_output` is true.
+        The pending output consists of the tokens that arrived since the last call, and of the end
+        of the sequence. The caller must call this method only if `has_output` is true.
         """
         delta = SequenceDelta(
             index=self.index,
@@ -160,7 +161,7 @@ class Stream:
         opening: the data for the first step; None after the first step has been sent.
         last_sent: the time at which the last step was sent, by time.monotonic().
         grammar_field: the request's field from which the grammar was built, for error messages.
-        sent: the number of steps sent so far.
+        num_sent_steps: the number of steps sent so far.
         unconsumed: the numbers of the sent steps that the postprocessor has not consumed yet. The
             oldest step is first. The steps of all streams have one common numbering.
         waited_s: the time in seconds since the oldest unconsumed step was sent.
@@ -177,7 +178,7 @@ class Stream:
     opening: Opening | None
     last_sent: float
     grammar_field: str = ""
-    sent: int = 0
+    num_sent_steps: int = 0
     unconsumed: deque[int] = field(default_factory=deque)
     waited_s: float = 0.0
     next_check: float = 0.0
@@ -191,7 +192,7 @@ class Stream:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Whether at least one sequence has ended for another reason than an abort."""
+        """The numbers of the slots of all sequences, ordered by the index of the sequence."""
         return tuple(sequence.slot for sequence in self.sequences)
 
     @property
@@ -233,10 +234,11 @@ class Stream:
         return message
 
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
-        """Return when the next message of the stream is due, as a value of time.monotonic().
+        """Return when the next step of the stream is due, as a value of time.monotonic().
 
-        The first output and the last step are due immediately. While the stream may not send a
-        step, return the time at which the caller checks the stream again.
+        A step is a message to the postprocessor. The step with the first output and the last step
+        are due immediately. While the postprocessor still has to process too many earlier steps,
+        return the time at which the caller must check the stream again.
 
         Args:
             interval_s: the number of seconds between two steps with output.
@@ -244,10 +246,10 @@ class Stream:
                 sent.
         """
         has_output = self.has_output
-        is_first_output = has_output and self.sent == 0
+        is_first_output = has_output and self.num_sent_steps == 0
         if self.has_ended or is_first_output:
-            return 0.0  # This time has passed.
-        if not self.may_send():
+            return 0.0  # A time in the past means that the step is due immediately.
+        if not self.may_send():  # The postprocessor still has to process too many earlier steps.
             wait_s = max(interval_s, heartbeat_s / _CHECKS_PER_HEARTBEAT)
         elif has_output:
             wait_s = interval_s
@@ -265,18 +267,22 @@ class Stream:
     def take_step(self, now: float) -> StepState:
         """Move the unsent output of all sequences into a new StepState, and return this object.
 
+        A StepState is the next message to the postprocessor. Its slot and its serial number
+        identify the stream, and `step` numbers the messages of the stream from 1. Only the first
+        message has an `opening`, which contains the data of the request.
+
         Args:
             now: the current time, as a value of time.monotonic().
         """
         with_output = [sequence for sequence in self.sequences if sequence.has_output]
-        self.sent += 1
+        self.num_sent_steps += 1
         self.last_sent = now
         opening = self.opening
         self.opening = None
         return StepState(
             slot=self.slot,
             serial=self.serial,
-            step=self.sent,
+            step=self.num_sent_steps,
             deltas=tuple(sequence.take_delta() for sequence in with_output),
             is_last=self.has_ended,
             opening=opening,

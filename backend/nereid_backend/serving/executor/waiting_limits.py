@@ -68,6 +68,7 @@ class WaitingLimits:
             CapacityError: a limit is exceeded. The message gives a number of seconds after which
                 the client should try again.
         """
+        # The server's thread and the loop's thread change these counters.
         with self._lock:
             wait_s = self._estimated_wait_s(timing.arrived, timing.client_id)
             reason = self._refusal_reason(timing, wait_s)
@@ -117,14 +118,16 @@ class WaitingLimits:
                 f"{self._requests.used} requests are waiting{self._count_of_client(client)}, and "
                 f"the limit is {self._requests.limit} (max_num_waiting)"
             )
-        # If no other request is waiting, a request may wait regardless of the number of its tokens.
-        has_token_limit = self._tokens.limit and self._requests.used
-        if has_token_limit and not self._tokens.allows(client, num_tokens):
+        # A limit of 0 means no limit. If no other request is waiting, a request may wait regardless
+        # of the number of its tokens. Otherwise, a long prompt could never be accepted.
+        token_limit_applies = self._tokens.limit and self._requests.used
+        if token_limit_applies and not self._tokens.allows(client, num_tokens):
             return (
                 f"requests with {self._tokens.used} prompt tokens are waiting"
                 f"{self._count_of_client(client)}, and this request has {num_tokens} more, but the "
                 f"limit is {self._tokens.limit} (max_waiting_tokens)"
             )
+        # Refuse the request now if it would probably exceed its time limit in the queue.
         limit_s = min(timing.queue_timeout_s, timing.timeout_s)
         if wait_s is not None and wait_s > _MARGIN * limit_s:
             return (
@@ -154,9 +157,9 @@ class WaitingLimits:
         passed_s = max(now - self._start_times[0], _MIN_PASSED_S)
         num_before = self._requests.used
         if client:
-            # The engine starts one request of each client in turn. Suppose that the client of the
-            # new request already has n waiting requests. Before the new request, the engine starts
-            # these n requests, and at most n requests of each other client.
+            # The engine starts one request of each client in turn. If the client already has n
+            # waiting requests, the engine first starts these n requests, and at most n requests of
+            # each other client. Then it starts the new request.
             num_own = self._requests.used_by(client)
             num_before = min(num_before, num_own * self._requests.num_clients)
         return num_before * passed_s / num_starts

@@ -65,7 +65,12 @@ class EmbeddingModel(PoolingStub):
         return decode_request.split_token_ids(ids, lengths, max_len, truncate=truncate)
 
     def build_outputs(self, outcome: Outcome) -> Tensors:
-        """Return the output tensors of a finished job."""
+        """Return the output tensors of a finished job.
+
+        All kinds of embeddings have the number of tokens of each input. Sparse embeddings are JSON
+        texts, such as `{"indices": [7, 9], "values": [0.3, 0.5]}`. Dense and multi-vector
+        embeddings are one array.
+        """
         outputs: Tensors = {names.NUM_TOKENS: outcome.num_tokens}
         if outcome.kind == "sparse":
             rows = [
@@ -75,6 +80,8 @@ class EmbeddingModel(PoolingStub):
             return outputs | {names.SPARSE: tensors.strings(*rows)}
         outputs[names.EMBEDDINGS] = outcome.values
         if outcome.kind == "multi_vector":
+            # The array contains the vectors of all inputs, so clients need the number of vectors of
+            # each input.
             outputs[names.NUM_VECTORS] = outcome.counts
         return outputs
 

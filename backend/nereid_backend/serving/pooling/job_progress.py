@@ -72,7 +72,7 @@ class Engine(Protocol):
 
 
 class _JobProgress:
-    """The progress of one job.
+    """The progress of one job: which inputs the engine has received, and their results so far.
 
     Attributes:
         request_id: the id of the job's request.
@@ -83,10 +83,11 @@ class _JobProgress:
         num_left: the number of the job's inputs that have no result yet.
         values: one value for each input; None until the input has a result.
         num_tokens: one number of tokens for each input; 0 until the input has a result.
-        offsets: one element for each input: the offsets of its result (see PoolingResult.offsets),
-            or None.
-        started: a time by time.monotonic(), or None before the first result. The job's first result
-            was computed in a step that began at this time.
+        offsets: one element for each input: the range of characters of each token (see
+            PoolingResult.offsets); None if the input has no result yet, or if its result has no
+            offsets.
+        started: the time at which the step began that computed the job's first result, by
+            time.monotonic(). None before the first result.
     """
 
     def __init__(self, request_id: str, job: Job) -> None:
@@ -119,14 +120,16 @@ class _JobProgress:
         slice contains 44 texts.
         """
         items: list[PoolingItem] = []
-        size_of_slice = 0
-        for name, value in itertools.islice(self.job.inputs, self.num_sent, None):
+        size_of_slice = 0  # in characters or token ids
+        first = self.num_sent  # the index of the slice's first input
+        for name, value in itertools.islice(self.job.inputs, first, None):
             fields = self._item_fields(name, value)
             items.append(PoolingItem(**fields, **self.job.options))
             size_of_slice += _size_of_item(fields)
             if len(items) == _SLICE_INPUTS or size_of_slice >= _SLICE_CHARACTERS:
                 break
-        self.slices[self.num_sent] = len(items)
+        # None of the inputs of this slice has a result yet.
+        self.slices[first] = len(items)
         self.num_sent += len(items)
         return items
 
@@ -223,7 +226,10 @@ class WorkerJobs:
             self._engine.abort(progress.slice_id(first))
 
     def advance(self) -> None:
-        """Send inputs to the engine for at most 10 ms. Then compute one batch of inputs.
+        """Send inputs of all jobs to the engine for at most 10 ms. Then compute one batch.
+
+        Inputs are sent in slices: groups of inputs of one job. The time limit prevents that the
+        preparation of many inputs delays the computation.
 
         Raises:
             EngineError: the GPU is lost, so this process must end.
@@ -231,7 +237,7 @@ class WorkerJobs:
         deadline = time.monotonic() + _PREPARE_S
         while time.monotonic() < deadline:
             progress = self._next_job()
-            if progress is None:
+            if progress is None:  # No job has inputs that may be sent now.
                 break
             self._send_slice(progress)
         if self._engine.has_work():
@@ -276,6 +282,8 @@ class WorkerJobs:
         Raises:
             EngineError: the GPU is lost.
         """
+        # For the engine, a slice is a request. Its id contains the id of the job and the index of
+        # the slice's first input.
         request_id, first = _parse_slice_id(result.request_id)
         progress = self._jobs.get(request_id)
         if progress is None:
@@ -283,10 +291,10 @@ class WorkerJobs:
         if result.error is not None:
             self._refuse_result(progress, first + result.index, result.error)
             return
-        if progress.started is None:
+        if progress.started is None:  # This is the first result of the job.
             progress.started = started
         progress.add_result(first, result)
-        if not progress.num_left:
+        if not progress.num_left:  # This is the last result of the job.
             del self._jobs[request_id]
             self._send(["done", request_id, progress.started, *progress.outcome().row()])
 

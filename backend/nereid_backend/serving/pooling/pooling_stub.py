@@ -105,9 +105,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def read_texts(self, request: Any, name: str, options: Mapping[str, Any]) -> list[str]:  # noqa: ANN401
         """Decode the elements of the input tensor with the name `name`, and return the texts.
 
-        If the option `truncate` is false, a text that is certainly too long is refused here, before
-        the text is decoded and sent to the worker. If the option is true, the worker truncates the
-        texts, so their size is not checked.
+        If the option `truncate` is false, a text is refused here if its number of bytes shows that
+        it has too many tokens. Such a text is never decoded and sent to the worker. If the option
+        is true, the worker truncates the texts, so their size is not checked.
 
         Raises:
             RequestError: there are too many texts, or a text is too long or is not UTF-8.
@@ -144,12 +144,13 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
         If no checkpoint is set, no process is started, and every request is refused.
         """
+        # The id of each job is the next number of this counter.
         self._ids = itertools.count(1)
         # The names of all environment variables of this model begin with this prefix.
         self._variable_prefix = f"NEREID_{self.kind.upper()}_"
         try:
             self._settings, config = read_pooling_settings(self.kind, args)
-            if config is not None:
+            if config is not None:  # A checkpoint is set.
                 self._start_worker(config)
         except NereidError as error:
             raise tensors.load_error(error) from error
@@ -166,13 +167,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         """Send a request as a job to the worker. If the request has no inputs, respond at once.
 
         A job consists of the inputs and the options of one request. The worker is the process that
-        runs the model. A request can ask for information about the model, with or without inputs.
-        If no checkpoint is served, the information is the only possible response.
+        runs the model. A request can also ask for information about the model, with or without
+        inputs. If no checkpoint is served, the information is the only possible response.
 
         Raises:
             RequestError: an input is missing or wrong.
-            CapacityError: the model has too many requests. Also if no checkpoint is served, and the
-                request does not ask for information.
+            CapacityError: the model has too many requests, or no checkpoint is served.
         """
         returns_info = bool(tensors.optional_bool(request, names.RETURN_INFO))
         if self.child is None:  # No checkpoint is served.
@@ -219,8 +219,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:  # noqa: ARG002
         """Send the outputs or the error in a message of the worker to the client.
 
-        Other kinds of messages are ignored, and messages about requests that have already ended,
-        too. The docstring of pooling_worker.py describes the messages.
+        Ignore other kinds of messages, and messages about requests that have already ended. The
+        docstring of pooling_worker.py describes the messages.
         """
         match kind, *values:
             case "done", request_id, started, *outcome_row:
@@ -275,7 +275,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             gen_ai__usage__input_tokens=num_tokens,
         )
 
-    def serve(self) -> float:
+    def do_periodic_work(self) -> float:
         """Check some requests for cancellation, and end the cancelled requests."""
         for request_id in list(itertools.islice(self.requests, _CANCEL_CHECKS)):
             pending = self.requests[request_id]
@@ -350,6 +350,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 f"{self._variable_prefix}.)"
             ) from error
         self.processes = [worker]
+        # The worker has reported the length limit of the model. If the setting max_num_waiting is
+        # missing, this limit determines the length of the queue.
         self._max_inputs = config.max_num_waiting or self.text_limit.queue_length
         self._check_task(worker, config.model)
 

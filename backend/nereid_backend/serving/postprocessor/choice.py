@@ -123,8 +123,8 @@ class Choice:
         self.context = context
         self._index = index
         self._token_texts = token_texts
-        # The objects that process each text of the choice. They process a text in the order of
-        # these lines.
+        # The objects that process each text of the choice, in this order: convert tokens to text,
+        # search for stop strings, parse the text into fields, and validate the complete message.
         self._detokenizer = Detokenizer(decode, context.seed_token_ids)
         self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
@@ -141,13 +141,13 @@ class Choice:
         self.is_finished = False
 
     def add(self, delta: SequenceDelta) -> None:
-        """Add the tokens of one step.
+        """Add the tokens of one step (a message of the executor) to this choice.
 
-        After a stop string was found, all later tokens are ignored. Only the reason why the
-        sequence ended is then read from `delta`.
+        After a stop string was found, the tokens are ignored, because they do not belong to the
+        output. Only the reason why the sequence ended is then read from `delta`.
         """
-        # If a delta does not report the number of cached tokens, its `num_cached_tokens` is 0.
-        # Therefore keep the larger number.
+        # A delta that does not report the number of cached tokens contains 0. Therefore keep the
+        # larger number.
         self._totals.num_cached_tokens = max(
             self._totals.num_cached_tokens, delta.num_cached_tokens
         )
@@ -173,7 +173,7 @@ class Choice:
 
         If the request is not streaming, return None until the choice has ended.
         """
-        if self.is_finished:
+        if self.is_finished:  # The last output has already been returned.
             return None
         is_last = self._reasons is not None
         can_stream = self.context.stream and self._has_unsent_output
@@ -182,6 +182,7 @@ class Choice:
         unsent = self._unsent
         text = unsent.text
         if not self._has_sent_output:
+            # `prepend` is the text of the prompt, if the client wants the prompt in the output.
             text = self.context.prepend + text
         output = ChoiceOutput(
             text=text,
@@ -226,13 +227,14 @@ class Choice:
         if not needs_single_tokens:
             self._add_text(self._detokenizer.feed(text_ids))
             return len(token_ids)
-        num_added = self._add_texts_of_single_tokens(text_ids)
+        num_before_stop = self._add_texts_of_single_tokens(text_ids)
         if self.stop_string is not None:
-            return num_added
+            return num_before_stop
+        # `_add_texts_of_single_tokens` counts the reasoning tokens, but it does not get the stop
+        # token. If the reasoning has not ended, the stop token is a reasoning token, too.
         has_stop_token = len(text_ids) < len(token_ids)
-        # A stop token inside the reasoning is a reasoning token, too. It has no text, so the code
-        # above has not counted it.
-        self._totals.num_reasoning_tokens += has_stop_token and self._message.is_reasoning
+        if has_stop_token and self._message.is_reasoning:
+            self._totals.num_reasoning_tokens += 1
         return len(token_ids)
 
     def _add_texts_of_single_tokens(self, token_ids: list[int]) -> int:
@@ -296,10 +298,9 @@ class Choice:
     def _finish(self, ending: Ending) -> None:
         """End the parsed message, and set the finish reason and the stop reason of the choice.
 
-        If a stop string was found, the stop string is the reason, even if `ending`, which comes
-        from the engine, contains another reason. The engine does not know stop strings, so it may
-        have ended the sequence later. Example: the text of the choice contains a tool call, and
-        `ending` has the finish reason "stop". The finish reason becomes "tool_calls".
+        `ending` is the reason of the engine. The engine does not search for stop strings. If a stop
+        string was found, the stop string is the reason instead. If the message has tool calls, the
+        finish reason "stop" becomes "tool_calls", as in the OpenAI API.
         """
         self._message.finish()
         has_model_ended = self.stop_string is None and ending.finish_reason == "stop"

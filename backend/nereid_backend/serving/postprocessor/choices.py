@@ -35,8 +35,8 @@ class Choices:
 
         Args:
             context: the data of the request that the postprocessor needs.
-            slots: one slot number for each choice, ordered by index. A slot is in the shared memory
-                (see feedback.py).
+            slots: for each choice, the number of its slot in the shared memory (see feedback.py),
+                ordered by the index of the choice.
             choices: the choices, ordered by index.
         """
         self.context = context

@@ -77,9 +77,9 @@ class ParsedMessage:
         adapted = _adapt_format(fmt, context)
         tools = [dict(tool) for tool in context.tools]
         if not context.reads_calls:
-            # Tool calls must not be parsed. If the parser knows only the tool `_UNCALLABLE_TOOL`,
-            # every tool call in the output is a call of an unknown tool. With the format `adapted`,
-            # the parser leaves calls of unknown tools in the content.
+            # The client forbids tool calls, so text that looks like a call must stay in the
+            # content. With the format `adapted`, the parser leaves calls of unknown tools in the
+            # content. The only known tool is therefore one that no call can name.
             tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
@@ -96,8 +96,9 @@ class ParsedMessage:
         """Return the marker that the parser adds before the content; "" if it adds no marker.
 
         Some prompts end with the opening marker of the reasoning, such as <think>. If the reasoning
-        of such a request stays in the content, the parser adds this marker to the content. The
-        model did not generate the marker, so `_add` removes it.
+        of such a request stays in the content, the parser adds the marker, so that the content is
+        complete: "<think>a</think>b". The method `_add` removes the marker again, because the model
+        did not generate the marker.
         """
         # No output has arrived yet. The parser can be inside reasoning only because the prompt
         # contains the opening marker of the reasoning.
@@ -120,11 +121,10 @@ class ParsedMessage:
         self._add(self._parser.finish())
 
     def take(self) -> dict[str, Any]:
-        """Return what was added to the message since the last call, as the next delta.
+        """Return the new parts of `reasoning`, `content` and `tool_calls` since the last call.
 
-        The delta contains what was added to `reasoning`, `content` and `tool_calls` since the last
-        call. Fields without a value are left out. Only the first delta of a tool call contains its
-        id and its name. Example: the first call returns {"tool_calls": [{"index": 0, "id": "a1",
+        Fields without a new part are left out. Only the first delta of a tool call contains its id
+        and its name. Example: the first call returns {"tool_calls": [{"index": 0, "id": "a1",
         "name": "add", "arguments": '{"x"'}]}. The second call returns {"tool_calls": [{"index": 0,
         "arguments": ": 1}"}]}.
         """
@@ -139,8 +139,9 @@ class ParsedMessage:
     def _add(self, events: Iterable[Event]) -> None:
         """Add the reasoning, the content and the tool calls in `events` to the next delta.
 
-        If `separate_reasoning` is False, reasoning becomes content. If `include_reasoning` is
-        False, reasoning is dropped.
+        These options of the request apply: if `separate_reasoning` is False, reasoning becomes
+        content. If `separate_reasoning` is True and `include_reasoning` is False, reasoning is
+        dropped.
         """
         for event in events:
             match event:

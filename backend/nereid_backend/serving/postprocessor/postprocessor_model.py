@@ -51,11 +51,15 @@ class PostprocessorModel:
             self._keepalive_s = settings.keepalive_ms / 1000
         except NereidError as error:
             raise tensors.load_error(error) from error
+        # Functions that convert token ids to text.
         self._decode_with_special_tokens = decoder(tokenizer, skip_special_tokens=False)
         self._decode_without_special_tokens = decoder(tokenizer, skip_special_tokens=True)
+        # The texts of single tokens, for log-probabilities.
         self._texts = TokenText(tokenizer)
+        # The shared memory that the executor reads.
         self._feedback = FeedbackWriter()
         self._tracing = Tracing("postprocessor")
+        # The client requests that have not ended, by their slot in the shared memory.
         self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
@@ -67,7 +71,7 @@ class PostprocessorModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                reply = self._step(request)
+                reply = self._process_step(request)
             except Exception as error:  # noqa: BLE001 - the step ends here and needs a response
                 if not isinstance(error, NereidError):
                     tensors.log.exception(
@@ -80,7 +84,7 @@ class PostprocessorModel:
         """Send the recorded spans."""
         self._tracing.close()
 
-    def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+    def _process_step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Process one message of the executor. Return the response; None if there is no output.
 
         A step is a message of the executor with the new tokens of one stream. A stream belongs to
@@ -90,14 +94,15 @@ class PostprocessorModel:
         state = self._verify_step(request)
         if self._streams.is_late(state):
             return None  # The stream has ended, and another stream already uses its slot.
+        # Report the step as processed.
         self._feedback.report(state.slot, state.serial, state.step)
         try:
             if self._streams.is_new(state):
-                self._open(state)
+                self._open_stream(state)
             choices = self._streams.get(state)
             if choices is None:
                 return None  # An earlier step has failed, and the client has got the error.
-            return self._advance(choices, state, request)
+            return self._add_step(choices, state, request)
         except Exception:
             # A stream cannot continue after an error. The method `execute` sends the error to the
             # client as the last response of the stream.
@@ -122,13 +127,21 @@ class PostprocessorModel:
             self._streams.clear()
         return StepState.unpack(packed_state)
 
-    def _advance(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
-        """Add the tokens in `state` to `choices`. Return the response; None if there is none."""
+    def _add_step(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
+        """Add the tokens in `state` to `choices`. Return the response; None if there is none.
+
+        Args:
+            choices: the choices of the client's request.
+            state: the message of the executor, with the new tokens of each choice.
+            request: the Triton request that contains the message.
+        """
         choices.add(state)
         if state.is_last:
             self._streams.remove(state)
             self._record_span(choices)
         else:
+            # Tell the executor which sequences need no more tokens: all sequences of a disconnected
+            # client, and sequences that have reached a stop string.
             self._check_cancel(choices, state, request)
             self._signal_stop_strings(choices, state)
         outputs = choices.take_outputs(is_last=state.is_last)
@@ -162,6 +175,7 @@ class PostprocessorModel:
 
         Triton's HTTP endpoint detects a disconnected client only when it sends a response.
         """
+        # The setting keepalive_ms can be 0, which turns keepalives off.
         has_keepalives = self._keepalive_s and choices.context.stream
         if not has_keepalives:
             return None
@@ -179,8 +193,9 @@ class PostprocessorModel:
     def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
         """Check whether the client has cancelled, if a check is due.
 
-        If the client has cancelled, send a signal to the executor. The time between two checks of a
-        stream grows with the number of streams, because each check is a round trip to the server.
+        If the client has cancelled, send a signal to the executor, which then stops the generation.
+        Each check is a round trip to the server. Therefore the time between two checks of a stream
+        grows with the number of streams.
         """
         now = time.monotonic()
         interval_s = max(_CANCEL_CHECK_S, len(self._streams) / _CANCEL_CHECKS_PER_SECOND)
@@ -191,7 +206,7 @@ class PostprocessorModel:
             choices.is_cancelled = True
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
 
-    def _open(self, state: StepState) -> None:
+    def _open_stream(self, state: StepState) -> None:
         """Open the new stream that begins with the message `state`.
 
         Raises:
@@ -221,7 +236,7 @@ class PostprocessorModel:
         this format. Otherwise, the output is plain text. The parser needs the text of the markers,
         and markers are often special tokens. So special tokens can be skipped only in plain text.
         """
-        # Only the output of a chat is parsed. For a completion, `prompt` is None.
+        # For a completion, `prompt` is None.
         is_chat = context.prompt is not None
         fmt = self._format if is_chat else None
         if fmt is None and context.skip_special_tokens:
@@ -236,10 +251,11 @@ class PostprocessorModel:
         return choices
 
     def _response(self, context: StreamContext, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
-        """Return the response that contains `outputs`.
+        """Return the response that contains the outputs of one or several choices.
 
-        Each output tensor has one element for each element of `outputs`. `_optional_output`
-        describes the exceptions.
+        Each output tensor has one element for each element of `outputs`. Two optional tensors are
+        exceptions (see `_optional_output`). `context.returns` contains the names of the optional
+        tensors that the client has requested.
         """
         output_tensors: dict[str, npt.NDArray[Any]] = {
             tensor_names.TEXT_OUTPUT: tensors.strings(*(output.text for output in outputs)),

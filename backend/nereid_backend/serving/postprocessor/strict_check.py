@@ -79,9 +79,10 @@ class CheckedMessage:
         self._calls: dict[int, dict[str, Any]] = {}
 
     def add(self, delta: dict[str, Any]) -> None:
-        """Add a delta to the message. If the message is complete, validate the message.
+        """Add a delta (new parts of the message) to the message, and validate a complete message.
 
-        The caller sets `is_complete` before it adds the last delta.
+        The caller sets `is_complete` before it adds the last delta. A delta of a tool call contains
+        a part of the arguments. Only the first delta of a call contains the name.
 
         Raises:
             EngineError: the message does not match a strict schema of the request.

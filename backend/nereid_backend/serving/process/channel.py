@@ -74,13 +74,16 @@ class Channel:
                 returned.
         """
         try:
-            if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+            timeout_ms = None if timeout_s is None else timeout_s * 1000
+            if not self._poll.poll(timeout_ms):
                 return []
             data = self._socket.recv(_READ_BYTES)
         except (OSError, ValueError) as error:
             raise ChannelClosedError(str(error)) from error
-        if not data:
+        if not data:  # The other end is closed.
             raise ChannelClosedError("the connection was closed")
+        # The data can end within a message. The unpacker stores the incomplete message, and
+        # completes the message with the data of the next call.
         self._unpacker.feed(data)
         return list(self._unpacker)
 

@@ -42,8 +42,8 @@ class HangWatch:
         self._limit_s = limit_s
         self._cpu_seconds = cpu_seconds
         self._clock = clock
-        # `silent_s` is the time without a message from the process until the last call of
-        # `is_hanging`. `_last_checked` is the time of that call.
+        # `_last_checked` is the time of the last call of `is_hanging`. `silent_s` is the time in
+        # seconds for which the process had then sent no message.
         self.silent_s = 0.0
         self._last_checked = clock()
         # When half of the time limit has passed without a message, the CPU time that the process
@@ -55,15 +55,13 @@ class HangWatch:
         self.silent_s = 0.0
 
     def is_hanging(self, *, is_working: bool, is_on_cpu: bool) -> bool:
-        """Return whether the process hangs.
+        """Return whether the process hangs: it has work, but has sent no message for too long.
 
-        This method also measures the time without a message, so it must be called several times a
+        On a CPU, one step of a large model can take minutes. The limit is therefore ten times as
+        long while a model on the CPU is busy. Example: with a limit of 60 s, a busy process on the
+        CPU hangs after 600 s without a message, and every other process hangs after 60 s. This
+        method also measures the time without a message, so it must be called several times a
         second.
-
-        A process hangs if it has work, but has sent no message for `limit_s` seconds. On a CPU, one
-        step of a large model can take minutes. The limit is therefore ten times as long while a
-        model on the CPU is busy. Example: with a limit of 60 s, a busy process on the CPU hangs
-        after 600 s, and every other process hangs after 60 s.
 
         Args:
             is_working: whether the process has work.
@@ -93,7 +91,7 @@ class HangWatch:
             self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
-        """Return whether the process has been busy since the first half of the time limit ended."""
+        """Return whether the process has used the CPU since half of the time limit passed."""
         assert self._cpu_at_half_limit_s is not None, "half of the limit has passed"
         used_cpu_s = self._cpu_seconds() - self._cpu_at_half_limit_s
         measured_s = self.silent_s - self._limit_s / 2

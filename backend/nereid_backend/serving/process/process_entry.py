@@ -68,7 +68,11 @@ the parent, and a function that reports one line about each slow operation."""
 
 
 def serve(make: MakeService) -> NoReturn:
-    """Load a model with `make`, serve the model until the parent sends "stop", and exit."""
+    """Load a model with `make`, serve the model until the parent sends "stop", and exit.
+
+    The parent process is the process that runs the Triton model. The first argument of the command
+    line is the file descriptor of the connection to the parent process.
+    """
     faulthandler.enable()
     # Ctrl-C sends SIGINT to all processes of the group, but only the parent decides when a child
     # process stops.

@@ -80,10 +80,9 @@ class ChildProcess:
     """
 
     def __init__(self, program: ChildProgram) -> None:
-        """Start the process without waiting until its model is loaded.
+        """Start the process, but do not wait until its model is loaded.
 
-        Callers outside this class must call the class method `start`. It also waits until the model
-        is loaded.
+        Callers outside this class must call the class method `start` instead, which also waits.
         """
         self._program = program
         parent_end, child_end = socket.socketpair()
@@ -99,6 +98,7 @@ class ChildProcess:
         self._hang_watch = HangWatch(program.hang_timeout.value, lambda: cpu_seconds(pid))
         # The text of the message "fatal": the reason that the process gave before its end.
         self._fatal_message = ""
+        # The settings are the first message to the process. The process then loads its model.
         self.send(program.settings)
 
     @classmethod
@@ -200,7 +200,7 @@ class ChildProcess:
         SIGTERM and SIGKILL are sent only to a process that does not end within a time limit.
         """
         self.send(["stop"])
-        self._outbox.finish()
+        self._outbox.finish()  # Its thread sends the queued messages, and closes the channel.
         has_ended = self._wait_for_end()
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not has_ended:

@@ -132,8 +132,11 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """Handle the message [kind, *values], which a child process has sent."""
 
     @abstractmethod
-    def serve(self) -> float:
-        """Do periodic work, such as cancelling requests. Return the seconds until the next call."""
+    def do_periodic_work(self) -> float:
+        """Do periodic work, such as ending cancelled requests. Return the seconds to the next call.
+
+        The loop's thread calls this method after it has handled the new messages.
+        """
 
     @abstractmethod
     def end(self, request: RequestT, error: NereidError) -> None:
@@ -196,7 +199,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
     ) -> None:
         """Pass an accepted request to the loop's thread, and send `message` to a child process.
 
-        If the child process has just died, the loop ends the request.
+        Triton server calls this method in its own thread. If the child process has just died, the
+        loop ends the request.
 
         Args:
             request_id: the id of the request in the child process.
@@ -259,18 +263,18 @@ class SupervisedModel(ABC, Generic[RequestT]):
     # Only the loop's thread calls the methods below.
 
     def _loop(self) -> None:
-        """Call `_serve_round` until `finalize` is called. Then end all requests."""
+        """Call `_run_round` until `finalize` is called. Then end all requests."""
         wait_s = 0.0
         while not self._stopping.is_set():
             try:
-                wait_s = self._serve_round(wait_s)
+                wait_s = self._run_round(wait_s)
             except Exception as error:  # noqa: BLE001 - the thread that sends responses would end
                 tensors.log.exception("the loop of the %s failed", self.title)
                 self._recover(f"the {self.title} failed: {type(error).__name__}: {error}")
         self.end_all(EngineError("the server is shutting down"))
 
-    def _serve_round(self, wait_s: float) -> float:
-        """Receive and handle messages, add new requests, and send the responses that are due.
+    def _run_round(self, wait_s: float) -> float:
+        """Do one round of the loop: handle the new messages and requests, and do periodic work.
 
         Args:
             wait_s: the longest time to wait for the first message, in seconds.
@@ -285,10 +289,12 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self._take_arrivals()
         for result in received:
             self._handle_messages(result)
+        # Handle the deaths after all messages. A request can wait for several processes, and the
+        # messages may contain the answer of another process.
         for result in received:
             if result.death is not None:
                 self._handle_death(result.process, result.death)
-        next_wait_s = self.serve()
+        next_wait_s = self.do_periodic_work()
         self.publish_metrics()
         return next_wait_s
 
@@ -339,9 +345,10 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 self.handle(result.process, kind, values)
 
     def _take_arrivals(self) -> None:
-        """Take the requests and the results that the server's thread has queued.
+        """Take the requests and the responses that the server's thread has queued.
 
-        If a request was sent to a child process that has died since then, end the request.
+        Add the requests to `requests`, and send the responses. If a request was sent to a child
+        process that has died since then, end the request.
         """
         for arrival in _drain(self._arrivals):
             process = arrival.process

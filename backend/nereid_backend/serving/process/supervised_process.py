@@ -61,7 +61,7 @@ class SupervisedProcess:
         # are None before a restart begins, and again after a call of `finish_restart`.
         self._restart_thread: threading.Thread | None = None
         self._replacement: ChildProcess | None = None
-        # Set when the server shuts down, so that the thread ends early.
+        # This event is set when the server shuts down, so that the thread ends early.
         self._stopping = threading.Event()
 
     def restart(self, error: EngineError) -> None:

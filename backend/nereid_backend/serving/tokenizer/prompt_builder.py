@@ -158,6 +158,7 @@ class PromptBuilder:
         )
         if num_kept is None or len(token_ids) <= num_kept:
             return Prompt(token_ids, text)
+        # The prompt's text must correspond to the tokens that are kept.
         kept_ids = token_ids[-num_kept:]
         return Prompt(kept_ids, str(self._tokenizer.decode(kept_ids)))
 
@@ -175,7 +176,8 @@ class PromptBuilder:
                 cannot render the messages.
         """
         text = self.render_chat(body)
-        # By default, no special tokens are added, because the rendered text contains them.
+        # By default, the tokenizer adds no special tokens, because the chat template has added the
+        # special tokens to the text.
         add_special_tokens = read_flag(body, "add_special_tokens", default=False)
         return self._tokenize(text, add_special_tokens, num_kept)
 

@@ -13,8 +13,9 @@ from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tracing import TRACEPARENT
 
 _SERVER_PARAMETER_PREFIX = "triton_"
-# Matches the beginning of an escape sequence such as \ud83d. JSON text contains a character outside
-# of the first 65,536 characters of Unicode as a surrogate pair, which is two such sequences.
+# Matches the beginning of an escape sequence such as \ud83d. In JSON, an escaped character whose
+# code is greater than 65,535 is a surrogate pair: two such escape sequences. Example: an emoji is
+# "\ud83d\ude00".
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

@@ -103,8 +103,9 @@ def read_sampling(
         RequestError: a field has a wrong value or is not supported.
     """
     refuse_unsupported(fields)
+    # `checked` contains the fields that must be converted for the engine. `values` contains the
+    # fields that have the same name and the same form in a request and in the engine.
     checked = RequestFields.check(fields)
-    # The names and the form of these values are the same in a request and in the engine.
     values = {**defaults, **parse_texts(fields, ENGINE_FIELDS)}
     if values.get("allowed_token_ids") == []:
         # Some clients send an empty list if all tokens are allowed, but the engine refuses an empty
@@ -159,6 +160,7 @@ def _options(fields: RequestFields) -> RequestOptions:
         )
     separate_reasoning = fields.separate_reasoning
     if separate_reasoning is None:
+        # In llama.cpp's API, `reasoning_format: "none"` means that reasoning stays in the content.
         separate_reasoning = fields.reasoning_format != "none"
     return RequestOptions(
         stop=tuple(fields.stop),

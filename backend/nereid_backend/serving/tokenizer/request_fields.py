@@ -24,8 +24,8 @@ Seconds = Annotated[float, Field(ge=0)]
 # fast.
 _Word = Annotated[str, Field(max_length=4096)]
 
-# The values of prompt_cache_retention, in seconds. The values in OpenAI's API are "in_memory" and
-# "24h", the values in Anthropic's API are "5m" and "1h". None means the engine's default.
+# Maps the values of prompt_cache_retention to a time in seconds. None means the engine's default.
+# The values "in_memory" and "24h" come from OpenAI's API, and "5m" and "1h" from Anthropic's API.
 CACHE_RETENTIONS: dict[str, float | None] = {
     "in_memory": None,
     "5m": 300.0,
@@ -198,7 +198,8 @@ def _parse_text(text: str) -> Any:  # noqa: ANN401 - any JSON value
 def refuse_unknown(fields: Mapping[str, Any]) -> None:
     """Refuse unknown fields. The error message suggests the most similar known name.
 
-    The fields that another function refuses with a reason (`refuse_unsupported`) are known.
+    Unsupported fields of other APIs count as known, because `refuse_unsupported` refuses these
+    fields with a reason.
 
     Raises:
         RequestError: a field is not a sampling parameter.

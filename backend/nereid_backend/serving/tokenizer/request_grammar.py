@@ -116,8 +116,8 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     kind = form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # `answer_node` is called for all of the following kinds of formats, because it validates
-    # `form`. Only a structural tag also needs the result.
+    # `answer_node` converts `form` to a node of a structural tag. Only a structural tag needs the
+    # node, but the call also validates `form`, so it is made for all of the following kinds.
     with _convert_errors(output):
         node = answer_node(form)
     match kind:

@@ -72,7 +72,10 @@ class RequestLimits:
 
     @classmethod
     def derive(cls, max_model_len: int, max_token_bytes: int, min_message_tokens: int = 1) -> Self:
-        """Compute the limits from the model's length limit.
+        """Compute the limits on the sizes of requests from the model's length limit.
+
+        A request that exceeds a limit cannot have a valid prompt. Such a request can be refused
+        before it is parsed and tokenised.
 
         Args:
             max_model_len: the length limit of a request in tokens.
@@ -81,6 +84,7 @@ class RequestLimits:
                 without text.
         """
         max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
+        # A chat can be longer than its prompt, because a chat template can drop text.
         max_chat_bytes = _DROPPED_TEXT_FACTOR * max_prompt_bytes
         return cls(
             max_model_len=max_model_len,
@@ -90,6 +94,7 @@ class RequestLimits:
             max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _OTHER_BYTES,
             # A chat with more than `max_messages` messages has more than max_model_len tokens.
             max_messages=max(max_model_len // max(min_message_tokens, 1), _MIN_MESSAGES),
+            # Some fields contain lists of up to max_model_len token ids. Each id is one value.
             max_values=max(_TOKEN_LISTS * max_model_len, _MIN_VALUES),
         )
 
@@ -202,9 +207,8 @@ class RequestLimits:
     def _length_error(self, beginning: str, min_bytes: int) -> RequestError:
         """Return the error for a prompt that is too long.
 
-        The message contains the smallest number of tokens that the prompt can have. Example: the
-        prompt has at least 6400 bytes, and the longest token has 16 bytes. Then the prompt has at
-        least 400 tokens.
+        The message contains the smallest number of tokens that the prompt can have. Example: a
+        prompt of at least 6400 bytes has at least 400 tokens if the longest token has 16 bytes.
 
         Args:
             beginning: the beginning of the error message, which gives the size of the prompt.

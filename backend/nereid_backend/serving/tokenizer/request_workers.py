@@ -57,8 +57,8 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # The messages of other threads to the loop's thread. A message is a new request, a long
-        # request whose response is complete, or None after a call of `stop`.
+        # The messages of other threads to the loop's thread. A message is a new request (without a
+        # response), a long request that now has a response, or None after a call of `stop`.
         self._messages: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # Whether the loop's thread has received None.
         self._is_stopping = False
@@ -95,10 +95,10 @@ class RequestWorkers:
                 _send(job)
 
     def _receive_messages(self) -> None:
-        """Handle all messages of other threads. If no short request waits, wait for a message.
+        """Handle all messages of other threads. Wait for a message only if no short request waits.
 
-        If a short request waits, do not wait for a message, because the loop must process the
-        request next.
+        A message is a new request, or a long request that another thread has processed. If a short
+        request waits, the loop must process this request next, without a delay.
         """
         may_wait = not self._short and not self._is_stopping
         # While long requests wait, check from time to time whether their clients have disconnected.
@@ -115,16 +115,16 @@ class RequestWorkers:
             self._handle_message(self._messages.get())
 
     def _handle_message(self, job: _Job | None) -> None:
-        """Handle a message of another thread.
+        """Handle a message of another thread: a request, or None if `stop` was called.
 
-        A new request is added to the short or to the long requests. If `job` is a long request with
-        a response, send the response. None means that `stop` was called.
+        A request without a response is new, and is added to the short or to the long requests. A
+        request with a response is a long request that a thread of the pool has processed.
         """
         if job is None:
             self._is_stopping = True
         elif job.reply is not None:
             self._num_running -= 1
-            self._end_long(job)
+            self._end_long(job)  # Send the response, and start the next long request.
         elif self._is_long(job.request):
             self._add_long(job)
         else:

@@ -95,8 +95,8 @@ def prompt_tail(prompt: Prompt) -> str:
 def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
     """Return the prompt's text if the output must begin with the prompt, otherwise "".
 
-    As in the vLLM backend, the output of a completion begins with the prompt by default if the
-    request is not streaming.
+    By default, the output begins with the prompt if the request is a completion and is not
+    streaming. The vLLM backend of Triton server has the same default.
 
     Args:
         prompt: the prompt.

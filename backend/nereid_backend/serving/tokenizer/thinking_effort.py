@@ -122,8 +122,9 @@ def build_thinking_spec(
     """
     if budget is None:
         return None
-    # `gate` contains the marker before the reasoning and the marker after the reasoning. If
-    # `gate.is_open` is true, the prompt ends inside the reasoning.
+    # `gate` contains the markers before and after the reasoning (`start` and `end`). If `is_open`
+    # is true, the prompt ends inside the reasoning. If `may_open` is true, the model may begin the
+    # reasoning itself.
     gate = None if fmt is None else fmt.reasoning_gate(prompt)
     if fmt is None or gate is None:
         raise RequestError(

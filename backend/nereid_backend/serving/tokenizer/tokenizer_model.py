@@ -84,9 +84,11 @@ class TokenizerModel:
         tensors.progress(f"loading the tokenizer of {settings.model}")
         self._tokenizer = load_tokenizer(settings.model)
         template = read_chat_template(settings)
-        if template is not None:
+        if template is not None:  # The setting chat_template replaces the checkpoint's template.
             self._tokenizer.chat_template = template
+        # The builder of prompts with images; None if the checkpoint reads no images.
         self._images = _make_image_prompts(settings)
+        # The builder of all other prompts.
         self._prompts = PromptBuilder(
             self._tokenizer,
             length_limit(config),
@@ -97,6 +99,7 @@ class TokenizerModel:
         # The postprocessor chooses the same format and logs the choice, so the choice is not logged
         # here.
         self._format = choose_format(settings, report=lambda _: None)
+        # The checkpoint's defaults of sampling parameters, such as the temperature.
         self._defaults = read_generation_defaults(Path(settings.model))
 
     def execute(self, requests: list[Any]) -> None:
@@ -144,7 +147,7 @@ class TokenizerModel:
         the message to the executor.
         """
         began = time.monotonic()
-        checked = self._check(request)
+        checked = self._read_request(request)
         token_ids = checked.prompt.token_ids
         traceparent = self._record_span(request, began, len(token_ids))
         return tensors.response(
@@ -171,8 +174,8 @@ class TokenizerModel:
         )
         return given_traceparent or own_traceparent
 
-    def _check(self, request: Any) -> CheckedRequest:  # noqa: ANN401 - the server's own type
-        """Build the prompt, the grammar and the sampling parameters of a request.
+    def _read_request(self, request: Any) -> CheckedRequest:  # noqa: ANN401 - the server's own type
+        """Validate a request, and build its prompt, its grammar and its sampling parameters.
 
         Raises:
             RequestError: a field is wrong or not supported, or the request exceeds a limit.
@@ -186,7 +189,7 @@ class TokenizerModel:
             prompt = self._request_prompts.with_images(request, body, images)
         else:
             prompt = self._request_prompts.without_images(request, body, fields)
-        returns = _requested_outputs(request)
+        returns = _requested_outputs(request)  # the names of the optional output tensors
         tools = read_tools(body) if body else None
         grammar = self._grammar(body, fields, prompt, tools)
         is_chat = body is not None

@@ -14,8 +14,8 @@ _AS_MANY_AS_FIT = -1
 def read_num_kept(fields: Mapping[str, Any], max_model_len: int) -> int | None:
     """Return the number of tokens that truncation keeps; None if the prompt is not truncated.
 
-    Truncation keeps the last tokens of a prompt. Example: -1 with max_tokens=100 and
-    max_model_len=4096 returns 3996.
+    Truncation keeps the last tokens of a prompt. The value -1 means as many tokens as fit. Example:
+    -1 with max_tokens=100 and max_model_len=4096 returns 3996.
 
     Args:
         fields: the request's fields.

@@ -18,7 +18,7 @@ def started():
     """Return the calls of two engine processes without adapters."""
     calls = AdapterCalls()
     for replica in (0, 1):
-        assert calls.answer("", replica, []) is None
+        assert calls.record_answer("", replica, []) is None
     return calls
 
 
@@ -26,9 +26,9 @@ def test_a_change_is_answered_when_every_process_has_made_it():
     calls = started()
     kind, call_id, *values = calls.add(LOAD, "sender", [0, 1])
     assert [kind, *values] == LOAD
-    assert calls.answer(call_id, 1, ["a"]) is None
+    assert calls.record_answer(call_id, 1, ["a"]) is None
     assert names(calls.listing()) == []
-    sender, outputs = calls.answer(call_id, 0, ["a"])
+    sender, outputs = calls.record_answer(call_id, 0, ["a"])
     assert (sender, names(outputs)) == ("sender", ["a"])
     assert calls.take_waiting() == []
 
@@ -36,33 +36,33 @@ def test_a_change_is_answered_when_every_process_has_made_it():
 def test_one_refusal_refuses_the_change_and_the_change_is_not_repeated():
     calls = started()
     call_id = calls.add(LOAD, "sender", [0, 1])[1]
-    assert calls.answer(call_id, 0, ["a"]) is None
+    assert calls.record_answer(call_id, 0, ["a"]) is None
     refusal = RequestError("lora_path: wrong")
-    assert calls.refuse(call_id, 1, refusal) == ("sender", refusal)
-    assert calls.history(1) == []
+    assert calls.record_refusal(call_id, 1, refusal) == ("sender", refusal)
+    assert calls.messages_for_restart(1) == []
 
 
 def test_a_process_that_dies_does_not_stop_a_change_that_another_one_has_made():
     calls = started()
     call_id = calls.add(LOAD, "sender", [0, 1])[1]
-    assert calls.answer(call_id, 0, ["a"]) is None
-    ((sender, outputs),) = calls.drop(1, EngineError("died"))
+    assert calls.record_answer(call_id, 0, ["a"]) is None
+    ((sender, outputs),) = calls.record_death(1, EngineError("died"))
     assert (sender, names(outputs)) == ("sender", ["a"])
-    calls.answer("", 1, [])
-    assert calls.history(1) == [["load_lora", "restored", "a", "/a"]]
+    calls.record_answer("", 1, [])
+    assert calls.messages_for_restart(1) == [["load_lora", "restored", "a", "/a"]]
 
 
 def test_a_change_fails_if_every_process_dies():
     calls = started()
     calls.add(LOAD, "sender", [0, 1])
-    assert calls.drop(1, EngineError("first")) == []
+    assert calls.record_death(1, EngineError("first")) == []
     error = EngineError("second")
-    assert calls.drop(0, error) == [("sender", error)]
+    assert calls.record_death(0, error) == [("sender", error)]
 
 
 def test_a_process_that_restarts_during_a_change_gets_the_change():
     calls = started()
-    calls.drop(1, EngineError("died"))
+    calls.record_death(1, EngineError("died"))
     calls.add(LOAD, "sender", [0])
-    calls.answer("", 1, [])
-    assert calls.history(1) == [["load_lora", "restored", "a", "/a"]]
+    calls.record_answer("", 1, [])
+    assert calls.messages_for_restart(1) == [["load_lora", "restored", "a", "/a"]]

@@ -25,9 +25,9 @@ def text_of(answer):
 def test_the_numbers_of_all_engine_processes_are_added():
     calls = CacheCalls()
     call_id = started(calls, {"cache": "statistics"}, range(2))
-    assert calls.answer(call_id, 0, {"num_blocks": 4, "sessions": [SESSION]}) is None
+    assert calls.record_answer(call_id, 0, {"num_blocks": 4, "sessions": [SESSION]}) is None
     later = {**SESSION, "expires_in_s": 9.0}
-    answer = calls.answer(call_id, 1, {"num_blocks": 6, "sessions": [later]})
+    answer = calls.record_answer(call_id, 1, {"num_blocks": 6, "sessions": [later]})
     expected = [{**SESSION, "num_tokens": 32, "expires_in_s": 9.0}]
     assert text_of(answer) == {"num_blocks": 10, "sessions": expected}
 
@@ -36,15 +36,17 @@ def test_the_death_of_the_last_engine_process_is_the_answer():
     calls = CacheCalls()
     started(calls, {"cache": "drop"}, range(1))
     error = EngineError("died")
-    assert calls.drop(0, error) == [("sender", error)]
+    assert calls.record_death(0, error) == [("sender", error)]
     assert not calls.take_waiting()
 
 
 def test_the_death_of_one_engine_process_leaves_the_other_answers():
     calls = CacheCalls()
     call_id = started(calls, {"cache": "drop"}, range(2))
-    assert calls.drop(1, EngineError("died")) == []
-    assert text_of(calls.answer(call_id, 0, {"num_dropped_tokens": 3})) == {"num_dropped_tokens": 3}
+    assert calls.record_death(1, EngineError("died")) == []
+    assert text_of(calls.record_answer(call_id, 0, {"num_dropped_tokens": 3})) == {
+        "num_dropped_tokens": 3
+    }
 
 
 def test_a_message_contains_the_arguments_of_the_call():

@@ -203,7 +203,7 @@ def test_a_defect_in_the_loop_ends_the_requests_and_the_engines_work_on_them(sta
     model = start(ENDLESS)
     stuck = ask(model, params=LONG)
     assert stuck.has_tokens.wait(120)
-    serve = model.serve
+    serve = model.do_periodic_work
     failures = iter([ValueError("a defect")])
 
     def fail_once():
@@ -211,7 +211,7 @@ def test_a_defect_in_the_loop_ends_the_requests_and_the_engines_work_on_them(sta
             raise error
         return serve()
 
-    monkeypatch.setattr(model, "serve", fail_once)
+    monkeypatch.setattr(model, "do_periodic_work", fail_once)
     assert "the executor failed: ValueError: a defect" in stuck.wait().error
     assert ask(model).wait().token_ids == [10] * 5
     assert metric("num_requests_running", 0) == 0

@@ -46,7 +46,7 @@ class EchoModel(SupervisedModel):
             process.num_deaths = 0
             self.respond(sender, {"echo": tensors.strings(*rest)})
 
-    def serve(self):
+    def do_periodic_work(self):
         if self.defect is not None:
             defect, self.defect = self.defect, None
             raise defect

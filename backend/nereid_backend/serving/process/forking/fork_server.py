@@ -116,8 +116,8 @@ class ForkServer:
         # Maps the id of each child process to the connection over which the child process was
         # requested.
         self._connections: dict[int, socket.socket] = {}
-        # Python writes a byte into `_wake_writer` when a child process has ended. `_wake` then has
-        # data, which wakes the selector.
+        # When a child process has ended, Python writes a byte into `_wake_writer`. The selector
+        # then reports that `_wake` has data.
         self._wake, self._wake_writer = socket.socketpair()
         _send_signals_to(self._wake_writer)
         self._wake.setblocking(False)  # `_reap` reads until there is no more data.
@@ -136,9 +136,9 @@ class ForkServer:
     def _accept(self) -> None:
         """Accept a connection from a Triton model, and create the requested child process.
 
-        Send the id of the child process to the stub. If no process can be created, close the
-        connection without an answer. If the stub closes the connection later, the child process is
-        killed.
+        Send the id of the child process to the stub, the process that runs the Triton model. If no
+        child process can be created, close the connection without an answer. If the stub closes the
+        connection later, kill the child process.
         """
         connection, _ = self._listener.accept()
         request = _receive(connection) if is_same_user(connection) else None
@@ -153,8 +153,9 @@ class ForkServer:
             connection.close()
             return
         self._connections[pid] = connection
+        # The stub sends nothing more over this connection, so the only later event is its end.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._kill(pid))
-        self._send(pid, pid)
+        self._send(pid, number=pid)
 
     def _fork(self, request: Request) -> int | None:
         """Fork a process, and return the process id; None if no process can be created."""
@@ -180,6 +181,8 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
             sockets = (self._listener, self._wake, self._wake_writer, request.connection)
+            # `_connections` contains the connections over which other child processes were
+            # requested.
             for inherited in (*sockets, *self._connections.values()):
                 inherited.close()
             # `_environment` does not contain the variables that imported libraries have set.

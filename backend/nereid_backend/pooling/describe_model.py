@@ -71,9 +71,9 @@ def _path(loaded: LoadedModel) -> str:
     if loaded.spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         return "single"
     # `forward` is None if the model has a text tower and an image tower. Such a model computes
-    # padded batches. If `rows` is "whole", the classification head also needs padded batches (see
-    # `Head.rows`).
-    if loaded.forward is None or (loaded.head is not None and loaded.head.rows == "whole"):
+    # padded batches. If `method` is "whole", the classification head also needs padded batches (see
+    # `Head.method`).
+    if loaded.forward is None or (loaded.head is not None and loaded.head.method == "whole"):
         return "padded"
     return loaded.forward.path
 
@@ -81,8 +81,9 @@ def _path(loaded: LoadedModel) -> str:
 def _dimension(loaded: LoadedModel) -> int:
     """Return the size of the output vectors, or 0 if the model computes scores.
 
-    Example: the token vectors have 768 numbers, and the model has two pooling methods and no
-    further layers. Pooling concatenates two vectors, so the result is 1536.
+    Example: the token vectors have 768 numbers, and the model has two pooling methods ("cls" and
+    "mean"). The results of the two methods are concatenated, so the output vectors have 2 * 768 =
+    1536 numbers. A layer after the pooling can change this size again.
     """
     spec = loaded.spec
     config: Any = loaded.encoder.model.config
@@ -94,9 +95,12 @@ def _dimension(loaded: LoadedModel) -> int:
         return loaded.encoder.vocab_size
     if spec.loader == RETRIEVAL:  # a vision-language model for retrieval, such as ColPali
         return int(config.embedding_dim)
-    size_of_token_vectors = _output_size(loaded.layers.tokens, _hidden_size(config))
-    num_poolers = len(loaded.poolers) if "dense" in spec.kinds else 1
-    return _output_size(loaded.layers.vector, size_of_token_vectors * num_poolers)
+    # All other models pass the token vectors through the layers `tokens`, pool the token vectors
+    # of each text, and pass the pooled vectors through the layers `vector`. Without dense output,
+    # nothing is pooled.
+    token_vector_size = _output_size(loaded.layers.tokens, _hidden_size(config))
+    num_concatenated = len(loaded.poolers) if "dense" in spec.kinds else 1
+    return _output_size(loaded.layers.vector, token_vector_size * num_concatenated)
 
 
 def _hidden_size(config: Any) -> int:  # noqa: ANN401 - a config of transformers
@@ -114,15 +118,16 @@ def _describe_pooling(loaded: LoadedModel) -> str:
     "cls+mean" for a model that concatenates the vectors of two pooling methods.
     """
     spec = loaded.spec
-    if spec.loader == MASKED:
+    # `spec.loader` is the kind of model. checkpoint_spec.py describes the kinds.
+    if spec.loader == MASKED:  # a masked language model, whose logits determine sparse weights
         return "splade"
-    if spec.loader in (CAUSAL, IMAGE_CAUSAL):
+    if spec.loader in (CAUSAL, IMAGE_CAUSAL):  # a reranker that generates "yes" or "no"
         return "yes or no"
-    if spec.loader in (SEQUENCE, TOKENS):
+    if spec.loader in (SEQUENCE, TOKENS):  # a classifier of texts or of tokens
         return "the model's head"
-    if spec.loader == TOWERS:
+    if spec.loader == TOWERS:  # a model with a text encoder and an image encoder, such as CLIP
         return "the model's projection"
-    if spec.kinds == ("multi_vector",):
+    if spec.kinds == ("multi_vector",):  # the output consists of the token vectors themselves
         return "none"
     return "+".join(loaded.poolers)
 

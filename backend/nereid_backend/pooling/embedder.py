@@ -36,8 +36,9 @@ class _OfflineModel:
         """
         settings.setdefault("task", self._task)
         config = PoolingConfig(str(model), **settings)
+        # The offline classes print no messages about their progress.
         self._engine = PoolingEngine(config, progress=lambda _: None)
-        # Each request gets the next number as its id.
+        # The id of each request is the next number of this counter.
         self._request_numbers = itertools.count()
 
     @property
@@ -48,8 +49,8 @@ class _OfflineModel:
     def _run(self, items: list[PoolingItem]) -> list[Value]:
         """Compute the output for each item, and return the outputs in the order of the items.
 
-        The engine computes the items in several steps, and may return their results in another
-        order.
+        The items are one request to the engine. The engine computes the request in several steps,
+        and may return the results in another order. `PoolingResult.index` is the index of the item.
 
         Raises:
             EngineError: an item failed. The other items are then not computed.
@@ -64,6 +65,7 @@ class _OfflineModel:
                         raise EngineError(f"input {result.index}: {result.error}")
                     values[result.index] = result.value
         finally:
+            # After an error, remove the items that the engine has not computed yet.
             self._engine.abort(request_id)
         return [values[index] for index in range(len(items))]
 

@@ -79,6 +79,7 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
         ModelError: the checkpoint is missing, broken or not supported.
     """
     spec = read_checkpoint_spec(config)
+    # By this object, transformers lets Nereid compute the model's attention.
     hook = AttentionHook()
     device = choose_device(config.device)
     with gpu_share(device, config.gpu_memory_utilization):
@@ -87,6 +88,7 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
         )
     store_as_integers(encoder, config.weight_dtype, spec.architecture, progress)
     max_len = length_limit(config, spec, encoder)
+    # Every model is tested, because a wrong method would return wrong vectors without an error.
     progress("comparing the vectors of texts in a batch and one by one")
     methods = _choose_methods(spec, encoder, hook, max_len)
     poolers, normalizes = _choose_pooling(spec, methods.forward)
@@ -109,7 +111,8 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
 def gpu_share(device: torch.device, share: float) -> Iterator[None]:
     """Return a context manager that limits the GPU memory of this process.
 
-    The limit stays after the end of the context.
+    If the code in the `with` block exceeds the limit, the error names the setting. The limit
+    remains in force after the end of the block.
 
     Args:
         device: the device of the model. If it is a CPU, nothing is limited.
@@ -141,7 +144,10 @@ class _Methods(NamedTuple):
 def _choose_methods(
     spec: CheckpointSpec, encoder: Encoder, hook: AttentionHook, max_len: int
 ) -> _Methods:
-    """Choose the fastest methods whose outputs for a batch equal the outputs for single texts.
+    """Choose the methods of computing the token vectors and the head's output for a batch.
+
+    The fastest methods are chosen whose outputs for a batch equal the outputs for single texts.
+    Some models need no token vectors or have no head. The method is then None.
 
     Args:
         spec: the description of the checkpoint.

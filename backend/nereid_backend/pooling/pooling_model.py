@@ -72,9 +72,9 @@ class PoolingModel:
         torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
         self._loaded = loaded = load_model(config, progress)
         self.info = describe_model(config, loaded, time.monotonic() - started)
-        # Builds the prompts of a vision-language model; None for other models.
+        # The object that builds the prompts of a vision-language model; None for other models.
         prompts = _vision_language_prompts(loaded)
-        # Runs a vision-language model on one input at a time; None for other models.
+        # The object that runs a vision-language model on one input at a time; None for others.
         self._image_forward: ImageForward | None = None
         if prompts is not None:
             self._image_forward = ImageForward(loaded.encoder, loaded.spec)
@@ -132,7 +132,7 @@ class PoolingModel:
         """Whether the model computes its outputs without padding."""
         forward = self._loaded.forward
         head = self._loaded.head
-        has_padded_head = head is not None and head.rows in ("all", "whole")
+        has_padded_head = head is not None and head.method in ("all", "whole")
         return forward is not None and forward.path == "packed" and not has_padded_head
 
     def _run_alone(self, items: list[Prepared]) -> list[Value | None]:
@@ -157,12 +157,13 @@ class PoolingModel:
     def _run_texts(self, items: list[Prepared]) -> list[Value | None]:
         """Compute a batch of texts, and return the outputs.
 
-        A model with towers runs its text tower. A classifier runs its head or the whole model.
-        Other models compute the token vectors, and convert these vectors to the outputs.
+        A model with a text tower and an image tower runs its text tower. A classifier runs its head
+        or the whole model. Other models compute the token vectors, and convert these vectors to the
+        outputs.
         """
         loaded = self._loaded
         batch = self._token_batch(items)
-        if loaded.forward is None:
+        if loaded.forward is None:  # a model with towers, which returns no token vectors
             vectors = text_vectors(loaded.encoder, batch)
             return dense_outputs(vectors, items, normalizes=loaded.normalizes)
         if loaded.head is not None:
@@ -184,10 +185,10 @@ class PoolingModel:
             items: the items of the texts.
         """
         loaded = self._loaded
-        if loaded.reranker is not None:
+        if loaded.reranker is not None:  # a generative reranker
             scores = self._answer_scores_of_texts(loaded.reranker, hidden, batch)
             return score_outputs(scores, items, activation=loaded.spec.activation)
-        if loaded.spec.loader == MASKED:
+        if loaded.spec.loader == MASKED:  # a SPLADE model
             strategy, num_log1p = loaded.spec.splade
             logits = token_logits(loaded.encoder, hidden)
             return splade_outputs(logits, batch, strategy, num_log1p)
@@ -205,8 +206,8 @@ class PoolingModel:
         self, forward: ChosenForward, head: Head, batch: TokenBatch, items: list[Prepared]
     ) -> list[Value | None]:
         """Compute scores of texts or of single tokens with the head of a classifier."""
-        # If `head.rows` is "whole", `head.logits` runs the whole model and needs no token vectors.
-        hidden = forward.forward(batch) if head.rows != "whole" else None
+        # With the method "whole", `head.logits` runs the whole model and needs no token vectors.
+        hidden = forward.forward(batch) if head.method != "whole" else None
         logits = head.logits(hidden, batch).float()
         activation = self._loaded.spec.activation
         if head.is_per_token:
@@ -218,9 +219,11 @@ class PoolingModel:
     ) -> Tensor:
         """Return the token vectors of a batch, [num_tokens, hidden_size].
 
-        Expanded queries need an attention mask that hides the mask tokens, so they are computed
-        with the model's own attention. A batch contains either only expanded queries or none.
+        An expanded query ends with mask tokens, to which no token attends. Therefore a batch of
+        expanded queries is computed with an attention mask, which only the model's own attention
+        supports. A batch contains either only expanded queries or none.
         """
+        # The number of tokens before the mask tokens; None for texts that are not expanded.
         attended_lens = [prepared.num_attended for prepared in items]
         if attended_lens[0] is None:
             return forward.forward(batch)
@@ -251,9 +254,9 @@ class PoolingModel:
             items: the items of the texts.
         """
         layers = self._loaded.layers
-        for layer in layers.tokens:
+        for layer in layers.tokens:  # the layers that convert token vectors to token vectors
             hidden = layer(hidden.float())
-        starts = batch.starts
+        starts = batch.starts  # the index of each text's first token, and the number of all tokens
         dense = self._dense_outputs(hidden, starts, items)
         outputs: list[Value | None] = []
         for i, prepared in enumerate(items):

@@ -49,14 +49,15 @@ def split_batch(
     expanded = []
     texts = []
     for index, prepared in enumerate(batch):
-        if prepared.pixels is not None:
+        if prepared.pixels is not None:  # an image for an image tower
             images.append(index)
-        elif computes_all_alone or prepared.images is not None:
+        elif computes_all_alone or prepared.images is not None:  # for a vision-language model
             alone.append(index)
-        elif prepared.num_attended is not None:
+        elif prepared.num_attended is not None:  # an expanded query
             expanded.append(index)
         else:
             texts.append(index)
+    # `_padded_batches` needs the texts in the order of their lengths.
     texts.sort(key=lambda index: len(batch[index].token_ids))
     lens = [len(batch[index].token_ids) for index in texts]
     text_batches = [texts] if is_packed else _padded_batches(texts, lens)
@@ -79,6 +80,7 @@ def _padded_batches(indices: list[int], lens: list[int]) -> list[list[int]]:
     for index, length in zip(indices, lens, strict=True):
         if not batches or length > longest_allowed:
             batches.append([])
+            # The first text of a batch is the shortest. It determines the longest allowed text.
             longest_allowed = length * _PADDING_FACTOR + _PADDING_TOKENS
         batches[-1].append(index)
     return batches

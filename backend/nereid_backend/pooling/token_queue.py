@@ -79,7 +79,7 @@ class TokenQueue:
             # The requests take turns. The first request in the dict has the next turn.
             request_id, waiting_items = next(iter(self._waiting.items()))
             if taken and waiting_items[0].prepared.num_tokens > num_left:
-                break
+                break  # The item does not fit. It will be the first item of the next call.
             item = waiting_items.popleft()
             taken.append(item)
             num_left -= item.prepared.num_tokens

@@ -69,17 +69,17 @@ class ChosenForward:
 
 
 @dataclass(frozen=True, slots=True)
-class _SelfCheck:
-    """Texts of random tokens, with the vectors that each method must compute for them.
+class _ExpectedVectors:
+    """Texts of random tokens, with the vectors that every exact method computes for these texts.
 
     Attributes:
         batch: the texts.
-        expected: the token vectors of the texts computed one by one, [num_tokens, hidden_size].
+        vectors: the token vectors of the texts computed one by one, [num_tokens, hidden_size].
         is_causal: whether a token attends only to itself and to earlier tokens.
     """
 
     batch: TokenBatch
-    expected: Tensor
+    vectors: Tensor
     is_causal: bool
 
 
@@ -98,10 +98,11 @@ class _Comparison(NamedTuple):
 
 @torch.inference_mode()
 def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -> ChosenForward:
-    """Choose the method that computes the token vectors of batches.
+    """Choose the method ("packed", "padded" or "rows") that computes the token vectors of batches.
 
     A method is exact if its vectors equal the vectors of the same texts computed one by one, except
-    for small rounding errors. The first exact method is chosen.
+    for small rounding errors. The methods are tested from the fastest to the slowest, and the first
+    exact method is chosen.
 
     Mutates: the model's attention implementation, and the layout of its linear layers.
 
@@ -115,55 +116,59 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
         ModelError: the model's vectors are not finite numbers.
         UnsupportedModelError: no method is exact.
     """
-    check = _prepare_self_check(encoder, hook, name, max_len)
+    expected = _compute_expected_vectors(encoder, hook, name, max_len)
     prepack_linears(encoder.model)
-    # For each method of computing a batch, this dict contains the reason why the method is not
-    # used. The reason for the method "packed" is replaced if this method is tried.
-    reasons = {"packed": "it does not use transformers' attention interface"}
-    for method, forward in _methods(encoder, hook, is_causal=check.is_causal):
-        difference, reason = _compare(forward, check)
+    # Maps each rejected method to the reason. The first entry is the reason for a model with which
+    # "packed" cannot be tested. If "packed" is tested and rejected, the loop replaces this entry.
+    rejections = {"packed": "it does not use transformers' attention interface"}
+    for method, forward in _candidate_methods(encoder, hook, is_causal=expected.is_causal):
+        difference, description = _compare_with_single_texts(forward, expected)
         if difference <= TOLERANCE[encoder.dtype]:
-            return ChosenForward(forward, method, check.is_causal, difference)
-        reasons[method] = reason
-    listed = "; ".join(f"{method}: {reason}" for method, reason in reasons.items())
+            return ChosenForward(forward, method, expected.is_causal, difference)
+        rejections[method] = description
+    listed = "; ".join(f"{method}: {reason}" for method, reason in rejections.items())
     raise UnsupportedModelError(
         f"{name} is not supported, because its vectors for texts in a batch differ from its "
         f"vectors for the same texts computed one by one ({listed})."
     )
 
 
-def _prepare_self_check(
+def _compute_expected_vectors(
     encoder: Encoder, hook: AttentionHook, name: str, max_len: int
-) -> _SelfCheck:
+) -> _ExpectedVectors:
     """Return some test texts, and the vectors that result from computing each text alone.
 
-    If the model has sliding windows, some of the texts are longer than the windows.
     `choose_forward` describes the arguments and the errors.
     """
     batch = random_batch(encoder, self_check_lens(max_len))
     expected = _vectors_of_single_texts(encoder, batch, name)
     is_causal = _is_causal(encoder, batch, expected)
-    if encoder.takes_hook:
+    # A sliding window affects only texts that are longer than the window. If the model can use
+    # Nereid's attention, add such texts, so that an error in this attention is detected.
+    if encoder.accepts_hook:
         long_lens = _lens_beyond_windows(encoder, hook, batch, is_causal, max_len)
         if long_lens:
             batch = random_batch(encoder, (*batch.lens, *long_lens))
             expected = _vectors_of_single_texts(encoder, batch, name)
-    return _SelfCheck(batch, expected, is_causal)
+    return _ExpectedVectors(batch, expected, is_causal)
 
 
-def _methods(
+def _candidate_methods(
     encoder: Encoder, hook: AttentionHook, *, is_causal: bool
 ) -> Iterator[tuple[str, Forward]]:
     """Yield the name and the function of each method of computing a batch, the fastest first.
 
-    Mutates: the model's attention implementation. Before a function is yielded, the model gets the
-    attention implementation that the function needs. The caller must therefore test a function
-    before it requests the next one. When the caller stops, the model is ready for the last one.
+    Before a function is yielded, the model gets the attention implementation that the function
+    needs. The caller must therefore test a function before it requests the next function. When the
+    caller stops, the model is ready for the function that was yielded last.
+
+    Mutates: the model's attention implementation.
     """
-    if encoder.takes_hook:
+    if encoder.accepts_hook:
+        # Packed texts need Nereid's attention, because the model's own attention would mix texts.
         encoder.model.set_attn_implementation(hook.name)
-        for offset in _offsets(encoder):
-            yield "packed", PackedForward(encoder, hook, offset, is_causal)
+        for first_position in _possible_first_positions(encoder):
+            yield "packed", PackedForward(encoder, hook, first_position, is_causal)
         encoder.model.set_attn_implementation(encoder.own_attention)
     yield "padded", PaddedForward(encoder)
     yield "rows", RowsForward(encoder)
@@ -182,7 +187,7 @@ def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
     return None
 
 
-def _offsets(encoder: Encoder) -> list[int]:
+def _possible_first_positions(encoder: Encoder) -> list[int]:
     """Return the possible position ids of a text's first token, beginning with the most likely id.
 
     In some models, the first position follows the index of the padding embedding. Example: a table
@@ -276,7 +281,7 @@ def _sliding_windows(
     # Each attention layer passes the size of its sliding window to `attention`. One packed forward
     # pass is run to collect these sizes. The vectors that it computes are not used.
     attention = PackedAttention(batch.groups(), is_causal)
-    forward = PackedForward(encoder, hook, _offsets(encoder)[0], is_causal)
+    forward = PackedForward(encoder, hook, _possible_first_positions(encoder)[0], is_causal)
     encoder.model.set_attn_implementation(hook.name)
     try:
         forward.run(batch, attention)
@@ -287,20 +292,20 @@ def _sliding_windows(
     return attention.windows
 
 
-def _compare(forward: Forward, check: _SelfCheck) -> _Comparison:
+def _compare_with_single_texts(forward: Forward, expected: _ExpectedVectors) -> _Comparison:
     """Compute all texts as one batch, and compare the token vectors with the expected vectors."""
     try:
-        batched = forward(check.batch)
+        batched = forward(expected.batch)
     except MODEL_ERRORS as error:
         return _Comparison(float("inf"), f"{type(error).__name__}: {error}")
-    if batched.shape != check.expected.shape:
+    if batched.shape != expected.vectors.shape:
         return _Comparison(float("inf"), f"its vectors have the shape {tuple(batched.shape)}")
-    errors = row_errors(batched, check.expected)  # the relative error of each token's vector
+    errors = row_errors(batched, expected.vectors)  # the relative error of each token's vector
     if forward.encoder.dtype != torch.float32:
         # At low precision, rounding can make a mixture-of-experts model choose other experts for a
         # few tokens, even if the method is exact. An inexact method changes the vectors of most
         # tokens. The median error of each text distinguishes these two cases.
-        errors_of_texts = torch.split(errors, list(check.batch.lens))
+        errors_of_texts = torch.split(errors, list(expected.batch.lens))
         errors = torch.stack([text_errors.median() for text_errors in errors_of_texts])
     difference = errors.max().item()
     return _Comparison(difference, f"the vectors differ by {difference:.2g} (relative)")

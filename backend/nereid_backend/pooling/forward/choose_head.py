@@ -25,9 +25,9 @@ def choose_head(
     """Choose the method of computing the output of a model's classification head.
 
     Some heads need only the vector of each text's first or last token. Other heads need the vectors
-    of all tokens, or a run of the whole model. The cheapest method with a correct output is chosen.
-    The output is correct if it equals the output of the whole model for each text alone, except for
-    rounding errors.
+    of all tokens, or a run of the whole model. Each method is tested on texts of random tokens. The
+    cheapest method is chosen whose output equals the output of the whole model for each text alone,
+    except for rounding errors.
 
     Args:
         encoder: the model.
@@ -45,27 +45,30 @@ def choose_head(
     batch = random_batch(encoder, self_check_lens(max_len))
     hidden = chosen.forward(batch)
     expected = _whole_model_logits(encoder, chosen, batch)
-    # Possible values of `Head.rows`, which says which token vectors the classification head needs.
-    # "first" and "last" are tried before "all", because they need only one token vector for each
-    # text.
+    # The methods name the token vectors that the head gets. "first" and "last" are tested before
+    # "all", because they need only one token vector for each text.
     methods = ("tokens",) if per_token else ("first", "last", "all")
-    for rows in methods:
-        head = Head(encoder, rows, per_token)
-        if _why_inexact(head, hidden, batch, expected) is None:
+    for method in methods:
+        head = Head(encoder, method, per_token)
+        if _find_output_error(head, hidden, batch, expected) is None:
             return head
-    # Run the whole model on a padded batch, as transformers itself does.
+    # The head is not correct with token vectors alone. Test the last method: run the whole model
+    # on a padded batch, as transformers itself does.
     encoder.model.set_attn_implementation(encoder.own_attention)
     whole_model = Head(encoder, "whole", per_token)
-    reason = _why_inexact(whole_model, hidden, batch, expected)
+    reason = _find_output_error(whole_model, hidden, batch, expected)
     if reason is not None:
         raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
     return whole_model
 
 
-def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor) -> str | None:
-    """Return why the output of a classification head is wrong, or None if the output is correct.
+def _find_output_error(
+    head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor
+) -> str | None:
+    """Compare the output of a classification head with the correct logits.
 
-    Example: "its output has the shape (2, 3)".
+    Return the reason why the output is wrong, or None if the output is correct. Example: "its
+    output has the shape (2, 3)".
 
     Args:
         head: the head.

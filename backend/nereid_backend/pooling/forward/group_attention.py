@@ -23,9 +23,9 @@ class GroupAttention:
 
     Attributes:
         options: the options of the layer.
-        masks: a cache of masks. The key of a mask consists of the window and of three arguments of
-            `_mask`: `ahead`, `rows` and `columns`. The key does not contain `is_causal`, because
-            `is_causal` is equal in all layers that share a cache.
+        masks: a cache of masks. The key of a mask consists of three arguments of `_mask`
+            (`first_query`, `num_queries` and `num_keys`) and of the window. The key does not
+            contain `is_causal`, because `is_causal` is equal in all layers that share a cache.
     """
 
     options: TextAttention
@@ -34,27 +34,29 @@ class GroupAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute the attention within each text. All texts have the same length.
 
+        Each text is divided into blocks of consecutive queries. The blocks limit the memory for the
+        scores, and each block skips the keys outside its sliding window.
+
         Shapes: query [count, num_heads, length, key_dim], key and value [count, num_kv_heads,
         length, dim]; returns [count, num_heads, length, value_dim].
         """
         length = query.shape[2]
-        # The queries are computed in blocks. The blocks limit the memory, and a block skips the
-        # keys outside its sliding window.
-        block_len = self._block(query)
+        block_len = self._choose_block_len(query)
         needs_mask = self._needs_mask(query, block_len)
-        parts = []
+        outputs = []
         for start in range(0, length, block_len):
             end = min(length, start + block_len)
-            first, last = self._visible_keys(start, end, length)
+            # The queries [start, end) can attend only to the keys [first_key, end_key).
+            first_key, end_key = self._visible_keys(start, end, length)
             mask = None
             if needs_mask:
-                mask = self._mask(start - first, end - start, last - first, query.device)
-            visible_key = key[:, :, first:last]
-            visible_value = value[:, :, first:last]
-            parts.append(
-                self._attend_block(query[:, :, start:end], visible_key, visible_value, mask)
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+                num_queries, num_keys = end - start, end_key - first_key
+                mask = self._mask(start - first_key, num_queries, num_keys, query.device)
+            block_query = query[:, :, start:end]
+            block_key = key[:, :, first_key:end_key]
+            block_value = value[:, :, first_key:end_key]
+            outputs.append(self._attend_block(block_query, block_key, block_value, mask))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     def _visible_keys(self, start: int, end: int, length: int) -> tuple[int, int]:
         """Return the range [first, last) of the keys to which a block of queries can attend.
@@ -69,17 +71,17 @@ class GroupAttention:
             last = min(length, end + self.options.window - 1)
         return first, min(last, end) if self.options.is_causal else last
 
-    def _block(self, query: Tensor) -> int:
+    def _choose_block_len(self, query: Tensor) -> int:
         """Return the number of queries that one attention call computes."""
         count, num_heads, length, _ = query.shape
         if self.options.window is not None and length > self.options.window:
             return max(self.options.window, _MIN_BLOCK)
-        if self._is_stepwise():
+        if self._needs_explicit_scores():
             return max(1, min(length, _MAX_SCORES // (count * num_heads * length)))
         return length
 
-    def _needs_mask(self, query: Tensor, block: int) -> bool:
-        """Return whether the attention of `block` queries must be computed with a mask."""
+    def _needs_mask(self, query: Tensor, block_len: int) -> bool:
+        """Return whether the attention of blocks of `block_len` queries needs a mask."""
         length = query.shape[2]
         if self.options.window is not None and length > self.options.window:
             return True
@@ -87,27 +89,36 @@ class GroupAttention:
             return False
         # One call of torch's fused attention for all queries needs no mask, because its argument
         # is_causal hides the later keys (see _attend_block).
-        is_one_fused_call = block >= length and not self._is_stepwise()
+        is_one_fused_call = block_len >= length and not self._needs_explicit_scores()
         return not is_one_fused_call
 
-    def _is_stepwise(self) -> bool:
-        """Return whether attention is computed with separate matrix products."""
+    def _needs_explicit_scores(self) -> bool:
+        """Return whether the scores of all keys must be in memory: for a softcap or for sinks.
+
+        Attention is then computed with separate matrix products instead of torch's fused function.
+        """
         return self.options.softcap is not None or self.options.sinks is not None
 
-    def _mask(self, ahead: int, rows: int, columns: int, device: torch.device) -> Tensor:
-        """Return the mask for a block of queries, bool [rows, columns]. True means a visible key.
+    def _mask(
+        self, first_query: int, num_queries: int, num_keys: int, device: torch.device
+    ) -> Tensor:
+        """Return the mask for a block of queries, bool [num_queries, num_keys].
+
+        True means that the query can attend to the key. Example: with causal attention, first_query
+        1, two queries and three keys, the mask is [[True, True, False], [True, True, True]].
 
         Args:
-            ahead: the index of the key that has the same position as the first query.
-            rows: the number of queries.
-            columns: the number of keys.
+            first_query: the position of the first query, relative to the position of the first key.
+            num_queries: the number of queries in the block.
+            num_keys: the number of keys.
             device: the device of the mask.
         """
-        cache_key = (ahead, rows, columns, self.options.window)
+        cache_key = (first_query, num_queries, num_keys, self.options.window)
         mask = self.masks.get(cache_key)
         if mask is None:
-            queries = torch.arange(ahead, ahead + rows, device=device)[:, None]
-            distance = queries - torch.arange(columns, device=device)
+            positions = torch.arange(first_query, first_query + num_queries, device=device)
+            # The position of the query minus the position of the key.
+            distance = positions[:, None] - torch.arange(num_keys, device=device)
             mask = torch.ones_like(distance, dtype=torch.bool)
             if self.options.window is not None:
                 mask = distance.abs() < self.options.window
@@ -119,12 +130,13 @@ class GroupAttention:
     def _attend_block(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Compute the attention of `query`, which contains consecutive queries of each text.
+        """Compute the attention of one block: consecutive queries of each text.
 
-        The docstring of `attend` describes the shapes.
+        The docstring of `attend` describes the shapes. A `mask` of None means that the queries can
+        attend to all keys, or to all earlier keys if the attention is causal.
         """
-        if self._is_stepwise():
-            return self._stepwise(query, key, value, mask)
+        if self._needs_explicit_scores():
+            return self._attend_with_explicit_scores(query, key, value, mask)
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -135,12 +147,14 @@ class GroupAttention:
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
-    def _stepwise(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_with_explicit_scores(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
         """Compute attention by its definition, with separate matrix products.
 
-        `_is_stepwise` selects this method. torch's own function supports neither a softcap nor
-        sinks. A softcap limits the scores. A sink is a learned score for each head, which increases
-        the divisor of the softmax.
+        This method is needed for a softcap and for sinks, which torch's own function does not
+        support. A softcap limits the scores. A sink is a learned score for each head, which
+        increases the divisor of the softmax.
         """
         if query.shape[1] != key.shape[1]:
             queries_per_key_head = query.shape[1] // key.shape[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes several texts one after another, and computes the attention within each text.
+"""Packs several texts into one batch without padding, and computes the attention of each text.
 
     tokens   a a a | b b b | c c c c c c        lens 3 3 6, groups (0, 2, 3) (6, 1, 6)
 
@@ -12,6 +12,7 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +24,26 @@ from nereid_backend.attention.interface import scale_of, sinks_of
 from nereid_backend.pooling.forward.group_attention import GroupAttention
 
 
+class TextGroup(NamedTuple):
+    """Neighbouring texts of a batch that have the same length.
+
+    Attributes:
+        first_token: the index of the group's first token in the batch.
+        num_texts: the number of texts.
+        text_len: the number of tokens of each text.
+    """
+
+    first_token: int
+    num_texts: int
+    text_len: int
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """The packed tokens of several texts.
 
     Attributes:
-        token_ids: the tokens of all texts one after another, int64 [num_tokens].
+        token_ids: the concatenated tokens of all texts, int64 [num_tokens].
         type_ids: one number for each token, int64 [num_tokens]. The number is 0 in the first text
             of a pair, and 1 in the second text. None means the model's default.
         lens: the number of tokens of each text.
@@ -48,10 +63,10 @@ class TokenBatch:
         types: Sequence[Sequence[int] | None],
         device: torch.device,
     ) -> "TokenBatch":
-        """Create a batch in which the tokens of all texts are written one after another.
+        """Create a batch from the token ids of several texts. The batch concatenates all token ids.
 
-        If only some texts have type ids, the tokens of the other texts get the type id 0. Example:
-        [[5, 6], [7]] returns a batch with the token_ids [5, 6, 7] and the lens (2, 1).
+        Example: the sequences [[5, 6], [7]] give a batch with the token_ids [5, 6, 7] and the lens
+        (2, 1). If only some texts have type ids, the tokens of the other texts get the type id 0.
 
         Args:
             sequences: the token ids of each text.
@@ -77,18 +92,18 @@ class TokenBatch:
         """
         return [0, *itertools.accumulate(self.lens)]
 
-    def groups(self) -> list[tuple[int, int, int]]:
+    def groups(self) -> list[TextGroup]:
         """Group neighbouring texts that have the same length, and return the groups.
 
-        Each group is (index of the group's first token, number of texts, length of each text).
-        Example: texts with 5, 5 and 13 tokens return [(0, 2, 5), (10, 1, 13)].
+        Example: texts with 5, 5 and 13 tokens return [TextGroup(first_token=0, num_texts=2,
+        text_len=5), TextGroup(first_token=10, num_texts=1, text_len=13)].
         """
         groups = []
         first_token = 0
-        for length, equal_lens in itertools.groupby(self.lens):
+        for text_len, equal_lens in itertools.groupby(self.lens):
             num_texts = len(list(equal_lens))
-            groups.append((first_token, num_texts, length))
-            first_token += num_texts * length
+            groups.append(TextGroup(first_token, num_texts, text_len))
+            first_token += num_texts * text_len
         return groups
 
     def split(self) -> list["TokenBatch"]:
@@ -152,12 +167,12 @@ class PackedAttention:
     """Computes the attention of all layers in one forward pass with a packed batch.
 
     Attributes:
-        groups: the groups of the batch (see TokenBatch.groups).
+        groups: the groups of neighbouring texts with the same length (see TokenBatch.groups).
         is_causal: whether a token attends only to itself and to earlier tokens.
         windows: the sizes of the sliding windows that have been used so far.
     """
 
-    groups: list[tuple[int, int, int]]
+    groups: list[TextGroup]
     is_causal: bool
     windows: set[int] = field(default_factory=set)
     _masks: dict[tuple[int, int, int, int | None], Tensor] = field(default_factory=dict)
@@ -166,13 +181,14 @@ class PackedAttention:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """Compute the attention of one layer.
+        """Compute the attention of one layer. Tokens attend only to tokens of the same text.
 
         Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
         num_tokens, dim]; returns [1, num_tokens, num_heads, value_dim].
         """
-        options = self._options(module, query, kwargs)
+        options = self._read_options(module, query, kwargs)
         if options.window is not None:
+            # The self-check reads `windows` to choose texts that are longer than each window.
             self.windows.add(options.window)
         if _uses_kernels(query, options):
             packed = self._attend_with_kernels(query, key, value, options)
@@ -188,7 +204,7 @@ class PackedAttention:
         The docstring of `__call__` describes the shapes of the inputs.
         """
         if self._native_texts is None:
-            lens = [length for _, count, length in self.groups for _ in range(count)]
+            lens = [group.text_len for group in self.groups for _ in range(group.num_texts)]
             self._native_texts = cpu_texts.native_texts(lens)
         return cpu_texts.attend_texts((query[0], key[0], value[0]), self._native_texts, options)
 
@@ -197,7 +213,7 @@ class PackedAttention:
     ) -> Tensor:
         """Compute the attention of one layer with torch's functions.
 
-        One call of a function computes a group: neighbouring texts of the same length. The
+        One call of torch's attention computes a group: neighbouring texts of the same length. The
         docstring of `__call__` describes the shapes of the inputs.
         """
         attention = GroupAttention(options, self._masks)
@@ -208,16 +224,21 @@ class PackedAttention:
                 _texts_of_group(key, group),
                 _texts_of_group(value, group),
             )
-            # Each tensor in `parts` has the shape [count * length, num_heads, value_dim].
+            # `output` has the shape [num_texts, num_heads, text_len, value_dim]. Each tensor in
+            # `parts` has the shape [num_texts * text_len, num_heads, value_dim].
             parts.append(output.transpose(1, 2).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _options(
+    def _read_options(
         self, module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]
     ) -> TextAttention:
         """Return a layer's attention options, such as the size of its sliding window.
 
-        `kwargs` contains the options that transformers passes to the attention of a layer.
+        Args:
+            module: the attention layer of transformers.
+            query: the queries. If the layer does not set a scale for the scores, the size of the
+                queries determines the scale.
+            kwargs: the options that transformers passes to the attention of a layer.
 
         Raises:
             ValueError: the layer uses an option that is not supported.
@@ -247,15 +268,11 @@ def _uses_kernels(query: Tensor, options: TextAttention) -> bool:
     return cpu_texts.can_attend(query)
 
 
-def _texts_of_group(tensor: Tensor, group: tuple[int, int, int]) -> Tensor:
-    """Return the queries, keys or values of `group`, [count, num_heads, length, dim].
+def _texts_of_group(tensor: Tensor, group: TextGroup) -> Tensor:
+    """Return the queries, keys or values of a group, [num_texts, num_heads, text_len, dim].
 
-    A group consists of neighbouring texts with the same length.
-
-    Args:
-        tensor: the queries, keys or values of all texts, [1, num_heads, num_tokens, dim].
-        group: the first token, the number of texts, and their length (see TokenBatch.groups).
+    `tensor` contains the queries, keys or values of all texts, [1, num_heads, num_tokens, dim].
     """
-    start, count, length = group
-    tokens = tensor[0, :, start : start + count * length]
-    return tokens.view(tokens.shape[0], count, length, tokens.shape[2]).transpose(0, 1)
+    first_token, num_texts, text_len = group
+    tokens = tensor[0, :, first_token : first_token + num_texts * text_len]
+    return tokens.view(tokens.shape[0], num_texts, text_len, tokens.shape[2]).transpose(0, 1)

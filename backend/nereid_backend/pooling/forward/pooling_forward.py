@@ -47,14 +47,16 @@ class PackedForward:
         return self.run(batch, PackedAttention(batch.groups(), self.is_causal))
 
     def run(self, batch: TokenBatch, attention: PackedAttention) -> Tensor:
-        """Return the token vectors of a batch.
+        """Return the token vectors of a batch, [num_tokens, hidden_size].
 
-        `attention` computes the attention of each layer.
+        `attention` computes the attention of each layer, and separates the texts of the batch.
         """
-        base = self.encoder.base
+        base = self.encoder.base  # the model without its head
+        # For the model, the batch is one long text, so `None` adds a first axis of size 1.
         types = None if batch.type_ids is None else batch.type_ids[None]
         arguments = _arguments(base, batch.token_ids[None], types)
         if accepts(base.forward, "position_ids"):
+            # The positions of each text begin again at `position_offset`.
             arguments["position_ids"] = batch.positions(self.position_offset)[None]
         with self.hook.serving(attention):
             hidden: Tensor = base(**arguments)[0]
@@ -86,10 +88,11 @@ class RowsForward:
         """Return the token vectors of a batch, [num_tokens, hidden_size]."""
         padded = PaddedForward(self.encoder)
         parts = []
-        for start, count, length in batch.groups():
-            end = start + count * length
+        for start, num_texts, text_len in batch.groups():
+            end = start + num_texts * text_len
             types = None if batch.type_ids is None else batch.type_ids[start:end]
-            parts.append(padded(TokenBatch(batch.token_ids[start:end], types, (length,) * count)))
+            lens = (text_len,) * num_texts
+            parts.append(padded(TokenBatch(batch.token_ids[start:end], types, lens)))
         return torch.cat(parts)
 
 
@@ -99,7 +102,7 @@ class Head:
 
     Attributes:
         encoder: the model.
-        rows: the token vectors that the head needs. "first" and "last" mean the vector of each
+        method: the token vectors that the head gets. "first" and "last" mean the vector of each
             text's first or last token. "all" means all vectors, padded. "whole" means that the head
             cannot be separated from the base, so the whole model is run on a padded batch. "tokens"
             means that the head classifies each token by its vector alone.
@@ -107,28 +110,27 @@ class Head:
     """
 
     encoder: Encoder
-    rows: str
+    method: str
     is_per_token: bool = False
 
     def logits(self, hidden: Tensor | None, batch: TokenBatch) -> Tensor:
         """Return the logits of each text, [num_texts, num_labels].
 
         If the head classifies single tokens, return the logits of each token,
-        [num_tokens, num_labels].
-
-        The attribute `rows` of this object determines the computation.
+        [num_tokens, num_labels]. The attribute `method` names the token vectors that the head gets:
+        "first", "last", "all" or "tokens". With "whole", the whole model is run instead.
 
         Args:
-            hidden: the token vectors [num_tokens, hidden_size]. They can be None if `rows` is
+            hidden: the token vectors [num_tokens, hidden_size]. They can be None if `method` is
                 "whole".
             batch: the texts.
         """
-        if self.rows == "whole":
+        if self.method == "whole":
             return self._logits_of_whole_model(batch)
-        assert hidden is not None
-        if self.rows == "tokens":
+        assert hidden is not None, "only the method `whole` needs no token vectors"
+        if self.method == "tokens":
             return self._logits_of_tokens(hidden, batch)
-        if self.rows == "all":
+        if self.method == "all":
             return self._logits_of_padded(hidden, batch)
         return self._logits_of_one_token(hidden, batch)  # the first or the last token
 
@@ -164,23 +166,24 @@ class Head:
 
         Shapes: rows [num_texts, length, hidden_size], ids and mask [num_texts, length].
         """
-        with base_returns(self.encoder, rows):
+        with replace_base_output(self.encoder, rows):
             logits: Tensor = self.encoder.model(input_ids=ids, attention_mask=mask).logits
         return logits
 
     def _token_indices(self, batch: TokenBatch) -> list[int]:
         """For each text, return the index of the one token that the classification head needs.
 
-        The attribute `rows` determines whether the head needs the first or the last token of the
-        text.
+        If the attribute `method` is "first", this token is the first token of the text. Otherwise,
+        `method` is "last", and this token is the last token that is not the padding token.
 
         Example: for the texts [5, 6] and [7, 8, 9], which are packed as [5, 6, 7, 8, 9], the result
         is [0, 2] for the first tokens, and [1, 4] for the last tokens.
         """
         starts = batch.starts
-        if self.rows == "first":
+        if self.method == "first":
             return starts[:-1]
-        # Like the heads in transformers, use the last token that is not the padding token.
+        # Skip padding tokens at the end of the text, like the heads in transformers. A text can end
+        # with a padding token, because some models pad with their end-of-sequence token.
         padding = self.encoder.model.config.get_text_config().pad_token_id
         ids = batch.token_ids.tolist()
         last_tokens = []
@@ -193,30 +196,34 @@ class Head:
 
 
 def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the logits over the vocabulary for each token.
+    """Compute the logits over the vocabulary from token vectors, in slices of at most 256 tokens.
 
-    The logits are computed and yielded in slices of at most 256 tokens, which limits the memory.
+    The slices limit the memory.
 
     Shapes: hidden [num_tokens, hidden_size]; yields one pair for each slice: the index of the
     slice's first token, and the logits of the slice [n, vocab_size].
     """
     for start in range(0, len(hidden), _LOGIT_TOKENS):
         rows = hidden[start : start + _LOGIT_TOKENS][None]
-        # The base model does not run, so the token ids have no effect. Only their shape is checked.
+        # In transformers, the head cannot be called alone. Therefore call the whole model, while
+        # the base model returns `rows` instead of computing token vectors. The token ids then have
+        # no effect. Only their shape is checked.
         ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)
-        with base_returns(encoder, rows):
+        with replace_base_output(encoder, rows):
             yield start, encoder.model(input_ids=ids).logits[0]
 
 
 @contextmanager
-def base_returns(encoder: Encoder, rows: Tensor) -> Iterator[None]:
+def replace_base_output(encoder: Encoder, rows: Tensor) -> Iterator[None]:
     """Return a context manager that makes the base model return the token vectors `rows`.
 
-    In the `with` block, the base model computes nothing.
+    The base model is the model without its head. In the `with` block, the base model computes
+    nothing, so a call of the whole model computes only the head.
 
     Shapes: rows [num_texts, length, hidden_size].
     """
     base: Any = encoder.base
+    # Some heads read the output of the base model's pooler, which follows the token vectors.
     pooler = getattr(base, "pooler", None)
     pooled = pooler(rows) if isinstance(pooler, torch.nn.Module) else None
     output = BaseModelOutputWithPoolingAndCrossAttentions(
@@ -240,11 +247,12 @@ def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> 
 
 
 def _arguments(model: torch.nn.Module, ids: Tensor, types: Tensor | None) -> dict[str, Any]:
-    """Return the keyword arguments with which `model` is called.
+    """Return the keyword arguments for a call of `model`, without those that it does not accept.
 
-    Arguments that `model` does not accept are left out.
-
-    Shapes: ids and types [num_texts, length].
+    Args:
+        model: the model.
+        ids: the token ids, [num_texts, length].
+        types: the type ids of the tokens, [num_texts, length]; None for the model's default.
     """
     arguments: dict[str, Any] = {"input_ids": ids}
     if types is not None and accepts(model.forward, "token_type_ids"):

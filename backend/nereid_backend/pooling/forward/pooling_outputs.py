@@ -21,7 +21,7 @@ _MIN_NORM = 1e-12
 def dense_outputs(
     vectors: Tensor, items: Sequence[Prepared], *, normalizes: bool
 ) -> list[Value | None]:
-    """Truncate each vector to the item's `dimensions`. Scale the vector to length 1 if requested.
+    """Truncate each vector to the `dimensions` of its item. If requested, scale it to length 1.
 
     Args:
         vectors: [num_items, dimension], any float dtype.
@@ -109,7 +109,8 @@ def splade_outputs(
             vocab_size].
         batch: the texts. There is at least one text.
         strategy: the function that combines the weights of a text's tokens: "max" or "sum".
-        num_log1p: the number of times that log1p is applied to the logits.
+        num_log1p: the number of times that log1p is applied. Example: 2 means
+            log1p(log1p(relu(logit))).
 
     Returns:
         One dict for each text. If a weight is not finite, None replaces the dict.
@@ -128,8 +129,9 @@ def _largest_relu(parts: Iterator[tuple[int, Tensor]], num_texts: int) -> Tensor
     """Return the largest relu(logit) over the tokens of each text, [num_texts, vocab_size].
 
     `parts` contains pairs: the number of a text, and the logits [n, vocab_size] of some of its
-    tokens.
+    tokens. A text can have several parts.
     """
+    # The vocabulary size is known only when the first part has arrived.
     largest: Tensor | None = None
     for number, logits in parts:
         if largest is None:
@@ -157,16 +159,16 @@ def _sum_of_log1p(parts: Iterator[tuple[int, Tensor]], num_texts: int, num_log1p
 def _logits_of_texts(
     logit_slices: Iterator[tuple[int, Tensor]], batch: TokenBatch
 ) -> Iterator[tuple[int, Tensor]]:
-    """Split the logits of a batch, so that each part contains logits of only one text.
+    """Split each slice of logits at the ends of texts, so that a part belongs to only one text.
 
-    Yield pairs: the number of a text, and the float32 logits of some of its tokens. The logits of a
-    text may be divided into several parts. Example: a slice that begins with token 4 has the logits
-    of the tokens 4, 5 and 6. The texts have the tokens 0 to 5 and 6 to 9. The slice yields text 0
-    with the logits of the tokens 4 and 5, and text 1 with the logits of token 6.
+    Yield pairs: the number of a text, and the float32 logits of some of its tokens. Example: text 0
+    has the tokens 0 to 5, and text 1 has the tokens 6 to 9. A slice with the logits of the tokens
+    4, 5 and 6 yields two parts: text 0 with the tokens 4 and 5, and text 1 with the token 6.
     """
     for first_token, slice_logits in logit_slices:
         logits = slice_logits.float()
         for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
+            # The text has the tokens [start, end). Indices in the slice begin at `first_token`.
             text_logits = logits[max(0, start - first_token) : max(0, end - first_token)]
             if len(text_logits):
                 yield number, text_logits
@@ -178,7 +180,8 @@ def sparse_output(
     """Return the weights of a text's tokens, as a dict from token ids to weights.
 
     If a token occurs several times, its largest weight is returned. Example: the tokens [7, 9, 7]
-    with the weights [0.2, 0.5, 0.3] return {7: 0.3, 9: 0.5}.
+    with the weights [0.2, 0.5, 0.3] return {7: 0.3, 9: 0.5}. Special tokens (`layers.skipped`) are
+    left out. Return None if a weight is not finite.
 
     Args:
         token_vectors: [num_tokens, hidden_size] float32.
@@ -199,10 +202,10 @@ def sparse_output(
 def multi_vector_output(
     token_vectors: Tensor, prepared: Prepared, layers: OutputLayers
 ) -> Value | None:
-    """Return the token vectors of a text, float32 [n, dimension].
+    """Return the token vectors of a text, float32 [n, dimension]; None if a vector is not finite.
 
-    Some tokens get no vector, such as punctuation in a document for ColBERT. Return None if a
-    vector is not finite.
+    n can be less than the number of tokens, because some tokens get no vector, such as punctuation
+    in a document for ColBERT.
 
     Args:
         token_vectors: [num_tokens, hidden_size] float32.
@@ -210,8 +213,8 @@ def multi_vector_output(
         layers: the layers of the model.
     """
     if layers.multi_vector is not None:
-        # Leave out the vector of the first token. Like the dense vector, this vector describes
-        # the whole text.
+        # Leave out the vector of the first token, because this vector describes the whole text,
+        # like the dense vector.
         vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
     elif prepared.skips_words:
         vectors = _without_tokens(token_vectors, prepared.token_ids, layers.skipped)

@@ -80,12 +80,10 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the relative error of each row.
+    """Return the relative error of each row: RMS(actual row - expected row) / RMS(expected).
 
-    The error of a row is a quotient. The dividend is the root mean square of the differences
-    between the row and the same row of `expected`. The divisor is the root mean square of all
-    elements of `expected`. Example: expected [[1, 1], [1, 1]] and actual [[1, 1], [1.1, 1.1]]
-    return [0, 0.1].
+    RMS is the root mean square. The divisor uses all elements of `expected`. Example: expected
+    [[1, 1], [1, 1]] and actual [[1, 1], [1.1, 1.1]] return [0, 0.1].
 
     Shapes: actual and expected [num_rows, size]; returns [num_rows].
     """

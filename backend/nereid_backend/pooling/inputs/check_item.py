@@ -71,8 +71,8 @@ class ItemChecker:
     def _check_sources(self, item: PoolingItem, kind: str) -> None:
         """Raise a RequestError unless the input fields of an item fit the model and the kind.
 
-        The input fields are `text`, `token_ids`, `pair` and `image`. One of these fields must be
-        set. For a vision-language model, `text` and `image` may both be set.
+        The input fields are `text`, `token_ids`, `pair` and `image`. Exactly one of these fields
+        must be set. Exception: a vision-language model also accepts `text` together with `image`.
         """
         fields = [
             name
@@ -156,8 +156,8 @@ class ItemChecker:
         """Return the name of the checkpoint's prompt that is prepended to the text of an item.
 
         The name is the `prompt_name` of the item, or the default of the checkpoint. Return None if
-        the item has its own prompt or no prompt. `_check_prompt_fields` must have accepted the
-        item.
+        the item contains the text of a prompt (`prompt`), or if no prompt applies to the item.
+        `_check_prompt_fields` must have accepted the item.
 
         Raises:
             RequestError: the checkpoint has no prompt with this name.

@@ -114,6 +114,7 @@ class GenerativeReranker:
         """
         query, document = pair
         if self._format == "pair":
+            # The checkpoint has no chat template. The tokenizer joins the query and the document.
             return self._encode_pair(query, document, limit)
         ids = self._encode(self._render(query, document, instruction))
         if limit is None or len(ids) <= limit:
@@ -128,12 +129,13 @@ class GenerativeReranker:
         The document is shortened until the prompt has at most `limit` tokens. `tokens` describes
         the arguments and the error.
         """
-        num_other = len(self._encode(self._render(query, "", instruction)))
+        num_without_document = len(self._encode(self._render(query, "", instruction)))
         document_ids = self._encode(document)
-        # The prompt of a truncated document can have more tokens than expected (see _SPARE_TOKENS).
-        # Retry with a shorter document.
+        # In the prompt, the end of the document is tokenised together with the text that follows.
+        # The prompt can therefore have a few tokens more than expected. If it has too many tokens,
+        # retry with a document that is shorter by 4 tokens, and then by 16 tokens.
         for num_spare in _SPARE_TOKENS:
-            num_kept = limit - num_other - num_spare
+            num_kept = limit - num_without_document - num_spare
             if num_kept <= 0:
                 break
             truncated = str(self._tokenizer.decode(document_ids[:num_kept]))
@@ -141,8 +143,8 @@ class GenerativeReranker:
             if len(ids) <= limit:
                 return ids
         raise RequestError(
-            f"input: the query and the instruction have {num_other} tokens without the document, "
-            f"but the limit is {limit} (max_model_len). Shorten the query."
+            f"input: the query and the instruction have {num_without_document} tokens without the "
+            f"document, but the limit is {limit} (max_model_len). Shorten the query."
         )
 
     def _encode_pair(self, query: str, document: str, limit: int | None) -> list[int]:
@@ -168,8 +170,10 @@ class GenerativeReranker:
 
         Example: the query "a" and the document "b" return the messages [{"role": "query",
         "content": "a"}, {"role": "document", "content": "b"}] if the template supports these roles.
+        Otherwise, a system message contains the task, and one user message contains the query and
+        the document.
         """
-        if self._format == "roles":
+        if self._format == "roles":  # The template supports the roles "query" and "document".
             return _role_messages(_ROLES, query, document, instruction), self._template_kwargs
         text = (
             f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
@@ -180,10 +184,12 @@ class GenerativeReranker:
     def _renders_roles(self, *, must_be_known: bool) -> bool:
         """Return whether the template renders messages with the roles "query" and "document".
 
+        The template is rendered with test texts as the query and the document. The roles are
+        rendered if the result contains both texts.
+
         Args:
-            must_be_known: whether the template must treat the two roles differently from unknown
-                roles. Many templates copy any role into the prompt. If `must_be_known` is True, the
-                result for such a template is False.
+            must_be_known: whether a template is rejected that copies any role into the prompt, even
+                an unknown role. Such a template was not written for queries and documents.
         """
         probes = (_QUERY_PROBE, _DOCUMENT_PROBE)
         text = self._render_roles(*probes)
@@ -244,8 +250,9 @@ def _role_messages(
 ) -> list[dict[str, str]]:
     """Return two or three messages: the instruction (if there is one), the query and the document.
 
-    The first role of `roles` is for the query, and the second role is for the document. The
-    instruction is a system message. If the instruction is None, the list has only two messages.
+    Example: the roles ("query", "document"), the query "a", the document "b" and no instruction
+    return [{"role": "query", "content": "a"}, {"role": "document", "content": "b"}]. An instruction
+    is added as a system message before these messages.
     """
     messages = [
         {"role": role, "content": text} for role, text in zip(roles, (query, document), strict=True)

@@ -18,7 +18,8 @@ from nereid_backend.vision.image_worker import Prepare, run_worker
 def _load(folder: Path) -> Prepare:
     """Load the processor of a checkpoint, and return a function that prepares an image file."""
     # The modules are imported here, because declare_operators must run before transformers is
-    # imported. In the block `with importing():`, the import of torch and transformers is faster.
+    # imported: it makes torchvision usable without CUDA. In the block `with importing():`, the
+    # import of torch and transformers is faster.
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()
@@ -33,8 +34,9 @@ def _load(folder: Path) -> Prepare:
     from nereid_backend.vision.read_image import ImageLimits, decode_image
     from nereid_backend.vision.shared_pixels import share_pixels
 
+    # From now on, arrays and images share the memory of the pixels, so that no copy is needed.
     share_pixels(ImageLimits().max_pixels)
-    # Threads of torch do not survive a fork.
+    # Requests are processed in forked child processes, and threads of torch do not survive a fork.
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     process = load_image_processor(folder, config)

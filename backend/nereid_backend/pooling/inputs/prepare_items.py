@@ -102,7 +102,7 @@ class ItemPreparer:
         # The process that decodes images; None if the model accepts no images.
         image_source = images or prompts
         self._image_process = image_source.process if image_source is not None else None
-        # Checks that an item is valid, and fills in the missing fields of the item.
+        # The object that validates an item, and fills in the missing fields of the item.
         truncation_side = (reranker or tokenizer).truncation_side
         text_limit = TextLimit(info.max_model_len, info.max_token_bytes, truncation_side)
         self._checker = ItemChecker(spec, info, text_limit, is_vision_language=prompts is not None)
@@ -113,8 +113,8 @@ class ItemPreparer:
         # The results of the method `_prompt_len`. The keys are prompts, and the values are the
         # lengths of the prompts in tokens.
         self._prompt_lens: dict[str, int] = {}
-        # Whether the tokenizer returns type ids, and the model uses them. Some tokenizers return
-        # type ids although the model has no embedding for them.
+        # Whether the tokenizer returns type ids, and the model uses the type ids. Some tokenizers
+        # return type ids although the model has no embeddings for type ids.
         num_types = getattr(spec.config, "type_vocab_size", None)
         self._wants_types = num_types != 1 and "token_type_ids" in tokenizer.model_input_names
 
@@ -144,7 +144,9 @@ class ItemPreparer:
         for index, item in enumerate(items):
             with _error_index(index, len(items)):
                 checked.append(self._checker.check_and_complete(item))
-        # The keys of the dicts `prepared` and `texts` are the indices of the items.
+        # Items such as images are prepared one by one. All other items are collected in `texts`,
+        # because one call of the tokenizer for many texts is faster than many calls. The keys of
+        # the two dicts are the indices of the items.
         prepared: dict[int, Prepared] = {}
         texts: dict[int, PoolingItem] = {}  # the items that are tokenised in one call
         for index, item in enumerate(checked):
@@ -165,6 +167,7 @@ class ItemPreparer:
         Return None for a text or a pair that is tokenised together with other texts.
         """
         if self._prompts is not None and item.token_ids is None:
+            # The processor of a vision-language model prepares one text or image at a time.
             return self._with_prompt(self._prompts, item)
         if item.image is not None:
             assert self._images is not None, "the checker refuses images for other models"
@@ -256,13 +259,17 @@ class ItemPreparer:
     ) -> Iterator[_Tokens]:
         """Yield the tokens of the prompt for each item. This method is for generative rerankers.
 
-        The docstring of `_tokenise` describes the argument `items`.
+        Args:
+            reranker: builds the prompt that contains the query, the document and an instruction.
+            items: the items by their index in the request. Each item has a pair.
         """
         for index, item in items.items():
             assert item.pair is not None
             query, document = item.pair
             assert isinstance(document, str)
+            # Without truncation, a prompt that is too long is refused later.
             limit = self._info.max_model_len if item.truncate else None
+            # A prompt of the checkpoint or of the request serves as the instruction, too.
             instruction = item.instruction or item.prompt
             yield index, reranker.tokens((query, document), instruction, limit), None
 
@@ -280,6 +287,7 @@ class ItemPreparer:
         Raises:
             RequestError: the text has no tokens, or is too long and must not be truncated.
         """
+        # Queries and documents can have different limits.
         limit, limit_name = self._rules.limit(item)
         if len(ids) > limit:
             self._check_truncation(item, len(ids), limit, limit_name)
@@ -343,7 +351,10 @@ class ItemPreparer:
             )
 
     def _prompt_len(self, prompt: str) -> int:
-        """Return the number of a prompt's tokens, without the special token at the end."""
+        """Return the number of a prompt's tokens, without the special token at the end.
+
+        The special token is not counted, because the text follows the prompt without this token.
+        """
         length = self._prompt_lens.get(prompt)
         if length is None:
             encoded: Any = self._tokenizer(prompt, verbose=False)

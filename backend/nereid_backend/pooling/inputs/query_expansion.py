@@ -97,20 +97,22 @@ class TextRules:
     def expand(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> ExpandedText:
         """Append mask tokens to a short query. Return any other text unchanged.
 
-        Example: for a length of 5, the query [7, 8, 9] becomes [7, 8, 9, mask, mask]. The number of
-        attended tokens is 3. If tokens also attend to the mask tokens, this number is None.
+        Example: for a length of 5, the query [7, 8, 9] becomes [7, 8, 9, mask, mask], with
+        num_attended=3, because tokens attend only to the first three tokens. If the checkpoint's
+        rule is that tokens attend to the mask tokens, too, num_attended is None.
 
         Args:
             item: the item of the text.
             ids: the tokens of the text.
             types: the type ids of the tokens; None means the model's default.
         """
+        unchanged = ExpandedText(ids, types, num_attended=None)
         expansion = self.late.expansion
         if expansion is None or self.mask_id is None or _role_of(item) != QUERY:
-            return ExpandedText(ids, types, None)
+            return unchanged
         num_masks = expansion.length - len(ids)
         if num_masks <= 0:
-            return ExpandedText(ids, types, None)
+            return unchanged
         return ExpandedText(
             token_ids=ids + [self.mask_id] * num_masks,
             type_ids=None if types is None else types + [0] * num_masks,

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from nereid_backend.errors import RequestError
 
-# The size limit is computed with the number of bytes of the longest token, but at least with
-# `_MIN_TOKEN_BYTES`. The reason is that some tokenizers have only short tokens, but shorten a text
-# before they divide the text into tokens. For such a tokenizer, a long text can have few tokens.
+# The size limit of a text is max_model_len times the number of bytes of the longest token. If the
+# longest token has fewer than `_MIN_TOKEN_BYTES` bytes, `_MIN_TOKEN_BYTES` is used instead. Some
+# tokenizers shorten a text before they divide the text into tokens. A long text can then have few
+# tokens, although all tokens are short.
 _MIN_TOKEN_BYTES = 16
 TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
 # A long text does not always have many tokens: some tokenizers drop white space, or convert a long
@@ -82,9 +83,9 @@ class TextLimit:
         """
         num_bytes = len(text) if isinstance(text, bytes) else self._least_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # The error message states the size of the text in tokens, because `max_model_len` is a
-            # number of tokens. The division rounds down, so its result can equal the limit. The
-            # message must state a number that is greater than the limit.
+            # `max_model_len` is a number of tokens, so the error message gives the size of the text
+            # in tokens, too. The division rounds down, so its result can equal the limit, but the
+            # message must contain a number that is greater than the limit.
             least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "

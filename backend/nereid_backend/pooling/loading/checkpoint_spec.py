@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of a checkpoint: its task, and the computation of its vectors or scores."""
+"""The description of a checkpoint: its task, its kinds of output, and its layers."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -62,16 +62,16 @@ def describe_embedding(
     if settings.pooling == "splade":
         return replace(base, kinds=("sparse",), loader=MASKED)
     # The modules that follow the transformers model.
-    later = [module for module in modules[1:] if module.kind != "Dropout"]
-    splade = find_config(later, "SpladePooling")
+    later_modules = [module for module in modules[1:] if module.kind != "Dropout"]
+    splade = find_config(later_modules, "SpladePooling")
     if splade is not None:
         return _describe_splade(base, splade)
     if base.architecture.endswith(RETRIEVAL_HEAD):
         return replace(base, kinds=("multi_vector",), loader=RETRIEVAL, takes_messages=False)
     if _has_towers(base.config) and not base.takes_messages:
-        normalizes = ends_with_normalize(later)
+        normalizes = ends_with_normalize(later_modules)
         return replace(base, kinds=("dense",), loader=TOWERS, normalizes=normalizes)
-    return _describe_token_vectors(base, settings, root, later)
+    return _describe_token_vectors(base, settings, root, later_modules)
 
 
 def _describe_splade(base: CheckpointSpec, splade: dict[str, Any]) -> CheckpointSpec:
@@ -86,80 +86,84 @@ def _describe_splade(base: CheckpointSpec, splade: dict[str, Any]) -> Checkpoint
 
 
 def _describe_token_vectors(
-    base: CheckpointSpec, settings: PoolingConfig, root: Path, later: list[ModuleSpec]
+    base: CheckpointSpec, settings: PoolingConfig, root: Path, later_modules: list[ModuleSpec]
 ) -> CheckpointSpec:
     """Return the description of a checkpoint that computes its output from token vectors.
 
     The output of a text consists of its token vectors (multi-vector output), or of one vector that
-    combines them (pooling).
+    combines the token vectors (pooling).
 
     Args:
         base: the fields that are already known.
         settings: the settings.
         root: the folder of the checkpoint.
-        later: the modules that follow the transformers model.
+        later_modules: the modules that follow the transformers model.
     """
     token_modules = tuple(
         module
-        for module in later
+        for module in later_modules
         if module.maps_tokens and module.kind in ("Dense", "Normalize", "LayerNorm")
     )
     base = replace(base, token_modules=token_modules)
     is_stanford = base.architecture == STANFORD_ARCHITECTURE
-    has_modules_without_pooling = bool(later) and find_config(later, "Pooling") is None
+    has_pooling = find_config(later_modules, "Pooling") is not None
+    has_modules_without_pooling = bool(later_modules) and not has_pooling
     if is_stanford or has_modules_without_pooling:
-        return _describe_multi_vector(base, root, later)
+        return _describe_multi_vector(base, root, later_modules)
     if read_settings(base.folder).get("query_expansion"):
         raise UnsupportedModelError(
             f"{base.folder}: query_expansion requires a checkpoint with one vector for each token, "
             "but this checkpoint pools its token vectors."
         )
-    return _describe_dense(base, settings, root, later)
+    return _describe_dense(base, settings, root, later_modules)
 
 
 def _describe_multi_vector(
-    base: CheckpointSpec, root: Path, later: list[ModuleSpec]
+    base: CheckpointSpec, root: Path, later_modules: list[ModuleSpec]
 ) -> CheckpointSpec:
     """Return the description of a checkpoint with only multi-vector output, such as ColBERT.
 
-    `later` contains the modules that follow the transformers model, and no Pooling module. The list
-    is empty for a checkpoint in the format of Stanford's ColBERT.
+    `later_modules` contains the modules that follow the transformers model, and no Pooling module.
+    The list is empty for a checkpoint in the format of Stanford's ColBERT.
     """
     saved = read_json(root / SAVED_FILE)
     is_colbert = base.architecture == STANFORD_ARCHITECTURE or is_pylate(saved)
-    _check_multi_vector_modules(root, later, is_colbert=is_colbert)
+    _check_multi_vector_modules(root, later_modules, is_colbert=is_colbert)
     token_modules = base.token_modules
     if is_colbert:
         # ColBERT scales its vectors to length 1, although the checkpoint's files contain no module
-        # with the name Normalize.
-        dense = tuple(module for module in later if module.kind == "Dense")
+        # with the name Normalize. Therefore the module is added here.
+        dense = tuple(module for module in later_modules if module.kind == "Dense")
         token_modules = (*dense, ModuleSpec("Normalize", root, {}))
     settings = read_settings(base.folder)
-    late = read_late_interaction(root, base.architecture, settings, saved, later)
+    # The rules for queries and documents: markers such as "[Q] ", and separate length limits.
+    rules = read_late_interaction(root, base.architecture, settings, saved, later_modules)
     return replace(
         base,
         kinds=("multi_vector",),
         token_modules=token_modules,
-        late_interaction=late,
-        prompts=late.mark(base.prompts),
-        max_seq_length=late.longest(base.max_seq_length),
+        late_interaction=rules,
+        prompts=rules.mark(base.prompts),
+        max_seq_length=rules.longest(base.max_seq_length),
     )
 
 
-def _check_multi_vector_modules(root: Path, later: list[ModuleSpec], *, is_colbert: bool) -> None:
+def _check_multi_vector_modules(
+    root: Path, later_modules: list[ModuleSpec], *, is_colbert: bool
+) -> None:
     """Check that a checkpoint specifies its outputs although it has no module `Pooling`.
 
     Args:
         root: the folder of the checkpoint.
-        later: the modules that follow the transformers model.
+        later_modules: the modules that follow the transformers model.
         is_colbert: whether the checkpoint has a format in which all checkpoints return one vector
             for each token: the format of PyLate or of Stanford's ColBERT.
 
     Raises:
         UnsupportedModelError: the output is unknown, or a module is not supported.
     """
-    mask = find_config(later, "MultiVectorMask")
-    has_token_modules = mask is not None or any(module.maps_tokens for module in later)
+    mask = find_config(later_modules, "MultiVectorMask")
+    has_token_modules = mask is not None or any(module.maps_tokens for module in later_modules)
     if not is_colbert and not has_token_modules:
         raise UnsupportedModelError(
             f"{root}/modules.json: the file has no Pooling module and no module that maps "
@@ -172,7 +176,7 @@ def _check_multi_vector_modules(root: Path, later: list[ModuleSpec], *, is_colbe
 
 
 def _describe_dense(
-    base: CheckpointSpec, settings: PoolingConfig, root: Path, later: list[ModuleSpec]
+    base: CheckpointSpec, settings: PoolingConfig, root: Path, later_modules: list[ModuleSpec]
 ) -> CheckpointSpec:
     """Return the description of a checkpoint with dense output: one vector for each text.
 
@@ -182,16 +186,16 @@ def _describe_dense(
         base: the fields that are already known.
         settings: the settings. The setting `pooling` replaces the pooling method of the checkpoint.
         root: the folder of the checkpoint.
-        later: the modules that follow the transformers model. The list may be empty.
+        later_modules: the modules that follow the transformers model. The list may be empty.
     """
-    pooling_modules = [module for module in later if module.kind == "Pooling"]
+    pooling_modules = [module for module in later_modules if module.kind == "Pooling"]
     pooling = pooling_modules[0] if pooling_modules else None
     includes_prompt = pooling is None or bool(pooling.config.get("include_prompt", True))
     vector_modules = tuple(
-        module for module in later if not module.maps_tokens and module.kind != "Pooling"
+        module for module in later_modules if not module.maps_tokens and module.kind != "Pooling"
     )
     # Whether vectors are scaled to length 1; None if the files do not determine this.
-    normalizes = ends_with_normalize(later) if pooling is not None else None
+    normalizes = ends_with_normalize(later_modules) if pooling is not None else None
     if normalizes:
         # Leave out the last module, which scales the vectors. Requests may truncate vectors, and
         # vectors must be scaled after the truncation. `dense_outputs` therefore scales them.

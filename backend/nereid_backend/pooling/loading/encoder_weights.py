@@ -155,19 +155,19 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
         reads_folder: whether transformers reads the weights from a folder. If False, the caller
             passes the weights as a dict. An auto class accepts no dict of weights.
     """
-    if spec.loader == RETRIEVAL:
-        # An auto class of transformers chooses the class of a model from the config. There is no
-        # auto class for RETRIEVAL models.
+    if spec.loader == RETRIEVAL:  # a vision-language model for retrieval, such as ColPali
+        # transformers has no auto class for these models, so look up the class by its name.
         retrieval_class = getattr(transformers, spec.architecture, None)
         if retrieval_class is None:
             raise ValueError(f"transformers has no class {spec.architecture}")
         return partial(retrieval_class.from_pretrained)
     auto_class = _AUTO[spec.loader]
     has_head = spec.loader != BASE
-    # If the model has no head, its pooler must be left out, which an auto class cannot do.
+    # An auto class cannot leave out the pooler of a model without a head, and accepts no dict of
+    # weights. In these cases, find the class of the model itself.
     can_use_auto_class = has_head and reads_folder
     model_class = None if can_use_auto_class else _model_class(auto_class, spec)
-    if model_class is None:
+    if model_class is None:  # The auto class can be used, or the class of the model is not known.
         return partial(auto_class.from_pretrained, trust_remote_code=False)
     if has_head:
         return partial(model_class.from_pretrained)

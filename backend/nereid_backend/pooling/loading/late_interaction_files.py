@@ -109,16 +109,16 @@ class LateInteraction:
     def mark(self, prompts: Mapping[str, str]) -> dict[str, str]:
         """Prepend the markers, such as "[Q] ", to the prompts for queries and documents.
 
-        Return the new prompts by name. If queries are processed differently from documents, the
-        result contains the name "query", so that clients can select this name.
-
-        Example: {"query": "find: "} and the marker "[Q] " of queries return
-        {"query": "[Q] find: "}.
+        Example: the prompts {"query": "find: "} and the marker "[Q] " of queries return
+        {"query": "[Q] find: "}. The keys are the names of the prompts.
         """
         marked = dict(prompts)
         if self.treats_queries:
+            # A client selects the special treatment of queries by the prompt name "query". Add this
+            # name even if the prompt is empty.
             marked.setdefault(QUERY, "")
         for role, marker in self.markers:
+            # Some checkpoints contain the marker in the prompt already.
             marked[role] = marker + marked.get(role, "").removeprefix(marker)
         return marked
 
@@ -130,11 +130,10 @@ def read_late_interaction(
     saved: Mapping[str, Any],
     modules: Sequence[ModuleSpec],
 ) -> LateInteraction:
-    """Read a checkpoint's rules for queries and documents, such as a length limit for queries.
+    """Read the rules by which a checkpoint with late interaction treats queries and documents.
 
-    A checkpoint with late interaction, such as ColBERT, computes one vector for each token. Its
-    rules are, for example, a length limit for queries, and a marker such as "[Q] " that precedes
-    each query.
+    Such a checkpoint, for example ColBERT, computes one vector for each token. Its rules are, for
+    example, a length limit for queries, and a marker such as "[Q] " that precedes each query.
 
     Args:
         root: the folder of the checkpoint.
@@ -244,9 +243,11 @@ def _pylate_expansion(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rules for queries and documents from the content of `artifact.metadata`.
+    """Convert the content of `artifact.metadata` to the rules for queries and documents.
 
-    The keys are the names that sentence-transformers uses.
+    `artifact.metadata` is a file of Stanford's ColBERT. The keys of the result are the names that
+    sentence-transformers uses. Example: {"doc_maxlen": 300} returns {"document_length": 300, ...}.
+    Missing rules have the defaults of Stanford's ColBERT.
     """
     skips_punctuation = metadata.get("mask_punctuation", True)
     # The tokens that precede queries and documents.

@@ -39,8 +39,8 @@ class Encoder:
         tokenizer: the tokenizer of the checkpoint.
         device: the device of the weights.
         own_attention: the name of the attention implementation with which the model was loaded.
-        takes_hook: whether the model accepts Nereid's attention implementation. Even then, the code
-            of the model may ignore this implementation.
+        accepts_hook: whether the model accepts Nereid's attention implementation. Even then, the
+            code of the model may ignore this implementation.
     """
 
     model: PreTrainedModel
@@ -48,7 +48,7 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     own_attention: str
-    takes_hook: bool
+    accepts_hook: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,7 +105,7 @@ def load_encoder(
         tokenizer=load_tokenizer(spec),
         device=device,
         own_attention=own_attention,
-        takes_hook=_accepts_attention(model, attention, own_attention),
+        accepts_hook=_accepts_attention(model, attention, own_attention),
     )
 
 

@@ -182,6 +182,7 @@ def _describe_generative_reranker(
     `activation` is the activation that the checkpoint's files name, or None.
     """
     answer_tokens = None
+    # The config of this module contains the token ids of "yes" and "no".
     logit_score = find_config(modules, "LogitScore")
     if logit_score is not None:
         answer_tokens = (int(logit_score["true_token_id"]), logit_score.get("false_token_id"))

@@ -188,7 +188,7 @@ class Worker:
         """Send an image file. Return the number of bytes of the packed pixels; None if refused."""
         url = b"data:image/png;base64," + base64.b64encode(data)
         try:
-            _, packed = self._process.ask([self._text, [url]])
+            _, packed = self._process.call([self._text, [url]])
         except RequestError:
             return None
         return len(packed)

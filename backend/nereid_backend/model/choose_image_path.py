@@ -126,7 +126,7 @@ def choose_image_path(
         progress(f"images: refused, because {describe(error)}")
         return refuse_images(config, f"{describe(error)}.")
     refused = dict(processor.refused)
-    with attention.used():
+    with attention.activated():
         trials = make_trials(checkpoint, processor, block_size, refused)
     features = FeatureCache(checkpoint.model, _FEATURE_BYTES)
     candidates = _candidates(checkpoint, spec, features, attention)

@@ -90,6 +90,8 @@ def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
     """Return the audio in a content part. The audio is not decoded yet.
 
     The part contains a base64 text, a data URL, the bytes of a file, or an array of samples.
+    Example: {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}} returns
+    audio with the source "UklGRg==".
 
     Args:
         part: a content part for which `is_audio_part` returns true.
@@ -99,7 +101,7 @@ def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
         RequestError: the content part has no audio, or the format of the audio is not WAV.
     """
     source = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
-    if isinstance(source, Mapping):
+    if isinstance(source, Mapping):  # an object with a base64 text or a URL
         _check_format(source.get("format", "wav"), field)
         data = source.get("data")
         if isinstance(data, str) and data:

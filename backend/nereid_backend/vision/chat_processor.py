@@ -22,9 +22,9 @@ from nereid_backend.vision.image_digest import arguments_digest
 from nereid_backend.vision.load_processor import audio_processor, load_processor, refused_kinds
 from nereid_backend.vision.messages import (
     KIND_OF,
-    Found,
     FoundImage,
     FoundVideo,
+    Medium,
     read_images,
     read_video,
     split_messages,
@@ -94,8 +94,8 @@ class TextProcessor:
         Raises:
             RequestError: a message is invalid or contains an image.
         """
-        split, found = split_messages(messages, ImageLimits())
-        if found:
+        split, media = split_messages(messages, ImageLimits())
+        if media:  # at least one image, video or audio file
             raise RequestError(
                 f"messages: images, videos and audio are refused, because {self._reason}"
             )
@@ -154,17 +154,18 @@ class ChatProcessor:
         Raises:
             RequestError: a message or an image is invalid.
         """
-        return self.prepare_split(*split_messages(messages, self.limits), template_arguments or {})
+        split, media = split_messages(messages, self.limits)
+        return self.prepare_with_media(split, media, template_arguments or {})
 
     @property
     def has_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
         return _chat_template(self.processor) is not None
 
-    def prepare_split(
+    def prepare_with_media(
         self,
         messages: list[dict[str, Any]],
-        found: Sequence[Found],
+        media: Sequence[Medium],
         template_arguments: dict[str, Any],
     ) -> ImagePrompt:
         """Convert messages and their media to a prompt.
@@ -173,31 +174,35 @@ class ChatProcessor:
         `prepare` lists the errors.
         """
         if not self.has_template:
-            return self._prepare_plain(messages, found)
-        return self.prepare_text(self.render(messages, template_arguments), list(found))
+            return self._prepare_plain(messages, media)
+        return self.prepare_text(self.render(messages, template_arguments), list(media))
 
-    def _prepare_plain(self, messages: list[dict[str, Any]], found: Sequence[Found]) -> ImagePrompt:
+    def _prepare_plain(
+        self, messages: list[dict[str, Any]], media: Sequence[Medium]
+    ) -> ImagePrompt:
         """Convert messages to a prompt if the checkpoint has no chat template.
 
         The prompt consists of a placeholder for each image, video and audio file, and of the texts.
-        Some processors insert the placeholders themselves, and refuse a text that contains
-        placeholders.
+        Example: one image and the text "Hi" become "<image>Hi" if the processor's placeholder for
+        images is "<image>".
         """
         texts = [text for message in messages for text in _texts(message.get("content"))]
         text = "\n".join(texts)
-        values = [getattr(self.processor, _TOKENS[type(item)], None) for item in found]
+        values = [getattr(self.processor, _TOKENS[type(item)], None) for item in media]
         placeholders = [value for value in values if isinstance(value, str)]
-        if len(placeholders) < len(found):  # The processor has no placeholder for some media.
-            return self.prepare_text(text, list(found))
+        if len(placeholders) < len(media):  # The processor has no placeholder for some media.
+            return self.prepare_text(text, list(media))
         try:
-            return self.prepare_text("".join([*placeholders, text]), list(found))
+            return self.prepare_text("".join([*placeholders, text]), list(media))
         except RequestError as error:
-            first_error = error
+            error_with_placeholders = error
+        # Some processors insert the placeholders themselves, and refuse a text that contains
+        # placeholders. Therefore try again without placeholders.
         with suppress(RequestError):
-            return self.prepare_text(text, list(found))
-        raise first_error
+            return self.prepare_text(text, list(media))
+        raise error_with_placeholders
 
-    def prepare_text(self, text: str, found: list[Found]) -> ImagePrompt:
+    def prepare_text(self, text: str, media: list[Medium]) -> ImagePrompt:
         """Convert the text of a chat, and its images, videos and audio, to an `ImagePrompt`.
 
         The text contains one placeholder for each image, video and audio file, unless the processor
@@ -206,16 +211,17 @@ class ChatProcessor:
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
 
-        Mutates: `found`. The image files are removed, so that their memory is freed early.
+        Mutates: `media`. The image files are removed, so that their memory is freed early.
         """
-        kinds = _kinds(found)
+        kinds = _kinds(media)
         for kind in kinds:
             if kind in self.refused:
                 raise refuse_kind(kind, self.refused[kind])
-        outputs = self._process(text, found)
+        outputs = self._process(text, media)
         token_ids = [int(token) for token in outputs["input_ids"][0]]
-        if not found:
+        if not kinds:
             return ImagePrompt(token_ids, None, text)
+        # The outputs that describe the media, such as the pixels, are arguments of the model.
         arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
         if self._needs_token_types and _MM_TOKEN_TYPES not in arguments:
             types = self.processor.create_mm_token_type_ids([token_ids])
@@ -250,15 +256,15 @@ class ChatProcessor:
                 f"messages: the chat template cannot render the messages: {first_line(error)}"
             ) from error
 
-    def _process(self, text: str, found: list[Found]) -> dict[str, Any]:
+    def _process(self, text: str, media: list[Medium]) -> dict[str, Any]:
         """Pass a text and its media to the processor. Return the processor's outputs.
 
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
 
-        Mutates: `found`. The image files are removed.
+        Mutates: `media`. The image files are removed.
         """
-        arguments = self._media_arguments(found)
+        arguments = self._media_arguments(media)
         tokenizer = getattr(self.processor, "tokenizer", None)
         bos = getattr(tokenizer, "bos_token", None)
         if bos is not None and text.startswith(bos):
@@ -270,28 +276,30 @@ class ChatProcessor:
             # A processor can raise any exception. Convert the exception to a RequestError, so that
             # only the current request fails.
             logger.debug("The image processor failed.", exc_info=True)
-            contents = " and the ".join(_kinds(found)) or "text"
+            contents = " and the ".join(_kinds(media)) or "text"
             raise RequestError(
                 f"messages: the checkpoint's processor cannot prepare the {contents}: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
         return {name: value for name, value in outputs.items() if name != "video_metadata"}
 
-    def _media_arguments(self, found: list[Found]) -> dict[str, Any]:
+    def _media_arguments(self, media: list[Medium]) -> dict[str, Any]:
         """Decode images, videos and audio, and return the processor's arguments for them.
 
         Raises:
             RequestError: a file is damaged or exceeds a limit.
 
-        Mutates: `found`. The image files are removed.
+        Mutates: `media`. The image files are removed.
         """
         arguments: dict[str, Any] = {}
+        # `refused` contains the kinds of media that the processor does not accept. If it does not
+        # accept images, it has no argument `images`.
         if "images" not in self.refused:
-            arguments["images"] = read_images(found, self.limits) or None
-        videos = [item for item in found if isinstance(item, FoundVideo)]
+            arguments["images"] = read_images(media, self.limits) or None
+        videos = [item for item in media if isinstance(item, FoundVideo)]
         if videos:
             arguments |= self._video_arguments(videos)
-        audio = [item for item in found if isinstance(item, FoundAudio)]
+        audio = [item for item in media if isinstance(item, FoundAudio)]
         if audio:
             rate = getattr(audio_processor(self.processor), "sampling_rate", _DEFAULT_RATE)
             arguments["audio"] = read_audio(audio, rate, self.limits)
@@ -304,20 +312,20 @@ class ChatProcessor:
         Raises:
             RequestError: a frame is invalid.
         """
-        frames = [read_video(found, self.limits) for found in videos]
+        frames_of_videos = [read_video(video, self.limits) for video in videos]
         metadata = [
             VideoMetadata(
-                total_num_frames=len(images),
-                fps=found.video.fps,
-                width=images[0].width,
-                height=images[0].height,
-                duration=len(images) / found.video.fps,
-                frames_indices=list(range(len(images))),
+                total_num_frames=len(frames),
+                fps=item.video.fps,
+                width=frames[0].width,
+                height=frames[0].height,
+                duration=len(frames) / item.video.fps,
+                frames_indices=list(range(len(frames))),
             )
-            for images, found in zip(frames, videos, strict=True)
+            for frames, item in zip(frames_of_videos, videos, strict=True)
         ]
         return {
-            "videos": frames,
+            "videos": frames_of_videos,
             "video_metadata": metadata,
             # `return_metadata` adds the metadata to the outputs. Some processors compute the times
             # of the frames from the metadata.
@@ -336,9 +344,9 @@ class ChatProcessor:
         return positions[0] if positions else 0
 
 
-def _kinds(found: Sequence[Found]) -> tuple[str, ...]:
-    """Return the kinds of media in `found`, each kind once."""
-    return tuple(dict.fromkeys(KIND_OF[type(item)] for item in found))
+def _kinds(media: Sequence[Medium]) -> tuple[str, ...]:
+    """Return the kinds of media in `media`, each kind once."""
+    return tuple(dict.fromkeys(KIND_OF[type(item)] for item in media))
 
 
 def _placeholder_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # noqa: ANN401

@@ -41,13 +41,15 @@ class PromptCheck:
     def __call__(self, token_ids: list[int], images: ImageInputs) -> None:
         """Raise a RequestError if the model's code fails for a prompt with images.
 
-        The prompt is computed until the inputs of the decoder are known. These inputs are then
-        discarded.
+        The model encodes the images and computes the inputs of its decoder. The decoder itself is
+        not run, and its inputs are discarded.
         """
-        if self._decoder is None:
+        if self._decoder is None:  # The model has no separate decoder, so nothing can be checked.
             return
         try:
-            with self._attention.used(), self._features.serving(images.digest):
+            # The model's own attention encodes the images. The features are cached under the digest
+            # of the images, so that the request itself need not compute them again.
+            with self._attention.activated(), self._features.used_for(images.digest):
                 record_inputs(self._model, self._decoder, token_ids, images)
         except UnfitError:
             # The inputs of the decoder cannot be read, so this prompt cannot be checked.

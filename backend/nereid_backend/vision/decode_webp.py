@@ -20,9 +20,9 @@ _PIXEL_CHUNKS = (b"VP8X", b"ALPH", b"VP8 ", b"VP8L")
 
 
 def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pillow
-    """Decode a WebP file, and return a new image; None if the file must be decoded by Pillow.
+    """Decode a WebP file with libwebp, and return a new image; None if Pillow must decode the file.
 
-    None is returned if the file contains an animation, or if libwebp cannot be called.
+    Pillow must decode the file if it contains an animation, or if libwebp cannot be called.
 
     Args:
         image: the image that `PIL.Image.open` has returned. Its pixels are not decoded yet.
@@ -42,7 +42,7 @@ def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images 
     try:
         memory = PixelMemory(decoded)
     except (ValueError, AttributeError):
-        return None
+        return None  # The memory of the new image cannot be written to directly.
     row_bytes = _PIXEL_BYTES * image.width
     num_bytes = row_bytes * image.height
     if not library.WebPDecodeRGBAInto(data, len(data), memory.address, num_bytes, row_bytes):
@@ -55,8 +55,8 @@ def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images 
 def _without_metadata(data: bytes) -> bytes:
     """Return a WebP file without its metadata chunks, such as EXIF.
 
-    libwebp detects that the pixels of a damaged file are incomplete only if no other chunk follows
-    them.
+    If a metadata chunk follows the pixels of a damaged file, libwebp does not detect that the
+    pixels are incomplete.
 
     Example: the chunks VP8X, ICCP, VP8 and EXIF become the chunks VP8X and VP8.
     """

@@ -56,16 +56,18 @@ class PromptPositions:
         The tokens may belong to the prompt or follow the prompt. After the prompt, the position
         rises by 1 with each token, on every axis.
 
-        Example: `prompt` is [[0, 1, 1], [0, 1, 2]], and `next_token` is [3, 3]. The tokens 2 to 5
-        have the positions [[1, 3, 4], [2, 3, 4]].
+        Example: `prompt` is [[0, 1, 1], [0, 1, 2]], and `next_token` is [3, 3]. `between(2, 5)`
+        returns [[1, 3, 4], [2, 3, 4]]: the token 2 belongs to the prompt, and the tokens 3 and 4
+        follow the prompt.
         """
         num_prompt_tokens = self.prompt.shape[1]
-        in_prompt = self.prompt[:, start:end]
+        prompt_positions = self.prompt[:, start:end]
+        # The tokens [first_later, end_later) follow the prompt. The range can be empty.
         first_later = max(start, num_prompt_tokens)
-        last_later = max(end, num_prompt_tokens)
-        offsets = torch.arange(first_later, last_later, device=self.prompt.device)
-        later = self.next_token[:, None] + offsets - num_prompt_tokens
-        return torch.cat([in_prompt, later], dim=1)
+        end_later = max(end, num_prompt_tokens)
+        later_tokens = torch.arange(first_later, end_later, device=self.prompt.device)
+        later_positions = self.next_token[:, None] + later_tokens - num_prompt_tokens
+        return torch.cat([prompt_positions, later_positions], dim=1)
 
 
 @dataclass(slots=True)
@@ -101,7 +103,8 @@ def record_inputs(
 ) -> DecoderInputs:
     """Run a model until it calls its decoder, and return the inputs of the decoder.
 
-    A hook on the decoder stores the inputs, and then stops the forward pass by an exception.
+    The decoder is the part of the model that computes the tokens after the images are encoded. A
+    hook on the decoder stores the inputs, and then stops the forward pass by an exception.
 
     Args:
         model: a vision-language model.
@@ -124,20 +127,26 @@ def record_inputs(
     handle = decoder.register_forward_pre_hook(record, with_kwargs=True)
     try:
         with suppress(_RecordedError):
-            model(**first_inputs(model, ids, images.arguments), return_dict=True)
+            model(**first_call_arguments(model, ids, images.arguments), return_dict=True)
     finally:
         handle.remove()
     if not isinstance(recorded.get("inputs_embeds"), Tensor):
         raise UnfitError("its decoder gets no embeddings")
-    return _read(recorded, len(token_ids))
+    return _parse_decoder_arguments(recorded, len(token_ids))
 
 
-def first_inputs(
+def first_call_arguments(
     model: Any,  # noqa: ANN401 - a model of transformers
     ids: Tensor,
     arguments: Mapping[str, object],
 ) -> dict[str, Any]:
-    """Return the arguments that transformers' `generate` passes to the first call of the model."""
+    """Return the arguments that transformers' `generate` passes to the first call of the model.
+
+    Args:
+        model: a vision-language model.
+        ids: the token ids of the prompt, [1, num_tokens].
+        arguments: the prepared images, such as {"pixel_values": ...}.
+    """
     kwargs: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
         "use_cache": False,
@@ -150,7 +159,7 @@ def first_inputs(
     return inputs
 
 
-def _read(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
+def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
     """Create `DecoderInputs` from the arguments with which a model called its decoder.
 
     Args:
@@ -162,6 +171,8 @@ def _read(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
     """
     for name, value in recorded.items():
         is_known = name in _RECORDED or name in _IGNORED
+        # An unknown tensor or collection could contain values for each token, and the engine does
+        # not know how to divide such values into chunks. Plain values, such as flags, are ignored.
         if not is_known and isinstance(value, Tensor | list | tuple | dict):
             raise UnfitError(f"its decoder has the argument {name}")
     embeddings = recorded["inputs_embeds"]
@@ -175,6 +186,7 @@ def _read(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
         by_axis = position_ids.reshape(-1, num_tokens)
         positions = PromptPositions(by_axis, _next_positions(by_axis))
     inputs = DecoderInputs(embeddings[0], positions, deepstack=[], deepstack_mask=None)
+    # Some decoders add image features to the hidden states of their first layers (DeepStack).
     features = recorded.get(DEEPSTACK)
     mask = recorded.get(DEEPSTACK_MASK)
     if features is not None and mask is not None:

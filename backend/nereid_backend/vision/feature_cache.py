@@ -57,7 +57,7 @@ class FeatureCache:
         self._features: OrderedDict[_Key, Any] = OrderedDict()
         self._num_bytes = 0
         # `_digest` is the hash of the images for which the model currently runs. Outside the `with`
-        # block of `serving`, `_digest` is None. `_num_calls` counts the calls of the model's
+        # block of `used_for`, `_digest` is None. `_num_calls` counts the calls of the model's
         # encoders for these images.
         self._digest: bytes | None = None
         self._num_calls = 0
@@ -66,10 +66,7 @@ class FeatureCache:
         self._replace_methods(model)
 
     def _replace_methods(self, model: Module) -> None:
-        """Replace each method of the model that computes features by a method with a cache.
-
-        The constructor describes an exception for the method `get_audio_features`.
-        """
+        """Replace each method of the model that computes features by a method with a cache."""
         replaced: set[str] = set()
         for module in model.modules():
             for name in _METHODS:
@@ -80,16 +77,19 @@ class FeatureCache:
                 if callable(method) and "input_ids" not in signature(method).parameters:
                     setattr(module, name, self._cached(method))
                     replaced.add(name)
+        # Some audio models have no method `get_audio_features`. Replace the method `forward` of
+        # their audio encoder instead.
         if isinstance(model, PreTrainedModel) and "get_audio_features" not in replaced:
             encoder: Any = model.get_encoder(modality="audio")
             if encoder is not model:
                 encoder.forward = self._cached(encoder.forward)
 
     @contextmanager
-    def serving(self, digest: bytes) -> Iterator[None]:
-        """Return a context manager. In its `with` block, the features of images are cached.
+    def used_for(self, digest: bytes) -> Iterator[None]:
+        """Return a context manager. In its `with` block, the model uses the cached features.
 
-        `digest` is the hash of the images for which the model is run.
+        If no features are cached, they are computed and added to the cache. Outside the block, the
+        cache is not used. `digest` is the hash of the images for which the model is run.
         """
         self._digest, self._num_calls = digest, 0
         try:
@@ -98,13 +98,12 @@ class FeatureCache:
             self._digest = None
 
     def _cached(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that replaces `method`.
+        """Return a function that replaces `method`, a method that computes image features.
 
         The function returns the stored features. If no features are stored, the function calls
-        `method` and stores the result.
-
-        The images are known only by their digest. A model calls its encoders in the same order each
-        time that it runs for the same images, so the number of the call identifies the features.
+        `method` and stores the result. The key of the features consists of the digest of the images
+        and of the number of the encoder call. For the same images, a model always calls its
+        encoders in the same order, so the number identifies the features.
         """
 
         # `wraps` copies the signature of `method`. transformers' `generate` reads the signature to

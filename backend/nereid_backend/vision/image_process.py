@@ -47,7 +47,7 @@ class ImageProcess:
         # A function that kills the process; None if there is no process.
         self._kill: weakref.finalize[..., Any] | None = None
         self._connection: Connection | None = None
-        # Whether the process has loaded the processor of the checkpoint.
+        # Whether the process has loaded the checkpoint's processor, which prepares images.
         self._is_ready = False
 
     def warm_up(self) -> None:
@@ -58,10 +58,11 @@ class ImageProcess:
         with self._lock, contextlib.suppress(RequestError, EngineError):
             self._ready_connection()
 
-    def ask(self, request: Sequence[Any]) -> list[Any]:
-        """Send a request to the process, and return the answer without its first element "done".
+    def call(self, request: Sequence[Any]) -> list[Any]:
+        """Send a request to the process, and return the answer: the token ids, and the images.
 
-        The method is thread-safe. Requests are answered one after another.
+        The images are packed with msgpack. The method is thread-safe. If several threads call this
+        method, their requests are answered one after another.
 
         Args:
             request: the arguments of the function `prepare` in the process, such as a text and a
@@ -71,6 +72,7 @@ class ImageProcess:
             RequestError: an image is invalid or exceeds a limit.
             EngineError: the process has ended or cannot be started.
         """
+        # An answer is ["done", token ids, packed images] or ["refused", message].
         with self._lock:
             kind, *values = self._answer(Message(msgpack.packb(request)))
         if kind != "done":
@@ -106,11 +108,12 @@ class ImageProcess:
             connection = self._connection or self._start()
             if self._is_ready:
                 return connection
+            # The first message of the process is ["ready"] or ["failed", reason].
             has_message = connection.poll(_START_TIMEOUT_S)
             message = msgpack.unpackb(connection.recv_bytes()) if has_message else None
         except (EOFError, OSError):
             message = None
-        if message is None:
+        if message is None:  # The process has ended, or has sent no message within the time limit.
             self._end()
             raise EngineError("The process that prepares images could not be started.")
         if message[0] != "ready":
@@ -138,7 +141,7 @@ class ImageProcess:
                 connection.close()
                 raise
         self._connection = connection
-        # End the process even if this object is dropped without a call of `close`.
+        # If this object is deleted without a call of `close`, kill the process.
         self._kill = weakref.finalize(self, _kill, process)
         return connection
 

@@ -96,6 +96,7 @@ class ImageSources:
                 f"messages: the request has {len(images)} images, videos and audio files, but the "
                 f"limit is {limits.max_images}. Send fewer files."
             )
+        # The bytes and the time that remain for all images of the request.
         budget = _Budget(max_bytes, time.monotonic() + self._timeout_s)
         result = []
         for number, image in enumerate(images, 1):
@@ -110,7 +111,12 @@ class ImageSources:
     def _read_url(self, image: bytes, field: str, limits: ImageLimits, budget: _Budget) -> bytes:
         """Return the content of the file at a remote URL or a file URL.
 
-        Mutates: `budget`. The size of the file is subtracted.
+        Args:
+            image: the URL.
+            field: the name of the image in error messages, such as "messages: image 1".
+            limits: the limits of the images.
+            budget: the bytes and the time that remain for all images of the request. Mutated: the
+                size of the file is subtracted.
         """
         url = _parse(image, field)
         limit = min(limits.max_bytes, budget.num_bytes)
@@ -122,7 +128,14 @@ class ImageSources:
         return content
 
     def _download(self, url: SplitResult, field: str, limit: int, budget: _Budget) -> bytes:
-        """Return the content of a remote URL."""
+        """Download the file at a remote URL, and return its content.
+
+        Args:
+            url: the URL.
+            field: the name of the image in error messages.
+            limit: the largest number of bytes of the file.
+            budget: the time that remains for all downloads of the request.
+        """
         self._check_host(url, field)
         try:
             import httpx2
@@ -135,7 +148,7 @@ class ImageSources:
             # httpx2 limits only the time of each single operation. A host that sends the image byte
             # by byte would never exceed that limit. `asyncio.timeout` limits the total time.
             async with asyncio.timeout(budget.remaining_s(field)):
-                return await self._follow(url, field, limit)
+                return await self._download_with_redirects(url, field, limit)
 
         try:
             return asyncio.run(download())
@@ -146,8 +159,12 @@ class ImageSources:
                 f"{field}: the image could not be downloaded: {type(error).__name__}."
             ) from error
 
-    async def _follow(self, url: SplitResult, field: str, limit: int) -> bytes:
-        """Download the file at a remote URL, and follow at most `_MAX_REDIRECTS` redirects."""
+    async def _download_with_redirects(self, url: SplitResult, field: str, limit: int) -> bytes:
+        """Download the file at a remote URL, and follow at most `_MAX_REDIRECTS` redirects.
+
+        The host of each URL is checked, and its address is looked up once. The connection uses this
+        address, because a second lookup could return the address of a private network.
+        """
         import httpx2
 
         # The proxy settings of the environment are ignored, because a proxy could connect to an
@@ -178,7 +195,7 @@ class ImageSources:
 
     def _check_host(self, url: SplitResult, field: str) -> None:
         """Raise a RequestError if the settings forbid the scheme, the host or the port of a URL."""
-        default_port = _DEFAULT_PORTS.get(url.scheme)
+        default_port = _DEFAULT_PORTS.get(url.scheme)  # None if the scheme is not http or https
         if not self._hosts or default_port is None:
             raise RequestError(
                 f"{field}: the URL has the scheme {url.scheme}, but this server downloads no such "
@@ -195,8 +212,15 @@ class ImageSources:
             )
 
     def _read_file(self, url: SplitResult, field: str, limit: int, budget: _Budget) -> bytes:
-        """Return the content of a file in the allowed folder."""
-        budget.remaining_s(field)
+        """Return the content of a file in the allowed folder.
+
+        Args:
+            url: a file URL, such as file:///images/a.png.
+            field: the name of the image in error messages.
+            limit: the largest number of bytes of the file.
+            budget: the time that remains for all images of the request.
+        """
+        budget.remaining_s(field)  # This call raises a RequestError if no time remains.
         if not self._folder:
             raise RequestError(
                 f"{field}: the URL has the scheme file, but this server reads no local files. Send "
@@ -218,7 +242,7 @@ class ImageSources:
 
 
 def _read_in_folder(path: str, folder: str, max_bytes: int) -> bytes | None:
-    """Return at most `max_bytes` bytes from the beginning of a file.
+    """Return the first `max_bytes` bytes of a file, or the whole file if it is smaller.
 
     Return None if the file does not exist, or is not a regular file in `folder`.
     """
@@ -228,8 +252,8 @@ def _read_in_folder(path: str, folder: str, max_bytes: int) -> bytes | None:
     except (OSError, ValueError):  # ValueError: the path contains a null character
         return None
     try:
-        # `opened` is the path of the open file, without symbolic links. If a client replaces the
-        # file after the check, the file that was checked is still read.
+        # `opened` is the path of the open file, without symbolic links. The check and the read use
+        # the same open file. Therefore a client cannot replace the file between the two.
         opened = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
         is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
         if not is_file or not opened.is_relative_to(Path(folder).resolve()):

@@ -49,8 +49,17 @@ Prepare = Callable[[str, list[bytes]], list[Any]]
 
 
 def serve(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
-    """Answer requests until the parent closes the connection."""
-    children = Children(prepare, timeout_s)
+    """Answer requests to prepare images until the parent process closes the connection.
+
+    Each request is answered in a forked child process, because a hostile image can crash the
+    decoder, or need too much memory or time.
+
+    Args:
+        connection: the connection to the parent process.
+        prepare: prepares the images of a request.
+        timeout_s: the time limit of a request in seconds.
+    """
+    children = ChildProcesses(prepare, timeout_s)
     while True:
         try:
             request = receive_message(connection)
@@ -63,7 +72,7 @@ def serve(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
         request.close()
 
 
-class Children:
+class ChildProcesses:
     """Answers requests in forked processes, whose memory and time are limited.
 
     One child answers several requests, because a fork takes ten times as long as the preparation of
@@ -80,36 +89,42 @@ class Children:
         """
         self._prepare = prepare
         self._timeout_s = timeout_s
-        self._child: _Child | None = None
+        self._child: _ChildProcess | None = None
 
     def answer(self, request: Message) -> Message:
-        """Answer a request in a child process. Request and answer are packed with msgpack."""
+        """Answer a request in a child process. Request and answer are packed with msgpack.
+
+        If the child process of the last request still runs, it gets the request. Otherwise, or if
+        this child process ends without an answer, a new child process gets the request.
+        """
         if self._child is not None:
             try:
-                return self._ask(self._child, request)
+                return self._send_to(self._child, request)
             except (EOFError, OSError):
                 # Earlier requests may have used up the memory or the CPU time of the child process.
                 # Therefore a new child process gets the request.
                 self.close()
-        self._child = _Child(self._prepare, self._timeout_s, request)
+        self._child = _ChildProcess(self._prepare, self._timeout_s, request)
         try:
-            return self._ask(self._child, request)
+            return self._send_to(self._child, request)
         except (EOFError, OSError):
+            # A new child process has ended, too, so the request itself is the cause.
             self.close()
             return _refusal(
                 "the images or the audio need too much memory, or their decoder has crashed. Send "
                 "smaller or fewer files"
             )
 
-    def _ask(self, child: "_Child", request: Message) -> Message:
-        """Return the child's answer, or a refusal if the child exceeds the time limit.
+    def _send_to(self, child: "_ChildProcess", request: Message) -> Message:
+        """Send a request to a child process, and return its answer.
 
-        If the child must not be used again, end the child.
+        If the child process exceeds the time limit, the answer is a refusal. A child process that
+        has refused a request or has answered 100 requests is ended.
 
         Raises:
-            EOFError, OSError: the child has ended.
+            EOFError, OSError: the child process has ended.
         """
-        answer = child.ask(request, self._timeout_s)
+        answer = child.answer(request, self._timeout_s)
         if answer is None:
             answer = _refusal(
                 f"the images or the audio were not prepared within {self._timeout_s:g} seconds. "
@@ -120,13 +135,13 @@ class Children:
         return answer
 
     def close(self) -> None:
-        """End the child."""
+        """End the child process, if there is one."""
         if self._child is not None:
             self._child.close()
             self._child = None
 
 
-class _Child:
+class _ChildProcess:
     """A forked process that answers requests.
 
     Attributes:
@@ -144,16 +159,16 @@ class _Child:
         self.num_requests = 0
         self._connection, child_end = Pipe()
         self._pid = os.fork()
-        if self._pid == 0:
+        if self._pid == 0:  # This process is the child.
             self._connection.close()
             # The child will receive the request as a message. Close the child's copy of the request
             # here. Otherwise, the copy would occupy memory until the child ends.
             request.close()
-            _run_child(child_end, prepare, timeout_s)
+            _run_child(child_end, prepare, timeout_s)  # This call never returns.
         child_end.close()
 
-    def ask(self, request: Message, timeout_s: float) -> Message | None:
-        """Return the answer of the child, or None if there is no answer within the time limit.
+    def answer(self, request: Message, timeout_s: float) -> Message | None:
+        """Return the child's answer to a request, or None if the time limit expires first.
 
         Raises:
             EOFError, OSError: the child has ended.
@@ -175,9 +190,8 @@ class _Child:
 def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
     """Answer requests in this child process until the parent process closes the connection.
 
-    The memory and the CPU time of the child process are limited.
-
-    The child ends after a request that it has refused. This function never returns.
+    The memory and the CPU time of the child process are limited. If the child process refuses a
+    request, it ends after this request. This function never returns.
     """
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)
@@ -189,17 +203,17 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
         # The parent process has closed the connection.
         return
     except MemoryError:
-        # There may be too little memory to send an error message. Without a message, the parent
-        # process refuses the images.
+        # There may be too little memory to send an error message. If the child process ends without
+        # an answer, the parent process refuses the images.
         return
     finally:
         os._exit(0)
 
 
 def _answer(prepare: Prepare, connection: Connection) -> Message:
-    """Receive a request, and prepare its images. Return the result or a refusal.
+    """Receive a request, and prepare its images. Return the answer: the result, or a refusal.
 
-    The request, the result and the refusal are packed with msgpack.
+    The request and the answer are packed with msgpack.
 
     Raises:
         EOFError, OSError: the parent process has closed the connection.
@@ -215,7 +229,7 @@ def _answer(prepare: Prepare, connection: Connection) -> Message:
     except BaseException as error:  # noqa: BLE001 - the client must learn the reason
         is_refused = isinstance(error, RequestError)
         reason = str(error) if is_refused else f"{type(error).__name__}: {error}"
-        # `_refusal` adds the prefix.
+        # `_refusal` adds the prefix "messages: " to every reason.
         return _refusal(reason.removeprefix("messages: "))
 
 
@@ -241,7 +255,7 @@ def _load(folder: Path) -> Prepare:
         from nereid_backend.vision.chat_processor import ChatProcessor
 
     from nereid_backend.vision.audio_parts import is_audio_url, read_audio_url
-    from nereid_backend.vision.messages import Found, FoundImage, FoundVideo, check_numbers
+    from nereid_backend.vision.messages import FoundImage, FoundVideo, Medium, check_numbers
     from nereid_backend.vision.packed_tensors import pack_images
     from nereid_backend.vision.read_image import (
         IMAGE_DATA_URL,
@@ -258,7 +272,7 @@ def _load(folder: Path) -> Prepare:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     processor = ChatProcessor(folder, config)
 
-    def decode(content: bytes, number: int) -> Found:
+    def decode(content: bytes, number: int) -> Medium:
         field = f"image {number}"
         match = IMAGE_DATA_URL.match(content[:_MAX_URL_PREFIX].decode("ascii", "replace"))
         if match is not None:
@@ -278,12 +292,12 @@ def _load(folder: Path) -> Prepare:
             raise RequestError(f"{field}: the base64 content is damaged: {error}") from error
 
     def prepare(text: str, images: list[bytes]) -> list[Any]:
-        found: list[Found] = []
+        media: list[Medium] = []
         while images:
             # The base64 text is removed from the list, so that its memory is freed.
-            found.append(decode(images.pop(0), len(found) + 1))
-        check_numbers(found, processor.limits)
-        prompt = processor.prepare_text(text, found)
+            media.append(decode(images.pop(0), len(media) + 1))
+        check_numbers(media, processor.limits)
+        prompt = processor.prepare_text(text, media)
         assert prompt.images is not None
         return ["done", prompt.token_ids, pack_images(prompt.images)]
 

@@ -34,7 +34,8 @@ class Message:
                 descriptor is closed when this object is deleted.
         """
         if descriptor is None and len(data) >= _MIN_FILE_BYTES:
-            # If the file cannot be created, the bytes are sent through the socket.
+            # A large message is written to a file in memory, and only the descriptor of the file is
+            # sent. If the file cannot be created, the bytes are sent through the socket.
             with contextlib.suppress(OSError, AttributeError):
                 descriptor = _write_file(data)
         self._data = data if descriptor is None else b""
@@ -55,8 +56,8 @@ class Message:
         """
         if self._descriptor is None:
             return self._data
-        # The file is not mapped into memory, because a sender that truncates the file could then
-        # crash this process.
+        # Read a copy of the file instead of mapping the file into memory. If the sender truncated a
+        # mapped file, the next access to the mapping would crash this process.
         num_bytes = os.fstat(self._descriptor).st_size
         if num_bytes > _MAX_BYTES:
             raise OSError(f"a message has {num_bytes} bytes")
@@ -94,6 +95,7 @@ def receive_message(connection: Connection) -> Message:
     data = connection.recv_bytes()
     if data != _FILE_FOLLOWS:
         return Message(data)
+    # The bytes of a large message are in a file in memory. Receive the descriptor of this file.
     try:
         return Message(descriptor=reduction.recv_handle(connection))
     except (RuntimeError, ValueError) as error:
@@ -109,6 +111,7 @@ def _write_file(data: bytes) -> int:
     """
     descriptor = os.memfd_create("nereid-message")
     try:
+        # One call of `os.write` may write only some of the bytes.
         remaining = memoryview(data)
         while remaining:
             remaining = remaining[os.write(descriptor, remaining) :]

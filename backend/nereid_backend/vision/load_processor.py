@@ -48,11 +48,10 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'
-    """Return the processor of a checkpoint.
+    """Return the processor of a checkpoint. It prepares texts, images, videos and audio.
 
-    Many processors contain a processor for videos, and the processor for videos needs torchvision.
-    If torchvision is missing, the processor is loaded without the processor for videos. The loaded
-    processor then accepts no videos.
+    Many processors contain a component for videos, and this component needs torchvision. If
+    torchvision is missing, the processor is loaded without this component, and accepts no videos.
 
     Raises:
         ModelError: the processor is missing or broken, or needs a package that is not installed.
@@ -78,16 +77,17 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 
 
 def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | None:
-    """Return the processor with all its components, or None if this processor cannot be loaded.
+    """Return the processor with all its components, or None if a component cannot be loaded.
 
     Raises:
-        ImportError, OSError, ValueError: the processor cannot be loaded, and a processor without
-            videos would not help, because it has no component for images.
+        ImportError, OSError, ValueError: the processor cannot be loaded, and it has no component
+            for images, so loading it without the component for videos would not help.
     """
     try:
         processor = _from_pretrained(AutoProcessor, folder)
     except (ImportError, OSError, ValueError):
-        if "image_processor" not in _processor_class(folder, config).get_attributes():
+        component_names = _processor_class(folder, config).get_attributes()
+        if "image_processor" not in component_names:
             raise
         return None
     # If the files do not name the class of the processor, AutoProcessor returns only a component of
@@ -177,10 +177,10 @@ def _load_without_video(folder: Path, config: PretrainedConfig) -> Any:  # noqa:
     # because the components are passed separately.
     processor_config, _ = processor_class.get_processor_dict(folder, local_files_only=True)
     settings = {name: value for name, value in processor_config.items() if name not in _COMPONENTS}
-    return _accepting_no_video(processor_class).from_args_and_dict(components, settings)
+    return _class_accepting_no_video(processor_class).from_args_and_dict(components, settings)
 
 
-def _accepting_no_video(processor_class: type[ProcessorMixin]) -> Any:  # noqa: ANN401 - a class
+def _class_accepting_no_video(processor_class: type[ProcessorMixin]) -> Any:  # noqa: ANN401 - a class
     """Return a subclass of a processor's class whose constructor accepts a `_NoVideo`."""
     check_class: Any = processor_class.check_argument_for_proper_class
 

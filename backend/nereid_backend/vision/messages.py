@@ -58,14 +58,15 @@ class FoundVideo:
     video: VideoFrames
 
 
-Found = FoundImage | FoundVideo | FoundAudio
+# An image, a video or an audio file in a chat message. The file is not decoded yet.
+Medium = FoundImage | FoundVideo | FoundAudio
 KIND_OF = {FoundImage: "images", FoundVideo: "videos", FoundAudio: "audio"}
-"""Maps a class of found media to the member of `KINDS`."""
+"""Maps a class of media to the member of `KINDS`."""
 
 
 def split_messages(
     messages: Sequence[Mapping[str, Any]], limits: ImageLimits
-) -> tuple[list[dict[str, Any]], list[Found]]:
+) -> tuple[list[dict[str, Any]], list[Medium]]:
     """Replace each image, video and audio file in chat messages by a placeholder.
 
     Return the new messages, and a list of the images, videos and audio files in their order.
@@ -78,7 +79,7 @@ def split_messages(
         RequestError: a content part is invalid, a content part is a file, or there are too many
             images.
     """
-    found: list[Found] = []
+    media: list[Medium] = []
     result = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -86,26 +87,26 @@ def split_messages(
         content = message.get("content")
         if isinstance(content, list | tuple):
             parts = [
-                _split_part(part, f"messages[{index}].content[{number}]", found, limits)
+                _split_part(part, f"messages[{index}].content[{number}]", media, limits)
                 for number, part in enumerate(content)
             ]
             message = {**message, "content": parts}
         result.append(dict(message))
-    check_numbers(found, limits)
-    return result, found
+    check_numbers(media, limits)
+    return result, media
 
 
-def check_numbers(found: Sequence[Found], limits: ImageLimits) -> None:
+def check_numbers(media: Sequence[Medium], limits: ImageLimits) -> None:
     """Raise a RequestError if a request has too many images, video frames or audio files."""
-    num_images = sum(isinstance(item, FoundImage) for item in found)
+    num_images = sum(isinstance(item, FoundImage) for item in media)
     if num_images > limits.max_images:
         raise RequestError(
             f"messages: the request has {num_images} images, but the limit is {limits.max_images}. "
             "Send fewer images."
         )
-    num_frames = sum(len(item.video.frames) for item in found if isinstance(item, FoundVideo))
+    num_frames = sum(len(item.video.frames) for item in media if isinstance(item, FoundVideo))
     check_num_frames(num_frames, "messages", limits)
-    num_audios = sum(isinstance(item, FoundAudio) for item in found)
+    num_audios = sum(isinstance(item, FoundAudio) for item in media)
     if num_audios > limits.max_audios:
         raise RequestError(
             f"messages: the request has {num_audios} audio files, but the limit is "
@@ -116,22 +117,30 @@ def check_numbers(found: Sequence[Found], limits: ImageLimits) -> None:
 def _split_part(
     part: Any,  # noqa: ANN401 - any JSON value
     field: str,
-    found: list[Found],
+    media: list[Medium],
     limits: ImageLimits,
 ) -> dict[str, Any]:
     """Return a placeholder for an image, a video or audio. Return any other part unchanged.
 
     Example: {"type": "image_url", "image_url": {"url": "data:..."}} returns {"type": "image"}.
 
-    Mutates: `found`. The image, the video or the audio is appended.
+    Args:
+        part: one part of the content of a message.
+        field: the name of the part in error messages, such as "messages[0].content[1]".
+        media: the images, videos and audio files that precede the part. Mutated: if the part
+            contains an image, a video or audio, this medium is appended.
+        limits: the limits of the request.
+
+    Raises:
+        RequestError: the part is invalid, or is a file of another type.
     """
     if not isinstance(part, Mapping):
         raise RequestError(f"{field}: the content part must be an object.")
     if is_video_part(part):
-        found.append(FoundVideo(field, read_video_part(part, field, limits)))
+        media.append(FoundVideo(field, read_video_part(part, field, limits)))
         return {"type": "video"}
     if is_audio_part(part):
-        found.append(read_audio_part(part, field))
+        media.append(read_audio_part(part, field))
         return {"type": "audio"}
     refused = refused_part(part)
     if refused is not None:
@@ -139,7 +148,7 @@ def _split_part(
         raise RequestError(f"{field}: the content part has the type {kind}, but {reason}")
     if part.get("type") not in IMAGE_TYPES:
         return dict(part)
-    found.append(_read_image_part(part, field))
+    media.append(_read_image_part(part, field))
     return {"type": "image"}
 
 
@@ -156,34 +165,34 @@ def _read_image_part(part: Mapping[str, Any], field: str) -> FoundImage:
     raise RequestError(f"{field}: the content part has no image. Set image_url.url.")
 
 
-def read_images(found: list[Found], limits: ImageLimits) -> list["Image"]:
-    """Decode the images in `found`, and return them in the same order. Other media are left out.
+def read_images(media: list[Medium], limits: ImageLimits) -> list["Image"]:
+    """Decode the images in `media`, and return them in the same order. Other media are left out.
 
     Raises:
         RequestError: an image is damaged or too large.
         ModelError: Pillow is not installed.
 
-    Mutates: `found`. The source of each image is replaced by None, so that the memory of the image
+    Mutates: `media`. The source of each image is replaced by None, so that the memory of the image
     file is freed before the next image is decoded.
     """
     images = []
-    for index, item in enumerate(found):
+    for index, item in enumerate(media):
         if isinstance(item, FoundImage):
             images.append(_decode(item, limits))
-            found[index] = FoundImage(item.field, None)
+            media[index] = FoundImage(item.field, None)
     return images
 
 
-def read_video(found: FoundVideo, limits: ImageLimits) -> list["Image"]:
-    """Decode the frames of a video, and return them in the same order.
+def read_video(video: FoundVideo, limits: ImageLimits) -> list["Image"]:
+    """Decode the frames of a video, and return the frames in the same order.
 
     Raises:
         RequestError: a frame is damaged or too large, or the frames have different sizes.
         ModelError: Pillow is not installed.
     """
     frames = []
-    for number, frame in enumerate(found.video.frames):
-        field = f"{found.field}: frame {number}"
+    for number, frame in enumerate(video.video.frames):
+        field = f"{video.field}: frame {number}"
         source = decode_base64(frame, field, limits) if isinstance(frame, str) else frame
         frames.append(_decode(FoundImage(field, source), limits))
         if frames[0].size != frames[-1].size:

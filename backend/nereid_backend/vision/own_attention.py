@@ -26,10 +26,10 @@ class OwnAttention:
     def __init__(self, model: Module) -> None:
         """Store the configs of all modules. Choose the attention implementation for each config.
 
-        Several modules can share a config. The attention is "sdpa" if all models of transformers
-        that use the config support "sdpa", and "eager" otherwise. The image encoder attends over
-        thousands of patches. With "eager", which writes all attention weights to memory, 5,000
-        patches take six times as long as with "sdpa".
+        Several modules can share a config. If all models of transformers that use a config support
+        "sdpa", "sdpa" is chosen, otherwise "eager". "sdpa" is preferred, because an image encoder
+        attends over thousands of patches, and "eager" writes all attention weights to memory. For
+        5,000 patches, "eager" takes six times as long as "sdpa".
         """
         # Maps the `id` of each config object to the modules that use this object. The keys are `id`
         # values, because two equal config objects must both be changed.
@@ -43,8 +43,11 @@ class OwnAttention:
         ]
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """Return a context manager. In its `with` block, the model uses its own attention."""
+    def activated(self) -> Iterator[None]:
+        """Return a context manager. In its `with` block, the model uses its own attention.
+
+        At the end of the block, the model uses the previous attention implementation again.
+        """
         before = [choice.config._attn_implementation_internal for choice in self._choices]
         for choice in self._choices:
             choice.config._attn_implementation_internal = choice.attention

@@ -99,9 +99,9 @@ class PackedImages:
     def injecting(self, plan: StepPlan, batch: StepBatch) -> Iterator[None]:
         """Return a context manager that replaces the decoder's inputs for sequences with images.
 
-        At least one sequence of the plan must have images. Inputs are replaced only for sequences
-        with images. At the end of the context, the recorded embeddings of each prompt that has been
-        computed completely are freed.
+        Inside the `with` block, the caller runs the model on the token ids of all sequences. At
+        least one sequence must have images. The inputs of the other sequences stay the same. At the
+        end of the block, the embeddings of each completely computed prompt are freed.
         """
         chunks = self._image_chunks(plan)
 
@@ -117,7 +117,7 @@ class PackedImages:
             yield
         finally:
             handle.remove()
-        self._drop_embeddings(plan)
+        self._free_embeddings(plan)
 
     def _image_chunks(self, plan: StepPlan) -> list[_ImageChunk]:
         """Return an `_ImageChunk` for each chunk in `plan.chunks` whose sequence has images."""
@@ -135,20 +135,20 @@ class PackedImages:
     def _inputs_of(self, chunk: Chunk, images: ImageInputs) -> DecoderInputs:
         """Return the inputs of the decoder for the whole prompt of `chunk.sequence`.
 
-        The inputs are recorded once. They are recorded again if the chunk contains prompt tokens,
-        but the embeddings have been freed. This happens after a preemption.
+        The inputs are computed once for each sequence. After the prompt, the embeddings are freed.
+        If the sequence is preempted later, its prompt is computed again, and so are the inputs.
         """
         sequence = chunk.sequence
         inputs = self._inputs.get(sequence)
         needs_embeddings = chunk.start < sequence.num_prompt_tokens
         if inputs is None or (needs_embeddings and not len(inputs.embeddings)):
             token_ids = sequence.token_ids[: sequence.num_prompt_tokens]
-            with self._attention.used(), self._features.serving(images.digest):
+            with self._attention.activated(), self._features.used_for(images.digest):
                 inputs = record_inputs(self._model, self._decoder, token_ids, images)
             self._inputs[sequence] = inputs
         return inputs
 
-    def _drop_embeddings(self, plan: StepPlan) -> None:
+    def _free_embeddings(self, plan: StepPlan) -> None:
         """Free the embeddings of each prompt whose last token has been computed."""
         for chunk in plan.chunks:
             inputs = self._inputs.get(chunk.sequence)
@@ -169,7 +169,7 @@ class PackedImages:
         """
         prompt_chunks = [chunk for chunk in chunks if chunk.has_prompt_tokens]
         embeddings = kwargs.get("inputs_embeds")
-        if embeddings is None:
+        if embeddings is None:  # The model passes only token ids to its decoder.
             embeddings = self._model.get_input_embeddings()(batch.input_ids)
         embeddings = embeddings.clone()
         for chunk in prompt_chunks:
@@ -188,8 +188,9 @@ class PackedImages:
 def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
     """Return the positions of all tokens of a batch, [1, num_tokens] or [num_axes, 1, num_tokens].
 
-    A token of a sequence without images has the same position on all axes. Return None if the
-    decoder computes the positions itself.
+    In some models, each token has several positions, for example for time, height and width (the
+    axes). A token of a sequence without images has the same position on all axes. Return None if
+    the decoder computes the positions itself.
     """
     first_positions = chunks[0].inputs.positions
     if first_positions is None:
@@ -205,9 +206,9 @@ def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
 def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> dict[str, Any]:
     """Return the arguments with which the decoder adds image features in its first layers.
 
-    Return an empty dict if no prompt has such features. Otherwise, the arguments are the mask of
-    the image tokens, [1, num_tokens] bool, and for each layer the features of these tokens,
-    [num_image_tokens, hidden_size].
+    This technique is called DeepStack. Return an empty dict if no prompt has such features.
+    Otherwise, the arguments are the mask of the image tokens, [1, num_tokens] bool, and a list with
+    one tensor for each layer: the features of the image tokens, [num_image_tokens, hidden_size].
     """
     mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
     # Each inner list belongs to one `_ImageChunk`, and contains the image features for each layer.

@@ -31,7 +31,8 @@ def pack_images(images: ImageInputs) -> bytes:
 def unpack_images(data: bytes) -> ImageInputs:
     """Convert the result of `pack_images` to images.
 
-    The bytes come from another process, which may be a client, so they may contain anything.
+    The bytes come from another process, and a client can send any bytes. Therefore the bytes are
+    validated.
 
     Raises:
         RequestError: the bytes are damaged, or an argument has a name that only the engine may use.

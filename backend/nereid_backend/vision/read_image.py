@@ -87,10 +87,11 @@ def decode_base64(text: str | bytes | memoryview, field: str, limits: ImageLimit
     Raises:
         RequestError: the text is not valid base64, or the file is too large.
     """
-    # Four characters of base64 contain three bytes.
+    # Four characters of base64 contain three bytes. Check the size before decoding, so that a huge
+    # text needs no further memory.
     num_bytes = len(text) * 3 // 4
-    # base64 text can end with one or two padding characters (`=`). `num_bytes` counts one byte for
-    # each of them, although the file does not contain this byte.
+    # base64 text can end with one or two padding characters (`=`), for which `num_bytes` counts one
+    # or two bytes too many.
     if num_bytes > limits.max_bytes + 2:
         raise RequestError(
             f"{field}: the file has about {num_bytes} bytes, but the limit is "
@@ -195,7 +196,10 @@ def check_size(size: tuple[int, int], field: str, limits: ImageLimits) -> None:
 
 
 def _to_rgb(image: Any) -> "Image":  # noqa: ANN401 - an image of Pillow
-    """Convert an image to RGB. Transparent pixels are drawn on white."""
+    """Convert an image of Pillow to RGB. Transparent pixels are drawn on white.
+
+    `image.mode` is Pillow's name of the pixel format, such as "RGBA" or "LA" (grey and alpha).
+    """
     import PIL.Image
 
     if image.mode == "RGB" and "transparency" not in image.info:

@@ -93,16 +93,17 @@ def check_duration(num_samples: int, rate: int, field: str, limits: ImageLimits)
 def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
     """Return the same audio with another sampling rate.
 
-    Frequencies that the new rate cannot express are removed. Zeros are appended before the Fourier
-    transform, because the transform would otherwise mix the end of the audio with the start.
+    The Fourier transform of the audio is cut or extended to the frequencies of the new rate, and
+    transformed back. Frequencies that the new rate cannot express are removed.
     """
     if rate == new_rate:
         return samples
     # The process that reads requests does not resample audio, and starts faster without torch.
     import torch
 
-    # At least one second of zeros is appended to the audio. The padded audio lasts a whole number
-    # of seconds, so it has a whole number of samples at both sampling rates.
+    # The Fourier transform treats the audio as periodic, and would mix its end with its start.
+    # Therefore at least one second of zeros is appended. The padded audio lasts a whole number of
+    # seconds, so it has a whole number of samples at both sampling rates.
     num_seconds = len(samples) // rate + 2
     padded = torch.zeros(num_seconds * rate)
     padded[: len(samples)] = torch.from_numpy(samples)
@@ -115,12 +116,16 @@ def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
 
 
 def _chunks(data: bytes, field: str) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield the name and the content of each chunk of a WAV file."""
+    """Yield the name and the content of each chunk of a WAV file.
+
+    A WAV file consists of a header of 12 bytes and of chunks. A chunk consists of its name (4
+    bytes), its size (4 bytes) and its content. Example: the first chunk is usually b"fmt ".
+    """
     view, start = memoryview(data), 12
     while start + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, start)
         start += 8
-        if size == _UNKNOWN_SIZE:
+        if size == _UNKNOWN_SIZE:  # The chunk extends to the end of the file.
             size = len(data) - start
         if start + size > len(data):
             raise RequestError(
@@ -128,8 +133,7 @@ def _chunks(data: bytes, field: str) -> Iterator[tuple[bytes, memoryview]]:
                 f"{len(data) - start} bytes follow. Send the complete file."
             )
         yield name, view[start : start + size]
-        # A WAV file consists of chunks. If a chunk has an odd number of bytes, one padding byte
-        # follows.
+        # If a chunk has an odd number of bytes, one padding byte follows.
         start += size + size % 2
 
 
@@ -163,7 +167,11 @@ def _read_format(content: memoryview, field: str) -> _Format:
 
 
 def _decode(content: memoryview, layout: _Format, field: str, limits: ImageLimits) -> Samples:
-    """Convert the content of a WAV file's chunk "data" to samples."""
+    """Convert the content of a WAV file's chunk "data" to samples, float32 [num_samples].
+
+    The samples are between -1 and 1. The two channels of a stereo file are averaged.
+    """
+    # A frame contains one sample of each channel.
     frame_bytes = layout.num_bits // 8 * layout.num_channels
     num_samples, num_left = divmod(len(content), frame_bytes)
     if num_left:
@@ -181,7 +189,8 @@ def _decode(content: memoryview, layout: _Format, field: str, limits: ImageLimit
         # Samples of 8 bits have no sign: 128 means 0.
         samples = (np.frombuffer(content, "u1").astype(np.float32) - 128) / 128
     elif layout.num_bits == 24:
-        # Each sample becomes the upper three bytes of an integer with four bytes.
+        # numpy has no integers of three bytes. Therefore each sample becomes the upper three bytes
+        # of an integer with four bytes.
         wide = np.zeros((len(content) // 3, 4), "u1")
         wide[:, 1:] = np.frombuffer(content, "u1").reshape(-1, 3)
         samples = wide.view("<i4")[:, 0].astype(np.float32) / 2**31

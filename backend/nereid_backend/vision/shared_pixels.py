@@ -55,7 +55,7 @@ class PixelMemory:
     """
 
     def __init__(self, image: Any) -> None:  # noqa: ANN401 - an image of Pillow
-        """Find the memory of an image.
+        """Find the memory of an image through Pillow's export to the Arrow C data interface.
 
         The memory is not freed as long as this object exists.
 
@@ -131,18 +131,19 @@ def shared_image(array: "np.ndarray[Any, Any]") -> Any:  # noqa: ANN401 - an ima
     The array must contain all pixels of the image, with the channels as the first or the last
     dimension.
     """
-    pixels = _shared.get(array.__array_interface__["data"][0])
+    address = array.__array_interface__["data"][0]
+    pixels = _shared.get(address)
+    # An operation such as a rotation gives the image new pixels (`image.im`). The array then still
+    # has the old pixels (`core`).
     if pixels is None or pixels.image.im is not pixels.core:
         return None
-    whole = np.asarray(pixels)
-    for expected in (whole, np.moveaxis(whole, -1, 0)):
-        if (array.dtype, array.shape, array.strides) == (
-            expected.dtype,
-            expected.shape,
-            expected.strides,
-        ):
+    channels_last = np.asarray(pixels)
+    channels_first = np.moveaxis(channels_last, -1, 0)
+    layout = (array.dtype, array.shape, array.strides)
+    for expected in (channels_last, channels_first):
+        if layout == (expected.dtype, expected.shape, expected.strides):
             return pixels.image
-    return None
+    return None  # The array contains only some of the pixels, or in another order.
 
 
 def share_pixels(max_pixels: int) -> None:

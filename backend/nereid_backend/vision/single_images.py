@@ -46,9 +46,11 @@ class GeneratedPath:
         """Do nothing, because a `GeneratedPath` stores nothing about a sequence."""
 
     def _logits(self, chunk: Chunk) -> Tensor | None:
-        """Return the logits after each of the last `chunk.num_logits` tokens of `chunk`.
+        """Return the logits of the next token after each of the last `chunk.num_logits` tokens.
 
-        The shape is [num_logits, vocab_size]. Return None if `chunk.num_logits` is 0.
+        Example: a chunk ends with the token at index 9, and num_logits is 2. The result has the
+        logits for the tokens at the indices 9 and 10. The shape is [num_logits, vocab_size]. Return
+        None if `chunk.num_logits` is 0.
         """
         if chunk.num_logits == 0:
             return None
@@ -62,7 +64,11 @@ class GeneratedPath:
         )
 
     def _logits_after(self, sequence: Sequence, num_tokens: int) -> Tensor:
-        """Return the logits of the token after the first `num_tokens` tokens, [1, vocab_size]."""
+        """Return the logits of the token after the first `num_tokens` tokens, [1, vocab_size].
+
+        The whole sequence is computed again, because the model prepares images in its method
+        `generate`.
+        """
         ids = torch.tensor([sequence.token_ids[:num_tokens]], device=self._device)
         arguments = dict(sequence.images.arguments) if sequence.images is not None else {}
         # The arguments contain token types only for the prompt. Add the type 0 for each output
@@ -117,11 +123,11 @@ class SplitPath:
         if not any(has_images):
             return self._text.forward(plan, sampled)
         assert not plan.pending, "async scheduling is off for models whose images use this path"
-        text_plan = _select(plan, has_images, is_image=False)
+        text_plan = _plan_of_sequences(plan, has_images, with_images=False)
         parts: dict[bool, Tensor] = {}
         if text_plan.chunks or text_plan.snapshots is not None:
             parts[False] = self._text.forward(text_plan)
-        parts[True] = self._image_logits(_select(plan, has_images, is_image=True))
+        parts[True] = self._image_logits(_plan_of_sequences(plan, has_images, with_images=True))
         return _interleave(plan, has_images, parts)
 
     def _image_logits(self, plan: StepPlan) -> Tensor:
@@ -131,17 +137,16 @@ class SplitPath:
         store the features under the digest of the chunk's images.
         """
         logits_of_chunks = []
-        with self._attention.used():
+        with self._attention.activated():
             for chunk in plan.chunks:
                 images = chunk.sequence.images
                 assert images is not None
                 chunk_plan = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
-                with self._features.serving(images.digest):
+                with self._features.used_for(images.digest):
                     logits_of_chunks.append(self._images.forward(chunk_plan))
-        # If a call of `forward` computes no logits, the call returns a tensor with 0 rows. Such a
-        # tensor can have more columns than the other tensors, because some models have more
-        # embeddings than logits. It could then not be concatenated with the other tensors, so it is
-        # left out.
+        # A call of `forward` for a chunk without logits returns a tensor with 0 rows. Leave out
+        # these tensors, because they can have more columns than the other tensors, and could then
+        # not be concatenated. The reason is that some models have more embeddings than logits.
         nonempty = [logits for logits in logits_of_chunks if len(logits)]
         return torch.cat(nonempty) if nonempty else logits_of_chunks[0]
 
@@ -151,33 +156,39 @@ class SplitPath:
         path.clear(sequence)
 
 
-def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPlan:
-    """Copy `plan`, and keep only the sequences with images or only those without images.
+def _plan_of_sequences(plan: StepPlan, has_images: list[bool], *, with_images: bool) -> StepPlan:
+    """Return a copy of `plan` that contains only the sequences with images, or only the others.
 
-    If `is_image` is true, the copy contains the chunks of sequences with images. Otherwise, the
-    copy contains the chunks of sequences without images.
+    Args:
+        plan: the plan of a step. Each chunk in `plan.chunks` belongs to one sequence.
+        has_images: for each chunk, whether its sequence has images.
+        with_images: whether the copy contains the sequences with images. If False, the copy
+            contains the sequences without images.
     """
-    chunks = [chunk for chunk, has in zip(plan.chunks, has_images, strict=True) if has == is_image]
+    flagged_chunks = zip(plan.chunks, has_images, strict=True)
+    chunks = [chunk for chunk, has in flagged_chunks if has == with_images]
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     # Copies of blocks are needed only for sequences without images, because only these sequences
     # store tokens in blocks.
-    copies = [] if is_image else plan.copies
-    snapshots = None if is_image else _renumber(plan.snapshots, has_images)
+    copies = [] if with_images else plan.copies
+    snapshots = None if with_images else _snapshots_without_images(plan.snapshots, has_images)
     return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)
 
 
-def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> SnapshotPlan | None:
-    """Return a copy of `snapshots` for only the sequences without images.
+def _snapshots_without_images(
+    snapshots: SnapshotPlan | None, has_images: list[bool]
+) -> SnapshotPlan | None:
+    """Return the snapshots for a plan that contains only the sequences without images.
 
-    In the copy, the chunks get new indices. The new index counts only the chunks without images.
-    Example: with has_images [True, False], the index 1 becomes 0.
+    `snapshots` refers to chunks by their index in the plan, and these indices change when the
+    chunks with images are removed. Example: with has_images [True, False], the index 1 becomes 0.
     """
     if snapshots is None:
         return None
     text_indices = [index for index, has in enumerate(has_images) if not has]
     new_indices = {index: new_index for new_index, index in enumerate(text_indices)}
-    # Each item of `loads` and `saves` is a pair: the index of a chunk in `StepPlan.chunks`, and the
-    # id of a snapshot (a stored copy of the recurrent state of a sequence).
+    # A snapshot is a stored copy of the recurrent state of a sequence. Each item of `loads` and
+    # `saves` is a pair: the index of a chunk, and the id of a snapshot.
     loads = [(new_indices[index], id_) for index, id_ in snapshots.loads if index in new_indices]
     saves = [(new_indices[index], id_) for index, id_ in snapshots.saves if index in new_indices]
     return SnapshotPlan(loads, saves, snapshots.deleted)

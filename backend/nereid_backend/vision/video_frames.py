@@ -86,7 +86,8 @@ def read_video_part(part: Mapping[str, Any], field: str, limits: ImageLimits) ->
     """Return the frames in a content part that contains a video.
 
     The part contains a data URL of all frames, or a list of frames. The field `fps` contains the
-    number of frames per second.
+    number of frames per second. Example: {"video": ["data:image/jpeg;base64,AA=="], "fps": 2}
+    returns the frame "AA==" and 2 frames per second.
 
     Args:
         part: a content part for which `is_video_part` returns true.

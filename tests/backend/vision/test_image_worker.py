@@ -14,7 +14,7 @@ from nereid_backend.serving.tokenizer.image_prompts import (
     reads_images,
     take_images,
 )
-from nereid_backend.vision.image_worker import _MAX_REQUESTS, Children
+from nereid_backend.vision.image_worker import _MAX_REQUESTS, ChildProcesses
 from nereid_backend.vision.large_messages import Message
 from nereid_backend.vision.packed_tensors import pack_images, unpack_images
 
@@ -25,7 +25,7 @@ def ask():
     workers = {}
 
     def send(prepare, image=b"image", timeout_s=5.0):
-        children = workers.setdefault(prepare, Children(prepare, timeout_s))
+        children = workers.setdefault(prepare, ChildProcesses(prepare, timeout_s))
         request = Message(msgpack.packb(["text", [image]]))
         return msgpack.unpackb(children.answer(request).read())
 

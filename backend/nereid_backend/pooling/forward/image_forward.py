@@ -55,7 +55,12 @@ class ImageForward:
     def _run(self, prepared: Prepared, **options: object) -> Any:  # noqa: ANN401 - an output class of transformers
         """Run the model on one prompt, and return the output of the model.
 
-        `options` are further arguments of the model.
+        If the prompt has images, the features that the image encoder computes are cached under the
+        hash of the images.
+
+        Args:
+            prepared: the prompt.
+            options: further arguments of the model, such as `logits_to_keep`.
         """
         encoder = self._encoder
         model: Any = encoder.model
@@ -68,9 +73,10 @@ class ImageForward:
         }
         if prepared.images is None:
             return model(**arguments)
+        # Convert the prepared images, such as the pixels, to the model's device and data type.
         images = place_images(prepared.images, encoder.device, encoder.dtype)
         arguments.update(images.arguments)
-        with self.features.serving(_image_digest(prepared.images)):
+        with self.features.used_for(_image_digest(prepared.images)):
             return model(**arguments)
 
 

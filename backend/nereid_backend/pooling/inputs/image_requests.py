@@ -68,7 +68,7 @@ def prepare_images(
         EngineError: the process has ended or cannot be started.
     """
     try:
-        token_ids, packed = process.ask([text, list(images)])
+        token_ids, packed = process.call([text, list(images)])
     except RequestError as error:
         # Example: "messages: image 1: it is damaged." becomes "image: it is damaged."
         problem = str(error).removeprefix(_CHAT_FIELD).removeprefix(_FIRST_IMAGE)

@@ -67,7 +67,7 @@ class ChatPrompts:
             RequestError: the image or the text is invalid.
         """
         if item.pair is not None:
-            # The prompt of a pair is also an instruction for the reranker.
+            # If the request has no instruction for the reranker, its prompt is the instruction.
             return self._prepare_pair(item.pair, item.instruction or item.prompt)
         parts: list[dict[str, Any]] = []
         if item.image is not None:
@@ -93,7 +93,10 @@ class ChatPrompts:
     def _prepare(
         self, messages: list[dict[str, Any]], image: bytes | None, variables: dict[str, Any]
     ) -> ImagePrompt:
-        """Convert messages to a prompt. A separate process decodes and prepares the image.
+        """Convert messages to a prompt.
+
+        If there is an image, a separate process decodes and prepares the image, because a damaged
+        file can crash the decoder.
 
         Args:
             messages: the messages, with a placeholder for the image.
@@ -101,7 +104,7 @@ class ChatPrompts:
             variables: the variables of the chat template.
         """
         if image is None:
-            return self._processor.prepare_split(messages, [], variables)
+            return self._processor.prepare_with_media(messages, [], variables)
         text = self._processor.render(messages, variables)
         token_ids, images = prepare_images(self.process, text, [base64.b64encode(image)])
         return ImagePrompt(token_ids, images, text)

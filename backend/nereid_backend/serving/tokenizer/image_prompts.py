@@ -189,7 +189,7 @@ class ImagePrompts:
         self._process.warm_up()
 
     def prepare(self, text: str, images: list[bytes]) -> tuple[list[int], bytes]:
-        """Return the token ids of a prompt with images, and the bytes of the processed images.
+        """Return the token ids of a prompt with images, and the packed inputs of the image encoder.
 
         The method is thread-safe. Requests are prepared one after another.
 
@@ -208,7 +208,7 @@ class ImagePrompts:
                 f"messages: the images have {num_bytes} bytes in base64, but the limit is "
                 f"{MAX_IMAGE_BYTES} bytes. Send smaller images."
             )
-        token_ids, packed_images = self._process.ask([text, images_in_base64])
+        token_ids, packed_images = self._process.call([text, images_in_base64])
         return token_ids, packed_images
 
     def close(self) -> None:

@@ -38,15 +38,16 @@ class Matcher(Protocol):
 
     @staticmethod
     def fill_all(matchers: "Sequence[Matcher]", rows: TokenMasks, places: Sequence[int]) -> None:
-        """Fill the masks of several matchers of this class in one call; see `fill`.
+        """Write the mask of the possible next tokens for each of several matchers; see `fill`.
 
-        One call is faster than several calls. After the forward pass, the processor's caches do not
-        contain the library's code, so each switch between Python and the library takes long.
+        One call for all matchers is faster than one call of `fill` for each matcher. After a
+        forward pass, the processor's caches do not contain the code of the grammar library, so each
+        switch between Python and the library takes long.
 
         Args:
             matchers: the matchers, all of this class.
-            rows: the masks of the batch, [n, ceil(vocab_size / 32)] int32.
-            places: the index of each matcher's row in `rows`.
+            rows: the masks of the batch, [n, ceil(vocab_size / 32)] int32, one bit for each token.
+            places: for each matcher, the index of its row in `rows`.
 
         Mutates: rows.
         """

@@ -70,9 +70,10 @@ def subschemas(schema: object, path: str = "$", depth: int = 0) -> Iterator[tupl
 
 
 def _direct_subschemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
-    """Yield the schemas directly inside a schema, but not the schemas inside these schemas.
+    """Yield the schemas directly inside a schema, each with its path.
 
-    Each schema is yielded with its path. `path` is the path of `schema`.
+    Schemas inside these schemas are not yielded. `path` is the path of `schema`. Example: the
+    schema {"items": {"type": "string"}} with the path "$" gives ({"type": "string"}, "$.items").
     """
     for keyword in _SCHEMA_KEYWORDS:  # such as "items": {...}
         if isinstance(schema.get(keyword), Mapping):
@@ -162,7 +163,8 @@ def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
             bound and the largest value that the limit allows.
     """
     bounds = list(_bounds(kind, source))
-    # `bound.cost` is the compile time for each token of the vocabulary, in seconds.
+    # `bound.cost` is the compile time for each token of the vocabulary in seconds. `unit_s` is the
+    # part of this time for one repetition.
     total_s = sum(bound.cost for bound in bounds) * vocab_size
     if total_s <= limit_s:
         return
@@ -189,11 +191,11 @@ def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
     """Yield all limits on repetitions in a structural tag.
 
     A structural tag is a JSON value that describes an answer. It can contain JSON schemas, regular
-    expressions and grammars. Example: a schema in the tag contains `"maxLength": 2000`. This
-    keyword gives one limit.
+    expressions and grammars. Example: if a schema in the tag contains `"maxLength": 2000`, one of
+    the limits is 2000 repetitions.
 
     Args:
-        node: the tag, or a part of the tag.
+        node: the tag, or a part of the tag that this function has found in it.
         path: the position of `node` in the tag, for error messages.
     """
     if isinstance(node, list):

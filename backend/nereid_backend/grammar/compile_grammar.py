@@ -71,7 +71,8 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
     if spec.kind == "ebnf" and "::=" in spec.source:
         return _compile_ebnf(libraries, spec.source, limit_s)
     if spec.kind in ("json_schema", "choice"):
-        # Only the check matters here: `parse_json` raises a RequestError if the text is not JSON.
+        # Raise a RequestError if the text is not JSON. The parsed value is not needed, because
+        # llguidance parses the text itself.
         parse_json(spec.kind, spec.source)
     return libraries.llguidance.compile(spec.kind, spec.source)
 
@@ -80,10 +81,8 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     """Compile a structural tag with xgrammar, or with llguidance if the tag is simple.
 
     A structural tag is a JSON value that describes an answer with schemas, patterns and text. A
-    tag is simple if it contains nothing but one schema or one regular expression. llguidance
-    compiles these much faster.
-
-    See `compile_grammar` for the arguments and the errors.
+    tag is simple if it contains nothing but one schema or one regular expression, which llguidance
+    compiles much faster. `compile_grammar` describes the arguments and the errors.
     """
     simple = _simple_grammar(parse_json("structural_tag", source))
     if simple is not None:
@@ -111,7 +110,8 @@ def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled
 def _simple_grammar(tag: object) -> tuple[str, str] | None:
     """If a structural tag is just one grammar, return the kind and the text of this grammar.
 
-    Return None if the tag contains anything else, such as text around the grammar. Example: the tag
+    Return None if the tag contains anything else, such as text around the grammar, or an option
+    that only xgrammar supports (`_XGRAMMAR_OPTIONS`). Example: the tag
     `{"format": {"type": "regex", "pattern": "a+"}}` gives `("regex", "a+")`.
     """
     node = tag.get("format") if isinstance(tag, Mapping) else None
@@ -132,8 +132,8 @@ def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
     """
     if spec.kind != "structural_tag":
         return frozenset()
-    # The separator between two texts prevents a match that begins in the first text and ends in the
-    # second text.
+    # The separator prevents the text of a special token from being found across two texts. Example:
+    # the texts "<tool" and "_call>" do not contain the special token <tool_call>.
     tag_text = "\0".join(_texts(json.loads(spec.source)))
     special_texts = {
         token_id: vocabulary.tokens[token_id].decode() for token_id in vocabulary.special_ids

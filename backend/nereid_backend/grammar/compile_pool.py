@@ -38,9 +38,9 @@ class CompilePool(Generic[T]):
         """
         self._trials = trials
         # The threads that compile quick grammars.
-        self._quick = ThreadPoolExecutor(num_threads, "grammar-quick")
+        self._quick_executor = ThreadPoolExecutor(num_threads, "grammar-quick")
         # This thread compiles the grammars that a child process has tested successfully.
-        self._tried = ThreadPoolExecutor(1, "grammar-tried")
+        self._tested_executor = ThreadPoolExecutor(1, "grammar-tried")
 
     def submit(self, spec: GrammarSpec, work: Callable[[], T]) -> "Future[T]":
         """Start to compile a grammar, without blocking.
@@ -58,10 +58,10 @@ class CompilePool(Generic[T]):
         """
         result: Future[T] = Future()
         if is_quick(spec):
-            self._run(self._quick, work, result)
+            self._run_in_thread(self._quick_executor, work, result)
         else:
             trial = self._trials.submit(spec)
-            _cancel_with(result, trial)
+            _cancel_with(result, trial)  # If `result` is cancelled, the trial is stopped.
             # This callback is called when the child process has finished testing the grammar.
             trial.add_done_callback(partial(self._after_trial, work, result))
         return result
@@ -72,13 +72,13 @@ class CompilePool(Generic[T]):
         A compilation that is running in a thread cannot be stopped, so the thread completes it.
         """
         self._trials.close()
-        for executor in (self._quick, self._tried):
+        for executor in (self._quick_executor, self._tested_executor):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def _after_trial(
         self, work: Callable[[], T], result: "Future[T]", trial: "Future[None]"
     ) -> None:
-        """Compile a grammar in a thread if the grammar has passed its test in a child process.
+        """Compile a grammar in a thread if a child process has compiled it without problems.
 
         Args:
             work: the function that compiles the grammar.
@@ -91,41 +91,41 @@ class CompilePool(Generic[T]):
             return
         error = trial.exception()
         if error is None:
-            self._run(self._tried, work, result)
+            self._run_in_thread(self._tested_executor, work, result)
         else:
-            _fail(result, error)
+            _set_error(result, error)
 
-    def _run(
+    def _run_in_thread(
         self, executor: ThreadPoolExecutor, work: Callable[[], T], result: "Future[T]"
     ) -> None:
-        """Call `work` in a thread of the executor, and store the outcome in `result`.
+        """Call `work` in a thread of the executor, and store the return value or error in `result`.
 
-        If `result` is cancelled before the thread calls `work`, `work` is not called. If the pool
-        is closed before, `result` receives an error.
+        Do not call `work` if `result` is cancelled first. If the pool is closed before the thread
+        calls `work`, store an error in `result`.
         """
         try:
-            job = executor.submit(_complete, work, result)
+            job = executor.submit(_store_outcome, work, result)
         except RuntimeError:  # the executor is shut down
-            _fail(result, _closing_error())
+            _set_error(result, _closing_error())
             return
         _cancel_with(result, job)
+        # Closing the pool cancels the jobs that have not started. Their requests need an error.
         job.add_done_callback(partial(_fail_if_cancelled, result))
 
 
 def _fail_if_cancelled(result: "Future[T]", job: "Future[None]") -> None:
     """Store an error in `result` if `job` was cancelled because the pool was closed.
 
-    A job is cancelled in two cases. If `result` was cancelled, `_fail` does nothing. If the pool
-    was closed, `_fail` stores an error in `result`.
+    A job is also cancelled if `result` was cancelled. `_set_error` then does nothing.
     """
     if job.cancelled():
-        _fail(result, _closing_error())
+        _set_error(result, _closing_error())
 
 
-def _complete(work: Callable[[], T], result: "Future[T]") -> None:
-    """Call `work` and store its result or its error in `result`.
+def _store_outcome(work: Callable[[], T], result: "Future[T]") -> None:
+    """Call `work`, and store its return value or its exception in the future `result`.
 
-    If `result` has been cancelled, do nothing.
+    `work` compiles a grammar. If `result` has been cancelled, do nothing.
     """
     if not result.set_running_or_notify_cancel():
         return
@@ -140,17 +140,17 @@ def _complete(work: Callable[[], T], result: "Future[T]") -> None:
         result.set_exception(RequestError(f"grammar: the grammar library failed: {error}"))
 
 
-def _cancel_with(result: "Future[T]", step: "Future[None]") -> None:
-    """Cancel the future `step` as soon as the future `result` is cancelled."""
+def _cancel_with(result: "Future[T]", operation: "Future[None]") -> None:
+    """Cancel the future `operation` as soon as the future `result` is cancelled."""
 
-    def cancel_step(done: "Future[T]") -> None:
-        if done.cancelled():
-            step.cancel()
+    def cancel_operation(done_result: "Future[T]") -> None:
+        if done_result.cancelled():
+            operation.cancel()
 
-    result.add_done_callback(cancel_step)
+    result.add_done_callback(cancel_operation)
 
 
-def _fail(result: "Future[T]", error: BaseException) -> None:
+def _set_error(result: "Future[T]", error: BaseException) -> None:
     """Store an error in a future, unless the future has been cancelled."""
     if not result.cancelled() and result.set_running_or_notify_cancel():
         result.set_exception(error)

@@ -95,7 +95,7 @@ class Guides:
         self._cache: ByteCache[_CompiledSpec] = ByteCache(cache_bytes)
         self._rules: ByteCache[GuideRules] = ByteCache(_NUM_CACHED_RULES)
         # The grammar libraries, and the pool that compiles grammars with them. The first call of
-        # `warm_up` sets the future, and `_load` sets the pool.
+        # `warm_up` sets the future, and `_load_libraries` sets the pool.
         self._libraries: Future[Libraries] | None = None
         self._pool: CompilePool[_CompiledSpec] | None = None
         # Protects `_libraries`, which several threads use.
@@ -114,18 +114,21 @@ class Guides:
             if self._libraries is None:
                 self._libraries = Future()
                 threading.Thread(
-                    target=self._load, args=(self._libraries,), name="grammar-load", daemon=True
+                    target=self._load_libraries,
+                    args=(self._libraries,),
+                    name="grammar-load",
+                    daemon=True,
                 ).start()
             return self._libraries
 
     def prepare(
         self, params: SamplingParams, stop_token_ids: frozenset[int]
     ) -> "Future[TokenGuide]":
-        """Start to create the object that limits the tokens of a request's first sequence.
+        """Start to create a request's guide, the object that limits the tokens of the answer.
 
         The libraries are loaded first, then the grammar is compiled, and then the guide is created.
-        Each of these operations starts in a callback of the previous operation. The other sequences
-        of the request use forks of the guide.
+        Each of these operations starts in a callback of the previous operation. If the request has
+        several sequences, the first sequence uses the guide, and the others use copies of it.
 
         Args:
             params: the sampling parameters of the request. Only the fields `grammar` and `thinking`
@@ -142,11 +145,12 @@ class Guides:
         spec = params.grammar
         size_error = self._size_error(spec) if spec is not None else None
         if size_error is not None:
-            _fail(pending.future, size_error)
+            _set_error(pending.future, size_error)
             return pending.future
 
         loading = self.warm_up()
-        _when_done(loading, pending.future, partial(self._create_when_compiled, pending))
+        create_guide = partial(self._create_guide_when_compiled, pending)
+        _continue_with(loading, pending.future, create_guide)
         return pending.future
 
     def close(self) -> None:
@@ -156,11 +160,12 @@ class Guides:
 
     # ---- loading ---------------------------------------------------------------------------------
 
-    def _load(self, libraries: "Future[Libraries]") -> None:
-        """Load the vocabulary and the grammar libraries, and store the result in `libraries`.
+    def _load_libraries(self, libraries: "Future[Libraries]") -> None:
+        """Load the vocabulary and the grammar libraries, and store them in the future `libraries`.
 
-        Also create `_pool`, which compiles grammars. If the loading fails, store a RequestError in
-        `libraries`, so that only the requests with a grammar or a thinking budget fail.
+        Also create `_pool`, whose threads and processes compile grammars. If the loading fails,
+        store a RequestError in `libraries`, so that only the requests with a grammar or a thinking
+        budget fail. A separate thread runs this method.
         """
         try:
             vocabulary = load_vocabulary(self._model, self._vocab_size)
@@ -190,8 +195,8 @@ class Guides:
             f"{self._max_source_bytes} bytes (max_grammar_bytes)."
         )
 
-    def _create_when_compiled(self, pending: _PendingGuide, libraries: Libraries) -> None:
-        """Create the object that applies a request's grammar, as soon as the grammar is compiled.
+    def _create_guide_when_compiled(self, pending: _PendingGuide, libraries: Libraries) -> None:
+        """Create a request's guide, as soon as the grammar of the request is compiled.
 
         A guide determines which tokens may come next in a sequence. Equal grammars are compiled
         once: a request uses the cached grammar, or waits for the compilation that another request
@@ -203,17 +208,18 @@ class Guides:
         """
         spec = pending.params.grammar
         if spec is None:
-            self._create(pending, libraries, None)
+            self._create_guide(pending, libraries, None)
             return
         # The field `spec.after` is left out, because the compiled grammar does not depend on it.
         key = GrammarSpec(spec.kind, spec.source)
         compiled_spec = self._cache.get(key)
         if compiled_spec is not None:
-            self._create(pending, libraries, compiled_spec)
+            self._create_guide(pending, libraries, compiled_spec)
             return
         start = partial(self._start_compiling, libraries, key)
+        # `join` calls `start` only if no other request has started to compile this grammar.
         compiling = self._compilations.join(key, pending.future, start)
-        _when_done(compiling, pending.future, partial(self._create, pending, libraries))
+        _continue_with(compiling, pending.future, partial(self._create_guide, pending, libraries))
 
     def _start_compiling(self, libraries: Libraries, spec: GrammarSpec) -> "Future[_CompiledSpec]":
         """Start to compile a grammar in a thread of the pool, and return the future."""
@@ -227,13 +233,13 @@ class Guides:
         self._cache.put(spec, compiled_spec, compiled.num_bytes)
         return compiled_spec
 
-    def _create(
+    def _create_guide(
         self, pending: _PendingGuide, libraries: Libraries, compiled_spec: _CompiledSpec | None
     ) -> None:
-        """Set the result of `pending.future` to an object that limits the tokens of a request.
+        """Create a guide, which limits the tokens of a request, and store it in `pending.future`.
 
         Args:
-            pending: the guide to create.
+            pending: the request for which the guide is created.
             libraries: the vocabulary and the grammar libraries.
             compiled_spec: the compiled grammar; None if the request has only a thinking budget.
         """
@@ -246,7 +252,7 @@ class Guides:
         marker = params.grammar.after if params.grammar is not None else ""
         rules = self._cached_rules(libraries.vocabulary, pending.stop_ids, special_ids, marker)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
-        _succeed(pending.future, TokenGuide(rules, matcher, thinking))
+        _set_guide(pending.future, TokenGuide(rules, matcher, thinking))
 
     def _cached_rules(
         self,
@@ -255,7 +261,7 @@ class Guides:
         special_ids: frozenset[int],
         marker: str,
     ) -> GuideRules:
-        """Return token masks and other data that determine which tokens a request may generate.
+        """Return the constant data of a guide, such as token masks, from a cache if possible.
 
         Requests with equal arguments share one GuideRules object, because `rules_for` is slow.
 
@@ -274,41 +280,45 @@ class Guides:
         return rules
 
 
-def _when_done(
-    future: "Future[S]", guide_future: "Future[TokenGuide]", use_result: Callable[[S], None]
+def _continue_with(
+    operation: "Future[S]", guide_future: "Future[TokenGuide]", use_result: Callable[[S], None]
 ) -> None:
-    """Call `use_result` with the result of `future` as soon as `future` is done.
+    """Call `use_result` with the result of `operation` as soon as `operation` is done.
+
+    A guide is the object that limits the tokens of a request. Several operations create it, such as
+    the compilation of the grammar.
 
     Args:
-        future: the future of an operation that must precede the creation of a request's guide, such
-            as the compilation of the grammar.
+        operation: the future of one of these operations.
         guide_future: the future for which the request waits. It receives the error if the operation
             or `use_result` fails.
-        use_result: starts the next operation with the result of the previous operation.
+        use_result: starts the next operation.
     """
 
-    def on_done(done_future: "Future[S]") -> None:
-        if done_future.cancelled():
-            # Every request that waited for the result of `future` has also been cancelled.
+    def on_done(done_operation: "Future[S]") -> None:
+        if done_operation.cancelled():
+            # An operation is cancelled only after all requests that need it have been cancelled.
             return
         try:
-            use_result(done_future.result())
+            use_result(done_operation.result())
         except NereidError as error:
-            _fail(guide_future, error)
+            _set_error(guide_future, error)
         except Exception as error:  # noqa: BLE001 - a callback ends here, and a request waits
-            _fail(guide_future, EngineError(f"The request's guide could not be created: {error}"))
+            _set_error(
+                guide_future, EngineError(f"The request's guide could not be created: {error}")
+            )
 
-    # If `future` is already done, this method calls `on_done` immediately.
-    future.add_done_callback(on_done)
+    # If the operation is already done, this call runs `on_done` immediately.
+    operation.add_done_callback(on_done)
 
 
-def _succeed(guide_future: "Future[TokenGuide]", guide: TokenGuide) -> None:
+def _set_guide(guide_future: "Future[TokenGuide]", guide: TokenGuide) -> None:
     """Set the result of `guide_future` to `guide`, unless the future has been cancelled."""
     if guide_future.set_running_or_notify_cancel():
         guide_future.set_result(guide)
 
 
-def _fail(guide_future: "Future[TokenGuide]", error: NereidError) -> None:
+def _set_error(guide_future: "Future[TokenGuide]", error: NereidError) -> None:
     """Set `error` as the exception of `guide_future`, unless the future has been cancelled."""
     if guide_future.set_running_or_notify_cancel():
         guide_future.set_exception(error)

@@ -62,10 +62,10 @@ def rules_for(
     allowed_special_ids: Iterable[int],
     after: str,
 ) -> GuideRules:
-    """Return token masks and other data for the guide, which limits the tokens of a request.
+    """Return the constant data of a guide: token masks, and lists of tokens.
 
-    A guide determines which tokens may come next in an answer. It looks up the token masks and the
-    token lists of this data for each token of the answer.
+    A guide determines which tokens may come next in an answer. A token mask has one bit for each
+    token of the vocabulary. The bit is set if the token is allowed.
 
     Args:
         vocabulary: the tokens of the model.
@@ -75,7 +75,8 @@ def rules_for(
     """
     size = vocabulary.size
     stop_mask = mask_of(stop_ids, size)
-    # Before the marker, every token is allowed that does not end the answer.
+    # Before the marker, the grammar does not apply yet. Every token is allowed that does not end
+    # the answer.
     all_tokens = mask_of(range(size), size)
     free_mask = all_tokens & ~stop_mask
     # A grammar never allows the special tokens that it does not contain.

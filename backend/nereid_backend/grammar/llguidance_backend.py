@@ -28,11 +28,11 @@ _WHITE_SPACE = r"( |\n {0,16})"
 _OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE}
 # The limits of llguidance. A grammar with the largest number of lexer states takes 20 to 40 MB.
 _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
-# llguidance does not report the memory of a grammar. This module estimates the memory as
-# _BASE_BYTES + _BYTES_PER_CHARACTER * the number of characters of the source.
+# llguidance does not report how much memory a compiled grammar needs. The estimate is _BASE_BYTES,
+# plus _BYTES_PER_CHARACTER for each character of the grammar's text.
 _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
-# The largest number of characters that an error quotes from a message of llguidance.
+# If a message of llguidance is longer, an error message quotes only this number of characters.
 _MAX_MESSAGE = 300
 # The largest number of schemas that are compiled to locate an error. If a schema is invalid, the
 # schemas inside it are compiled one by one to find the invalid schema.
@@ -92,12 +92,14 @@ class LLGuidanceBackend:
         return LLGuidanceGrammar(matcher, self._vocabulary, len(source))
 
     def _schema_matcher(self, source: str) -> LLMatcher:
-        """Return llguidance's matcher for a JSON schema.
+        """Return llguidance's matcher, which tracks a position in the grammar, for a JSON schema.
 
         Raises:
             RequestError: if the schema is not valid, or has keywords that cannot be enforced.
         """
         schema = json.loads(source)
+        # These two functions change the parts of `schema` that llguidance rejects or handles
+        # incorrectly.
         convert_lengths_to_integers(schema)
         replace_exclusive_bounds(schema)
         matcher = self._matcher(_schema_grammar(schema))
@@ -155,11 +157,12 @@ class LLGuidanceBackend:
         )
 
     def _path_of_problem(self, schema: object, problem: str) -> str:
-        """Return the path of the innermost schema that causes the error `problem`.
+        """Return the path of the innermost part of a schema that causes the error `problem`.
 
-        The schemas inside `schema` are compiled one by one, because llguidance does not report the
-        position of an error. At most _MAX_LOCATED schemas are compiled. Example: if "not" cannot be
-        enforced, the schema `{"properties": {"a": {"not": {}}}}` gives `$.properties.a`.
+        llguidance does not report the position of an error. Therefore the schemas inside `schema`
+        are compiled one by one, until the innermost schema with the same error is found. At most
+        _MAX_LOCATED schemas are compiled. Example: if "not" cannot be enforced, the schema
+        `{"properties": {"a": {"not": {}}}}` gives `$.properties.a`.
         """
         definitions = _definitions_in(schema)
         problem_path = "$"
@@ -167,7 +170,8 @@ class LLGuidanceBackend:
         # `subschemas` yields each schema before the schemas inside it. If a schema causes the
         # error, the search therefore continues only inside this schema.
         for part, path in subschemas(schema):
-            if not isinstance(part, Mapping) or not _is_inside(path, problem_path):
+            can_contain_cause = _is_inside(path, problem_path)
+            if not isinstance(part, Mapping) or not can_contain_cause:
                 continue
             if num_compiled == _MAX_LOCATED:
                 break
@@ -227,7 +231,7 @@ class LLGuidanceMatcher:
         row_bytes = rows.nbytes // len(rows)
         for matcher, place in zip(cast(Sequence[LLGuidanceMatcher], matchers), places, strict=True):
             if matcher._matcher.is_stopped():
-                rows[place] = 0
+                rows[place] = 0  # The grammar has ended, so it allows no further token.
             else:
                 row_address = first_row_address + place * row_bytes
                 matcher._matcher.unsafe_compute_mask_ptr(row_address, row_bytes)
@@ -271,8 +275,9 @@ def _pattern_problem(matcher: LLMatcher) -> str:
                       ^
     """
     error_text = str(matcher.get_error())
-    message = _last_error(error_text)
+    message = _last_error(error_text)  # the text after "error: ", such as "unclosed group"
     if message is None:
+        # The message has no such line. Return its first line without the expression.
         return _short_line(_INVALID_REGEX.sub("", error_text))
     column = _column_in_pattern(error_text)
     return message if column is None else f"{message} (column {column})"
@@ -315,16 +320,16 @@ def _definitions_in(schema: object) -> dict[str, object]:
 def _with_definitions(
     part: Mapping[str, object], path: str, definitions: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return a part of a schema, together with the definitions of the whole schema.
+    """Return a part of a schema, with the definitions of the whole schema added to the part.
 
-    The part may refer to these definitions. They are not added to a part that is itself in the
-    definitions. Example: the part `{"$ref": "#/$defs/a"}` gives
-    `{"$defs": {"a": {}}, "$ref": "#/$defs/a"}`.
+    The part can then be compiled alone, although it may refer to the definitions. Example: the part
+    `{"$ref": "#/$defs/a"}` gives `{"$defs": {"a": {}}, "$ref": "#/$defs/a"}`. If the part itself is
+    in the definitions (its path begins with "$.$defs"), return it without the definitions.
 
     Args:
         part: the part.
-        path: the position of the part in the whole schema.
-        definitions: the definitions of the whole schema, see `_definitions_in`.
+        path: the position of the part in the whole schema, such as "$.properties.b".
+        definitions: the definitions of the whole schema, such as {"$defs": {"a": {}}}.
     """
     is_definition = any(path.startswith(f"$.{keyword}") for keyword in definitions)
     return dict(part) if is_definition else {**definitions, **part}

@@ -51,8 +51,8 @@ def replace_exclusive_bounds(schema: object) -> None:
         lower_bound = part.get("minimum", excluded_minimum)
         if _allows_excluded_minimum(excluded_minimum, upper_bound):
             part["minimum"] = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
-        # If the condition above and this condition are both true, the schema allows no number. In
-        # this case, it is enough to replace the minimum.
+        # If the condition above and the condition below are true, the schema allows no number. It
+        # is then enough to replace the minimum.
         elif _allows_excluded_maximum(excluded_maximum, lower_bound):
             part["maximum"] = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
 

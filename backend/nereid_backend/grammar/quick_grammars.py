@@ -48,9 +48,10 @@ def is_quick(spec: GrammarSpec) -> bool:
 def _has_slow_part(value: object) -> bool:
     """Return whether a JSON value contains an object that can make the compilation slow.
 
-    The value is a JSON schema, a structural tag or a list of choices.
+    The value is a JSON schema, a structural tag or a list of choices. Example: a schema with the
+    keyword `allOf` at any depth contains such an object.
     """
-    nodes = [value]
+    nodes = [value]  # the values that are not examined yet
     while nodes:
         node = nodes.pop()
         if isinstance(node, list):

@@ -34,9 +34,11 @@ def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarS
         raise RequestError(
             f"json_schema: the schema must be a JSON object, but it is {type(schema).__name__}."
         )
-    # Requests may not set llguidance's options.
+    # llguidance reads its options from a key of the schema. A request must not set these options,
+    # so the key is removed.
     source = {keyword: value for keyword, value in schema.items() if keyword != _OPTIONS}
     if not is_strict:
+        # "lenient" ignores unsupported keywords, and "coerce_one_of" treats oneOf as anyOf.
         source[_OPTIONS] = {"lenient": True, "coerce_one_of": True}
     return GrammarSpec("json_schema", json.dumps(source, ensure_ascii=False), after)
 

@@ -34,12 +34,14 @@ class SharedCompilations(Generic[T]):
     def join(
         self, spec: GrammarSpec, request_future: "Future[Any]", start: Callable[[], "Future[T]"]
     ) -> "Future[T]":
-        """Return the future of the running compilation of a grammar, or start a compilation.
+        """Let a request wait for the compilation of a grammar, and return the compilation's future.
+
+        If no compilation of this grammar is running, start one. If all requests that wait for a
+        compilation are cancelled, the compilation is stopped.
 
         Args:
             spec: the grammar.
-            request_future: the future of a request that waits for the compilation. If the futures
-                of all waiting requests are cancelled, the compilation is stopped.
+            request_future: the future of the request.
             start: starts a compilation, and returns its future.
         """
         with self._lock:
@@ -47,8 +49,8 @@ class SharedCompilations(Generic[T]):
             compilation = _Compilation(start()) if running is None else running
             self._running[spec] = compilation
             compilation.num_waiting += 1
-        # A callback may be called immediately, and needs the lock. Therefore the callbacks are
-        # added after the lock is released.
+        # If a future is already done, its callback is called immediately. The callbacks below need
+        # the lock, so they are added after the lock is released.
         if running is None:
             compilation.future.add_done_callback(lambda _: self._forget(spec, compilation))
         request_future.add_done_callback(partial(self._stop_waiting, spec, compilation))
@@ -57,7 +59,7 @@ class SharedCompilations(Generic[T]):
     def _stop_waiting(
         self, spec: GrammarSpec, compilation: _Compilation[T], request_future: "Future[Any]"
     ) -> None:
-        """Record that one request no longer waits for a compilation.
+        """Reduce the number of requests that wait for a compilation by one.
 
         If the request was cancelled and no other request waits, stop the compilation.
 

@@ -41,6 +41,9 @@ class Thinking:
     def __init__(self, spec: ThinkingSpec) -> None:
         """Create the state of the reasoning for an answer that has no tokens yet.
 
+        Reasoning is the text between two markers, such as "<think>" and "</think>". The budget
+        limits the number of its tokens.
+
         Args:
             spec: the markers and the budget.
 
@@ -52,11 +55,13 @@ class Thinking:
         # The markers as bytes, because a token can end in the middle of a character.
         self._start_marker = spec.start.strip().encode()
         self._end_marker = spec.end.strip().encode()
-        # `_state` is the progress of the answer. `_tail` contains the last bytes of the answer,
-        # which may be the beginning of a marker.
+        # Whether the next token comes before, in or after the reasoning.
         self._state = self._first_state()
+        # The last bytes of the answer, which may be the beginning of a marker.
         self._tail = b""
+        # The number of tokens in the reasoning so far.
         self.num_tokens = 0
+        # The tokens that must come next: the end marker, or its rest, once the budget is used up.
         self.forced: tuple[int, ...] = ()
         # If the answer starts inside the reasoning, a budget of 0 is used up before the first
         # token.
@@ -77,7 +82,9 @@ class Thinking:
     def feed(self, token_id: int, data: bytes) -> None:
         """Advance the state of the reasoning by the next token of the answer.
 
-        If the budget is used up after this token, `forced` contains the tokens of the end marker.
+        The state is BEFORE the reasoning, OPEN (in the reasoning) or CLOSED (after the reasoning).
+        If the budget is used up after this token, `forced` contains the tokens of the end marker,
+        which must come next.
 
         Args:
             token_id: the token.
@@ -124,11 +131,12 @@ class Thinking:
         return copy
 
     def _look_for_start(self, data: bytes) -> None:
-        """Add the bytes of one token, and open the reasoning if the start marker is complete.
+        """Process a token in the state BEFORE: does the answer begin with the start marker?
 
-        If the answer cannot begin with the start marker, the answer has no reasoning. Examples for
-        the start marker "<think>": after "<", the state is still BEFORE. After "<think> I", the
-        state is OPEN. After "Hello", the state is CLOSED.
+        `data` contains the bytes of the token, and `_tail` contains the earlier bytes of the
+        answer. Examples for the start marker "<think>": after "<", the state is still BEFORE. After
+        "<think> I", the state is OPEN. After "Hello", the state is CLOSED, because the answer has
+        no reasoning.
         """
         beginning = (self._tail + data).lstrip()
         self._tail = b""
@@ -143,11 +151,11 @@ class Thinking:
             self._state = _State.CLOSED
 
     def _look_for_end(self, data: bytes) -> None:
-        """Add the bytes of one token, and close the reasoning if the end marker is complete.
+        """Process a token in the state OPEN: close the reasoning if the end marker is complete.
 
-        If the reasoning continues, count the token as a token of the reasoning. Example for the end
-        marker "</think>": if the tokens so far end with "</", the token "think>" closes the
-        reasoning.
+        `data` contains the bytes of the token, and `_tail` contains the bytes before it. If the
+        reasoning continues, count the token. Example for the end marker "</think>": if the tokens
+        so far end with "</", the token "think>" closes the reasoning.
         """
         text = self._tail + data
         has_ended = self._end_marker != b"" and self._end_marker in text

@@ -63,21 +63,23 @@ class TokenGuide:
 
         Args:
             rules: the token masks and other constant data of the request.
-            matcher: the matcher of the grammar at its start; None if the request has no grammar.
-            thinking: finds the reasoning; None if the request has no thinking budget.
+            matcher: tracks the position of the answer in the grammar, and is at its start; None if
+                the request has no grammar.
+            thinking: counts the tokens of the reasoning; None if the request has no thinking
+                budget.
         """
         self._rules = rules
         self._matcher = matcher
         self._thinking = thinking
         self._phase = Phase.BEFORE_MARKER if rules.marker else Phase.GRAMMAR
-        # In the phase BEFORE_MARKER: the last bytes of the answer, which may be the beginning of
-        # the marker.
+        # In the phase BEFORE_MARKER, the last bytes of the answer. They may be the beginning of the
+        # marker, after which the grammar applies.
         self._tail = b""
         # In the phase WHITE_SPACE, the number of bytes of white space that have followed the
         # marker.
         self._num_white_space = 0
         # The last tokens of the answer. The method `forced` needs them.
-        self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
+        self._recent_ids: deque[int] = deque(maxlen=_NUM_RECENT)
 
     # ---- tokens of the answer --------------------------------------------------------------------
 
@@ -91,20 +93,20 @@ class TokenGuide:
         matcher = self._matcher
         if matcher is None or self._thinking is not None:
             for token_id in token_ids:
-                self._accept(token_id)
+                self._accept_token(token_id)
             return
-        # No thinking budget limits the tokens here, only the grammar does. Most tokens arrive in
-        # the phase GRAMMAR. For these tokens, the first branch of the loop has the same effect as
-        # `_accept`, but takes less time.
+        # Only the grammar limits the tokens here. In the phase GRAMMAR, in which most tokens
+        # arrive, the first branch of the loop has the same effect as `_accept_token`, but takes
+        # less time. `grammar_bits` has one bit for each token that a grammar may allow.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
-            if self._phase is Phase.GRAMMAR and _has(grammar_bits, token_id):
-                self._check(token_id, matcher.accept(token_id))
-                self._recent.append(token_id)
+            if self._phase is Phase.GRAMMAR and _has_bit(grammar_bits, token_id):
+                self._raise_if_forbidden(token_id, matcher.accept(token_id))
+                self._recent_ids.append(token_id)
             else:
-                self._accept(token_id)
+                self._accept_token(token_id)
 
-    def _accept(self, token_id: int) -> None:
+    def _accept_token(self, token_id: int) -> None:
         """Accept one token: update the matcher, the thinking budget and the recent tokens.
 
         Raises:
@@ -118,13 +120,13 @@ class TokenGuide:
         data = rules.vocabulary.tokens[token_id]
         if self._matcher is not None:
             is_allowed = self._advance(self._matcher, token_id, data)
-            self._check(token_id, is_allowed)
+            self._raise_if_forbidden(token_id, is_allowed)
         # Stop tokens are not part of the text in which the thinking budget looks for markers.
         if self._thinking is not None and token_id not in rules.stop_ids:
             self._thinking.feed(token_id, data)
-        self._recent.append(token_id)
+        self._recent_ids.append(token_id)
 
-    def _check(self, token_id: int, is_allowed: bool) -> None:
+    def _raise_if_forbidden(self, token_id: int, is_allowed: bool) -> None:
         """Raise an EngineError if `is_allowed` is False, because the grammar forbids the token."""
         if not is_allowed:
             text = self._rules.vocabulary.tokens[token_id]
@@ -134,7 +136,7 @@ class TokenGuide:
             )
 
     def _advance(self, matcher: Matcher, token_id: int, data: bytes) -> bool:
-        """Advance the phase and the grammar by one token. Return whether the token is allowed.
+        """Advance the phase and the matcher by one token. Return whether the token is allowed.
 
         An answer passes through the phases BEFORE_MARKER (until a marker such as "</think>"),
         WHITE_SPACE (directly after the marker), GRAMMAR and ENDED (after a stop token). Example: in
@@ -147,7 +149,7 @@ class TokenGuide:
             data: the bytes of the token.
         """
         if token_id in self._rules.stop_ids:
-            return self._end_answer(matcher)
+            return self._end_answer(matcher)  # allowed only if the grammar may end here
         if self._phase is Phase.ENDED:
             return False
         if self._phase is Phase.BEFORE_MARKER:
@@ -158,7 +160,7 @@ class TokenGuide:
             return True
         # The token belongs to the text that must match the grammar.
         self._phase = Phase.GRAMMAR
-        return _has(self._rules.grammar_bits, token_id) and matcher.accept(token_id)
+        return _has_bit(self._rules.grammar_bits, token_id) and matcher.accept(token_id)
 
     def _end_answer(self, matcher: Matcher) -> bool:
         """Begin the phase ENDED if the answer may end here. Return whether the answer may end."""
@@ -231,14 +233,15 @@ class TokenGuide:
     def fill_all(
         guides: Sequence["TokenGuide"], rows: TokenMasks, places: Sequence[int]
     ) -> list[bool]:
-        """Write one token mask for each guide: the tokens that the guide allows next.
+        """For each guide, write a token mask: the tokens that the guide allows next.
 
-        Matchers, which track a position in a grammar, fill many rows in one call.
+        A matcher tracks the position of an answer in its grammar. One call of the grammar library
+        writes the masks of many matchers, because single calls would take longer.
 
         Args:
             guides: the guides.
             rows: the masks of the batch, [n, ceil(vocab_size / 32)] int32, contiguous.
-            places: the index of each guide's row in `rows`.
+            places: for each guide, the index of its row in `rows`.
 
         Returns:
             For each guide, whether any token is forbidden. If not, its row is unchanged.
@@ -246,12 +249,12 @@ class TokenGuide:
         Mutates: rows.
         """
         are_limited = []
-        # The rows whose masks a grammar library must write. The key is the class of the matcher.
-        # Each class belongs to one library, which writes all masks of this class in one call.
+        # The rows whose masks a grammar library must write, by the class of the matcher. Each class
+        # belongs to one library.
         by_class: dict[type[Matcher], list[_GuideRow]] = {}
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
-            if matcher is None:
+            if matcher is None:  # The grammar does not decide about the next token.
                 are_limited.append(guide._fill_outside_grammar(rows[place]))
             else:
                 are_limited.append(True)
@@ -260,7 +263,7 @@ class TokenGuide:
             matchers = [guide_row.matcher for guide_row in guide_rows]
             matcher_class.fill_all(matchers, rows, [guide_row.place for guide_row in guide_rows])
             for guide, matcher, place in guide_rows:
-                guide._finish_row(matcher, rows[place])
+                guide._complete_mask(matcher, rows[place])
         return are_limited
 
     def _deciding_matcher(self) -> Matcher | None:
@@ -278,8 +281,8 @@ class TokenGuide:
     def _fill_outside_grammar(self, row: TokenMask) -> bool:
         """Write the token mask for a position to which the grammar does not apply.
 
-        A position is outside the grammar if the thinking budget forces the next token, the request
-        has no grammar, the answer has ended, or the marker before the grammar is not complete yet.
+        The grammar does not apply if the thinking budget forces the next token, if the request has
+        no grammar, if the answer has ended, or if the marker before the grammar is not complete.
 
         Return whether any token is forbidden. If not, the row is unchanged.
 
@@ -316,11 +319,12 @@ class TokenGuide:
                 if not matcher.fork().accept_bytes(token.text_after):
                     _clear_bit(row, token.token_id)
 
-    def _finish_row(self, matcher: Matcher, row: TokenMask) -> None:
+    def _complete_mask(self, matcher: Matcher, row: TokenMask) -> None:
         """Complete the mask that the grammar library has written into `row`.
 
-        Forbid all tokens outside `grammar_mask`. Then allow the stop tokens if the answer may end,
-        and white space if it may still follow the marker.
+        Forbid all tokens outside `grammar_mask`, such as special tokens that the grammar does not
+        contain. Then allow the stop tokens if the answer may end, and allow white space if it may
+        still follow the marker (the text before the grammar).
 
         Mutates: row.
         """
@@ -350,10 +354,10 @@ class TokenGuide:
     def forced(self) -> list[int]:
         """Return the tokens that must come next, or [] if several tokens are possible.
 
-        If the grammar forces a text, the result is the tokens that the tokenizer would choose for
-        this text. The engine appends the tokens without sampling. Example: if the grammar allows
-        only `"name": ` here, the result is the tokens of `"name":`. The last token, a space, is
-        left out, because it may merge with the text that follows.
+        The engine appends these tokens without sampling. If the grammar allows only one text next,
+        the result is the tokens that the tokenizer would choose for this text. Example: if the
+        grammar allows only `"name": ` here, the result is the tokens of `"name":`. The last token,
+        a space, is left out, because it may merge with the text that follows.
         """
         if self._thinking is not None and self._thinking.is_open:
             return list(self._thinking.forced)
@@ -361,9 +365,9 @@ class TokenGuide:
             return []
         forced_bytes = self._matcher.forced()
         if len(forced_bytes) < _MIN_FORCED_BYTES:
-            return []
-        token_ids = self._rules.vocabulary.encode_forced(list(self._recent), forced_bytes)
-        are_allowed = all(_has(self._rules.grammar_bits, token_id) for token_id in token_ids)
+            return []  # The text has only one token, and the last token is always left out.
+        token_ids = self._rules.vocabulary.encode_forced(list(self._recent_ids), forced_bytes)
+        are_allowed = all(_has_bit(self._rules.grammar_bits, token_id) for token_id in token_ids)
         return token_ids if are_allowed else []
 
     def fork(self) -> "TokenGuide":
@@ -374,7 +378,7 @@ class TokenGuide:
         copy._phase = self._phase
         copy._tail = self._tail
         copy._num_white_space = self._num_white_space
-        copy._recent = self._recent.copy()
+        copy._recent_ids = self._recent_ids.copy()
         return copy
 
 
@@ -386,7 +390,7 @@ class _GuideRow(NamedTuple):
     place: int
 
 
-def _has(bits: bytes, token_id: int) -> bool:
+def _has_bit(bits: bytes, token_id: int) -> bool:
     """Return whether the bit of a token is set in a mask. Ids outside the mask have no bit.
 
     Example: the bit of the token 10 is bit 2 of byte 1.

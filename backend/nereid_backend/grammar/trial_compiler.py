@@ -27,7 +27,7 @@ from nereid_backend.grammar.vocabulary import Vocabulary
 log = logging.getLogger(__name__)
 
 _MODULE = "nereid_backend.grammar.trial_process"
-# The largest number of grammars that may wait until a child process has tested them.
+# The largest number of grammars that may wait for their test in a child process.
 _MAX_JOBS = 256
 _STOP_TIMEOUT_S = 5.0
 
@@ -38,7 +38,9 @@ class TrialCompiler:
     def __init__(
         self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], timeout_s: float
     ) -> None:
-        """Create a compiler. Its process is started when the first grammar is submitted.
+        """Create an object that tests grammars in a child process, which is not started yet.
+
+        The first call of `submit` starts the process.
 
         Args:
             vocabulary: the tokens of the model.
@@ -48,8 +50,8 @@ class TrialCompiler:
         self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
         self._timeout_s = timeout_s
-        # The ids of the jobs, and the futures of the jobs that have not ended. A job tests in a
-        # child process whether a grammar can be compiled.
+        # A job is the test of one grammar. `_ids` yields the ids of new jobs, and `_futures` maps
+        # the id of each job that has not ended to its future.
         self._ids = itertools.count()
         self._futures: dict[int, Future[None]] = {}
         # The process and the connection to it; None before the first job.
@@ -67,7 +69,7 @@ class TrialCompiler:
 
         Returns:
             A future. Its result is None if the grammar was compiled. Otherwise, its exception is a
-            RequestError. Cancelling the future kills the trial.
+            RequestError. Cancelling the future stops the test.
 
         Raises:
             RequestError: if too many grammars are waiting.
@@ -104,18 +106,19 @@ class TrialCompiler:
         trial_process.py describes the messages.
         """
         with contextlib.suppress(RuntimeError):  # the sender is shut down
-            self._sender.submit(self._deliver, job_id, message)
+            self._sender.submit(self._send_message, job_id, message)
 
-    def _deliver(self, job_id: int, message: tuple[object, ...]) -> None:
+    def _send_message(self, job_id: int, message: tuple[object, ...]) -> None:
         """Send a message about a job to the process, and start the process if necessary.
 
-        This method runs in the thread of `_sender`, because it can block. If the process cannot be
-        reached, store an error in the future of the job.
+        This method can block, so it runs in the thread of `_sender`. If the process cannot be
+        reached, store an error in the future of the job. Example of a message: ("cancel", 7) stops
+        the job 7.
         """
         connection = self._connection
         try:
             if connection is None:
-                connection = self._start()
+                connection = self._start_and_connect()
             connection.send(message)
         except OSError as error:
             future = self._pop_future(job_id)
@@ -127,8 +130,8 @@ class TrialCompiler:
         with self._lock:
             return self._futures.pop(job_id, None)
 
-    def _start(self) -> Connection:
-        """Start the process and the thread that reads its messages.
+    def _start_and_connect(self) -> Connection:
+        """Start the process that tests grammars, and a thread that reads the process's messages.
 
         Returns:
             The connection to the process.
@@ -138,7 +141,7 @@ class TrialCompiler:
         """
         connection, child_end = Pipe()
         process = self._start_process(child_end.fileno())
-        child_end.close()
+        child_end.close()  # The process has its own copy of this end.
         self._connection = connection
         threading.Thread(
             target=self._read_all,
@@ -146,14 +149,15 @@ class TrialCompiler:
             name="grammar-outcomes",
             daemon=True,
         ).start()
+        # With these two values, the process loads the grammar libraries.
         connection.send((self._vocabulary, self._eos_token_ids))
         return connection
 
     def _start_process(self, child_fd: int) -> "subprocess.Popen[bytes]":
-        """Start the process that tests grammars, and store it in `_process`.
+        """Start the process that tests grammars, and store the process in `_process`.
 
         Args:
-            child_fd: the file descriptor of the connection that the process uses.
+            child_fd: the file descriptor through which the process exchanges messages.
 
         Raises:
             OSError: if the process cannot be started, or if the compiler is closed.
@@ -161,7 +165,7 @@ class TrialCompiler:
         command = [sys.executable, "-m", _MODULE, str(child_fd), str(self._timeout_s)]
         with self._lock:
             if self._is_closed:
-                # `_deliver` handles this error as if the process had ended.
+                # `_send_message` handles this error as if the process had ended.
                 raise BrokenPipeError("the engine is shutting down")
             process = subprocess.Popen(command, pass_fds=[child_fd], stdin=subprocess.DEVNULL)
             self._process = process
@@ -173,9 +177,9 @@ class TrialCompiler:
             self._send(job_id, ("cancel", job_id))
 
     def _read_all(self, connection: Connection, process: "subprocess.Popen[bytes]") -> None:
-        """Read messages until the process ends. Store each result in the future of its job.
+        """Read the results of jobs until the process ends. Store each result in the job's future.
 
-        A thread of its own runs this method. After the end of the process, the remaining jobs fail.
+        A separate thread runs this method. After the end of the process, the remaining jobs fail.
         """
         # `recv` raises an error when the process ends.
         with contextlib.suppress(EOFError, OSError):

@@ -77,47 +77,47 @@ class TrialServer:
     """Starts a child process for each grammar, and kills a child that exceeds a limit."""
 
     def __init__(self, connection: Connection, compile_grammar: Compile, timeout_s: float) -> None:
-        """Create a server.
+        """Create a server without jobs. A job is a grammar that a child process must compile.
 
         Args:
-            connection: the connection to the engine.
+            connection: the connection to the engine, which sends jobs and receives their outcomes.
             compile_grammar: the function that each child process calls.
             timeout_s: the time limit of a job, including the time in the queue.
         """
         self._connection = connection
         self._compile = compile_grammar
         self._timeout_s = timeout_s
-        # `_waiting` contains the jobs that have no child process yet, the oldest job first.
-        # `_running` contains the jobs that have a child process.
+        # The jobs that have no child process yet, the oldest job first.
         self._waiting: deque[_Job] = deque()
+        # The jobs that have a child process.
         self._running: list[_Job] = []
 
     def serve(self) -> None:
         """Handle messages until the engine closes the connection. Then kill all children."""
         while True:
             try:
-                self._step()
+                self._handle_next_events()
             except (EOFError, OSError):
                 for job in self._running:
                     os.kill(job.pid, signal.SIGKILL)
                 return
 
-    def _step(self) -> None:
+    def _handle_next_events(self) -> None:
         """Wait for the next event, and handle every event that has occurred.
 
-        The events are a message from the engine, the result of a child, and the deadline of a job.
-        Afterwards, start as many waiting jobs as the number of children allows.
+        The events are a message from the engine, the result of a child process, and the deadline of
+        a job. Afterwards, start waiting jobs until `_MAX_CHILDREN` child processes are running.
         """
-        ready_connections = self._wait_for_event()
+        ready_connections = self._wait_for_event()  # those that can be read without waiting
         while self._connection.poll():
-            self._handle(self._connection.recv())
+            self._handle_message(self._connection.recv())
         # A child has sent its result or has ended if its connection is readable.
         finished_jobs = [job for job in self._running if job.connection in ready_connections]
         for job in finished_jobs:
-            self._finish(job)
+            self._send_outcome(job)
         self._remove_late_jobs()
         while self._waiting and len(self._running) < _MAX_CHILDREN:
-            self._start(self._waiting.popleft())
+            self._fork_child(self._waiting.popleft())
 
     def _wait_for_event(self) -> list[Any]:
         """Wait for a message, a result or the next deadline. Return the readable connections."""
@@ -135,7 +135,7 @@ class TrialServer:
                 self._remove(job)
                 self._connection.send((job.job_id, Outcome.LATE.value, ""))
 
-    def _handle(self, message: tuple[Any, ...]) -> None:
+    def _handle_message(self, message: tuple[Any, ...]) -> None:
         """Handle a message from the engine, which adds or removes a job.
 
         The module's docstring describes the messages.
@@ -154,7 +154,7 @@ class TrialServer:
             if job.job_id == job_id:
                 self._remove(job)
 
-    def _start(self, job: _Job) -> None:
+    def _fork_child(self, job: _Job) -> None:
         """Fork a child process that executes a job."""
         job.connection, child_end = Pipe(duplex=False)
         job.pid = os.fork()
@@ -163,7 +163,7 @@ class TrialServer:
         child_end.close()
         self._running.append(job)
 
-    def _finish(self, job: _Job) -> None:
+    def _send_outcome(self, job: _Job) -> None:
         """Send the result of a finished job to the engine, and remove the job."""
         assert job.connection is not None
         try:
@@ -202,7 +202,7 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)
         compile_grammar(job.kind, job.source)
-        result.send((Outcome.DONE.value, ""))
+        result.send((Outcome.DONE.value, ""))  # the outcome, and no error text
     except MemoryError:
         # There may be too little memory to send a message, so no message is sent. If a child ends
         # without a message, the parent process uses the outcome CRASHED.

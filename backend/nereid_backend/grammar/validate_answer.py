@@ -12,31 +12,30 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]  # it ships no types
 from referencing import Registry
 
-# The largest number of characters that an error quotes from a message of jsonschema.
+# If a message of jsonschema is longer, an error message quotes only this number of characters.
 _MAX_TEXT = 80
 
 
 def validate_strict(text: str, schema: object) -> str | None:
-    """Return how an answer violates a JSON schema, or None if the answer matches the schema.
+    """Describe how an answer violates a JSON schema. Return None if the answer matches the schema.
 
-    References to other documents are not fetched. A schema with such a reference is reported as a
-    problem. Example: the text is `{"a": "x"}`, and the schema requires a number for `a`. The result
-    is `at $.a: 'x' is not of type 'number'`.
+    Example: the text is `{"a": "x"}`, and the schema requires a number for `a`. The result is
+    `at $.a: 'x' is not of type 'number'`. References to other documents are not fetched, so a
+    schema with such a reference is reported as a problem.
 
     Args:
         text: the answer, which must be a JSON text.
         schema: the schema as a JSON value.
 
     Returns:
-        A description of the first problem, in a form that fits after a colon. None if the answer
-        matches the schema.
+        A description of the first problem, in a form that fits after a colon, or None.
     """
     try:
         value = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         return f"the answer is not JSON: {error}"
     if schema is True or schema == {}:
-        return None
+        return None  # These two schemas allow every JSON value.
     try:
         validator = _validator(json.dumps(schema, sort_keys=True))
         first_error = next(validator.iter_errors(value), None)

@@ -133,9 +133,9 @@ class Vocabulary:
     def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
         """Return the tokens that the tokenizer would choose for the required next bytes `data`.
 
-        Forced bytes are the only bytes that the grammar allows next. The last token is left out,
-        because it may merge with the text that follows. If the last token is a marker, it is not
-        left out. Return no tokens if the bytes would merge with the recent tokens.
+        The grammar allows no other bytes next. The last token is left out, because it may merge
+        with the text that follows. Only a marker, such as </think>, is never left out. Return no
+        tokens if the bytes would merge with the recent tokens.
 
         Example: the recent tokens spell `{`, and the bytes are `"name": `. If the tokenizer splits
         `{"name": ` into `{`, `"`, `name`, `":` and ` `, the result is the tokens `"`, `name` and
@@ -158,7 +158,7 @@ class Vocabulary:
         The tokens of a text depend on the preceding text. Return no tokens if the tokenizer would
         merge the two texts, or if one of them cannot be decoded.
         """
-        text = _decoded(data)
+        text = _decoded(data)  # "" if the bytes begin in the middle of a character
         recent_text = _decoded(self._bytes_of(recent))
         is_recent_undecodable = bool(recent) and not recent_text
         if not text or is_recent_undecodable:
@@ -221,13 +221,14 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
     """Return the vocabulary of a transformers tokenizer: the bytes of each token.
 
     Args:
-        tokenizer: a tokenizer that is built on the tokenizers library.
+        tokenizer: a tokenizer of transformers that is built on the library tokenizers.
         vocab_size: the number of the model's logits.
 
     Raises:
-        RequestError: if the tokenizer is not built on the tokenizers library.
+        RequestError: if the tokenizer is not built on the library tokenizers.
     """
-    backend = _backend_of(tokenizer)
+    backend = _backend_of(tokenizer)  # a `Tokenizer` of the library tokenizers
+    # The tokens that were added to the vocabulary. Only some of them are special tokens.
     added_tokens = {
         token_id: token
         for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -245,12 +246,12 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
 
 
 def _backend_of(tokenizer: Any) -> Any:  # noqa: ANN401 - the libraries have no types
-    """Return the `backend_tokenizer` of a transformers tokenizer.
+    """Return the object of the library tokenizers that a tokenizer of transformers calls.
 
-    The result is a `Tokenizer` of the tokenizers library.
+    The decoder of this object defines the bytes of each token.
 
     Raises:
-        RequestError: if the transformers tokenizer has no `backend_tokenizer`.
+        RequestError: if the tokenizer is not built on the library tokenizers.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -273,11 +274,12 @@ def _token_bytes(
     has the bytes b" hi".
 
     Args:
-        backend: the tokenizer of the tokenizers library.
+        backend: a `Tokenizer` of the library tokenizers.
         ids: maps the text of each token to its id.
-        vocab_size: the length of the result.
+        vocab_size: the length of the result. It may exceed the number of tokens.
     """
-    to_bytes = _converter(json.loads(backend.to_str()).get("decoder"), ids)
+    # The content of tokenizer.json contains the decoder, which shows how entries represent bytes.
+    to_bytes = _bytes_function(json.loads(backend.to_str()).get("decoder"), ids)
     tokens = [b""] * vocab_size
     for text, token_id in ids.items():
         if token_id < vocab_size:
@@ -285,38 +287,40 @@ def _token_bytes(
     return tokens
 
 
-def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes]:
-    """Return the function that converts the text of a token into bytes.
+def _bytes_function(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes]:
+    """Return the function that converts the entries of a vocabulary into bytes.
 
-    A vocabulary represents bytes in one of three ways. Examples for the token " a": byte-level BPE
-    has the text "Ġa". SentencePiece has the text "▁a". With byte fallback, a SentencePiece
-    vocabulary also contains one token for each byte, such as "<0x80>".
+    A vocabulary represents bytes in one of three ways:
+
+    - byte-level BPE: one character for each byte. The token " a" has the entry "Ġa".
+    - SentencePiece: text. The token " a" has the entry "▁a".
+    - byte fallback: SentencePiece, with one more entry for each byte, such as "<0x80>".
 
     Args:
         decoder: the value of "decoder" in tokenizer.json.
         ids: maps the text of each token to its id.
     """
-    kinds = set(_kinds(decoder))
-    if "ByteLevel" in kinds:
+    types = set(_decoder_types(decoder))  # such as {"Sequence", "ByteFallback"}
+    if "ByteLevel" in types:
         return byte_level
     # The bytes below 128 are not checked, because these bytes are ASCII characters. A vocabulary
     # often contains an ASCII character as a token of its own. For example, the vocabulary contains
     # the token `A` instead of the token `<0x41>`.
     has_byte_tokens = all(f"<0x{byte:02X}>" in ids for byte in range(128, 256))
-    if "ByteFallback" in kinds or has_byte_tokens:
+    if "ByteFallback" in types or has_byte_tokens:
         return byte_fallback
     # This vocabulary is byte-level BPE, although the tokenizer has no decoder. "Ġ" means a space.
-    if not kinds and "Ġ" in ids:
+    if not types and "Ġ" in ids:
         return byte_level
     return sentence_piece
 
 
-def _kinds(decoder: object) -> Iterator[str]:
+def _decoder_types(decoder: object) -> Iterator[str]:
     """Yield the type of a decoder, such as "ByteLevel", and the types of all nested decoders."""
     if isinstance(decoder, Mapping):
         yield str(decoder.get("type"))
         for part in decoder.get("decoders") or ():
-            yield from _kinds(part)
+            yield from _decoder_types(part)
 
 
 def _decoded(data: bytes) -> str:

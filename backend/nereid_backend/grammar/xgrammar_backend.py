@@ -31,7 +31,7 @@ class XGrammarBackend:
     def __init__(
         self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], num_threads: int
     ) -> None:
-        """Create a backend.
+        """Create a compiler of xgrammar for a vocabulary.
 
         Args:
             vocabulary: the tokens of the model.
@@ -40,7 +40,7 @@ class XGrammarBackend:
         """
         info = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
-            xgrammar.VocabType.RAW,
+            xgrammar.VocabType.RAW,  # `tokens` contains the bytes of each token
             vocab_size=vocabulary.size,
             stop_token_ids=list(eos_token_ids),
         )

@@ -97,8 +97,8 @@ class DraftModel:
         Args:
             path: the forward path of the small model, or of an MTP layer of the large model.
             sizes: the sizes of the cache of `path`.
-            hook: the small model's entry in transformers' attention interface; None for an MTP
-                layer, which uses the entry of the large model.
+            hook: the attention function that transformers calls for the small model; None for an
+                MTP layer, which uses the attention function of the large model.
         """
         self.lengths = DraftLengths(sizes.max_draft_tokens)
         self._path = path
@@ -138,7 +138,8 @@ class DraftModel:
         self._proposals = {}
         if self._is_broken:
             return
-        # The time for a draft token depends on the number of sequences in the batch.
+        # `lengths` chooses the number of draft tokens. This number depends on the time that a draft
+        # token takes, and this time depends on the number of sequences in the batch.
         self.lengths.begin_step(len(sequences))
         self._release_preempted()
         prepared = [self._prepare_draft(target) for target in sequences]
@@ -178,10 +179,11 @@ class DraftModel:
             self._release(target)
 
     def _prepare_draft(self, target: Sequence) -> SequenceDraft | None:
-        """Update the `SequenceDraft` of a sequence, and allocate blocks for new draft tokens.
+        """Prepare a sequence for new draft tokens: update its draft, and allocate KV cache blocks.
 
         The draft is the state of the sequence in the draft model. It is created if it does not
-        exist yet. Its tokens become the tokens that the large model has chosen.
+        exist yet. The draft tokens of the previous step are replaced by the tokens that the large
+        model has chosen.
 
         Return None if the sequence gets no draft tokens in this step. This is the case while the
         prompt is computed, if the prompt has images, if the sequence is close to its length limit,
@@ -193,16 +195,18 @@ class DraftModel:
         length = self._draft_length(target)
         if length <= 0:
             return None
-        draft = self._drafts.get(target) or self._admit(target)
+        draft = self._drafts.get(target) or self._start_draft(target)
         if draft is None:
             return None
+        # An MTP layer computes accepted draft tokens again, because it then gets the hidden states
+        # of the large model for these tokens.
         draft.update(keeps_accepted=self._mtp is None)
         draft.length = length
         if self._tables.cache is not None:
-            # `draft.own` contains only known tokens here. Draft tokens must not get into the prefix
-            # cache, because the large model may reject them.
-            self._tables.cache.add(draft.own)
-        has_blocks = self._tables.try_extend(draft.own, draft.num_known + length)
+            # `draft.sequence` contains only known tokens here. Draft tokens must not get into the
+            # prefix cache, because the large model may reject them.
+            self._tables.cache.add(draft.sequence)
+        has_blocks = self._tables.try_extend(draft.sequence, draft.num_known + length)
         if not has_blocks:
             self._release(target)
             return None
@@ -214,23 +218,26 @@ class DraftModel:
         The result is 0 or negative if the sequence gets no draft tokens. A sequence gets draft
         tokens only after its first output token, and only if it has no images.
         """
-        num_known = len(target.token_ids)
+        num_known = len(target.token_ids)  # the tokens of the prompt and of the answer so far
         has_output = target.num_output_tokens > 0
+        # After a preemption, many known tokens must be computed again. Draft tokens would then cost
+        # more time than they save.
         is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
         is_text_only = target.images is None
         if not (has_output and is_decoding and is_text_only):
             return 0
         return min(
-            self.lengths.next_length(target),
+            self.lengths.next_length(target),  # the number that saves the most time
             # The large model adds one token to the accepted draft tokens.
             target.max_total_tokens - num_known - 1,
             self._sizes.max_model_len - num_known,
         )
 
-    def _admit(self, target: Sequence) -> SequenceDraft | None:
-        """Create the `SequenceDraft` of a sequence, with a batch row and KV cache blocks.
+    def _start_draft(self, target: Sequence) -> SequenceDraft | None:
+        """Add a sequence of the large model to the draft model, and return its `SequenceDraft`.
 
-        Return None if there are not enough free blocks.
+        The `SequenceDraft` is the state of the sequence in the draft model. The sequence gets a row
+        of the batch and blocks of the KV cache. Return None if there are not enough free blocks.
         """
         # An MTP layer combines each token with the hidden state of the previous token. No token
         # precedes the first token, so the sequence of an MTP layer leaves out the first token.
@@ -252,7 +259,7 @@ class DraftModel:
 
     def _release(self, target: Sequence) -> None:
         """Release the batch row and the KV cache blocks of a sequence in the draft model."""
-        own = self._drafts.pop(target).own
+        own = self._drafts.pop(target).sequence
         assert own.row is not None
         if self._mtp is not None:
             self._mtp.release(own)
@@ -263,8 +270,9 @@ class DraftModel:
     def _generate(self, drafts: list[SequenceDraft], num_sequences: int) -> None:
         """Generate the draft tokens of all sequences, and store the draft tokens in `_proposals`.
 
-        Each pass adds one token to each draft, until all drafts are complete. The measured time
-        helps to choose the number of draft tokens in later steps.
+        Each forward pass of the draft model adds one token to each draft, until all drafts are
+        complete. The time of the passes is measured, because later steps choose the number of draft
+        tokens by their cost.
 
         Args:
             drafts: the drafts of the sequences. They contain no draft tokens yet.
@@ -286,14 +294,15 @@ class DraftModel:
     def _run_pass(self, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
         """Run one forward pass of the draft model, and sample a draft token for each sequence.
 
-        If a draft has more uncomputed tokens than one pass may compute, several steps compute these
-        tokens. The draft gets no draft token before the last of these steps.
+        If a sequence has more uncomputed tokens than one pass may compute, its first tokens are
+        computed now, and the rest is computed before later steps of the large model. The sequence
+        gets no draft tokens until then.
 
         Args:
-            drafts: the drafts. The pass advances their states.
+            drafts: the states of the sequences in the draft model. Mutated.
 
         Returns:
-            The drafts that need another pass for this step.
+            The drafts that need more tokens, and therefore another pass.
         """
         planned = self._plan_pass(drafts)
         chunks = [chunk for _, chunk in planned]
@@ -301,14 +310,15 @@ class DraftModel:
         logits = self._path.forward(plan)
         for draft, chunk in planned:
             draft.is_new = False
-            draft.own.num_computed_tokens += chunk.num_tokens
+            draft.sequence.num_computed_tokens += chunk.num_tokens
         sampling = [draft for draft, chunk in planned if chunk.samples]
-        return self._sample(logits, sampling) if sampling else []
+        return self._append_sampled_tokens(logits, sampling) if sampling else []
 
     def _plan_pass(self, drafts: list[SequenceDraft]) -> list[tuple[SequenceDraft, Chunk]]:
         """Choose which tokens of each draft the next forward pass of the draft model computes.
 
-        Drafts with few uncomputed tokens come first, so that many drafts get their next token.
+        A pass computes at most `max_num_batched_tokens` tokens. Drafts with few uncomputed tokens
+        come first, so that many drafts get their next token.
 
         Returns:
             The drafts that the pass computes, each with its chunk: the tokens to compute.
@@ -323,8 +333,8 @@ class DraftModel:
             budget -= num_tokens
             has_last_token = num_tokens == num_missing
             chunk = Chunk(
-                sequence=draft.own,
-                start=draft.own.num_computed_tokens,
+                sequence=draft.sequence,
+                start=draft.sequence.num_computed_tokens,
                 num_tokens=num_tokens,
                 samples=has_last_token,
                 is_first=draft.is_new,
@@ -337,8 +347,10 @@ class DraftModel:
         planned.sort(key=lambda pair: pair[1].num_tokens)
         return planned
 
-    def _sample(self, logits: torch.Tensor, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
-        """Append a sampled token to each draft. Return those drafts that need more tokens.
+    def _append_sampled_tokens(
+        self, logits: torch.Tensor, drafts: list[SequenceDraft]
+    ) -> list[SequenceDraft]:
+        """Sample a token for each draft, and append the token. Return the drafts that need more.
 
         A draft needs no more tokens if it ends with a stop token or has its planned length. If the
         sampler reports an error for a draft, the draft gets no token and is not returned.
@@ -359,7 +371,7 @@ class DraftModel:
             if index in sampled.errors:
                 continue
             token_id = sampled.token_ids[index]
-            draft.own.token_ids.append(token_id)
+            draft.sequence.token_ids.append(token_id)
             ends_answer = token_id in draft.target.stop_token_ids
             if not ends_answer and not draft.is_full:
                 active.append(draft)

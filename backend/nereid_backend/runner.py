@@ -36,13 +36,14 @@ class ForwardPath(Protocol):
     """
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Run a forward pass for the sequences in `plan`, which contains at least one sequence.
+        """Run a forward pass for the sequences in `plan`, and return the logits.
 
         Args:
-            plan: the plan.
-            sampled: [n] int64 on the device, the tokens that the previous step sampled. The pending
-                chunks of the plan read their input tokens from this tensor. None if the plan has no
-                pending chunks. Only the forward path `packed` supports pending chunks.
+            plan: the tokens to compute, for at least one sequence. A chunk is the part of the plan
+                for one sequence. A chunk is pending if its input token is not known on the host
+                yet. Only the forward path `packed` supports pending chunks.
+            sampled: [n] int64 on the device, the tokens that the previous step sampled, which
+                contain the input tokens of pending chunks; None if no chunk is pending.
 
         Returns:
             Logits [sum of the chunks' num_logits, vocab_size] in the model's dtype, in the order of
@@ -96,18 +97,18 @@ class Runner:
     """Runs the forward passes of the model, and samples the next tokens of the sequences."""
 
     def __init__(self, path: ForwardPath, *, sampling_kernel: bool = False) -> None:
-        """Create a runner.
+        """Create a runner, which runs forward passes and samples tokens.
 
         Args:
-            path: the forward path of the model.
+            path: the forward path, which runs the model.
             sampling_kernel: whether the sampler uses its GPU kernel; see `Sampler`.
         """
         self._path = path
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
-        # The size of the vocabulary. None before the first forward pass, because only the logits
-        # show the size. Therefore, the token masks of the first forward pass are filled after this
-        # forward pass. Later masks can be filled during the forward pass.
+        # The size of the vocabulary, which is the number of columns of the logits; None before the
+        # first forward pass. Token masks need the size, so the masks of the first forward pass are
+        # filled after this forward pass. Later masks can be filled during the forward pass.
         self._vocab_size: int | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -117,8 +118,8 @@ class Runner:
         return self.finish(step)
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan, before: RunningStep | None = None) -> RunningStep:
-        """Launch the forward pass of a step.
+    def start(self, plan: StepPlan, previous: RunningStep | None = None) -> RunningStep:
+        """Launch the forward pass of a step, without waiting for the device.
 
         At the same time, threads fill the token masks. A token mask contains the tokens that the
         grammar of a request allows next. If the previous step has not finished, its tokens are
@@ -126,20 +127,21 @@ class Runner:
 
         Args:
             plan: a plan with at least one chunk.
-            before: the previous step, if the plan was made before that step has finished; None
-                otherwise. The sampling of `before` must have been launched.
+            previous: the previous step, if it has not finished; None otherwise. Its sampling must
+                have been launched.
 
         Mutates: the state of the model.
         """
         sampling = sampling_of(plan)
         mask_jobs: abc.Sequence[Job] | None = None
-        if before is None and self._vocab_size is not None:
+        if previous is None and self._vocab_size is not None:
             mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
         # The tokens that were sampled after the previous forward pass, on the device. They are
         # inputs of this forward pass.
         previous_token_ids = None
-        if before is not None and before.pending is not None:
-            previous_token_ids = before.pending.token_ids
+        if previous is not None and previous.pending is not None:
+            previous_token_ids = previous.pending.token_ids
+        # After an error, `_clearing` resets the stored data of the sequences in the plan.
         with self._clearing(plan):
             try:
                 logits = self._path.forward(plan, previous_token_ids)
@@ -153,16 +155,17 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: RunningStep, plan: StepPlan) -> None:
-        """Start to sample tokens from the logits of a forward pass that has been started.
+        """Start to sample tokens from the logits of a forward pass that `start` has launched.
 
-        If the step was planned ahead, call this method only after the previous step was committed,
-        because the token masks depend on the tokens of the previous step.
+        If the step was planned before the previous step had finished, call this method only after
+        the tokens of the previous step were added to their sequences. The token masks depend on
+        these tokens.
 
         Args:
             step: the step that `start` returned. Mutated: the plan and the sampling positions are
                 replaced by those of `plan`, and the token masks and the pending tokens are added.
-            plan: the plan of the step after the commit of the previous step. Fewer chunks may
-                sample tokens than in the plan that `start` received.
+            plan: the current plan of the step. Fewer chunks may sample tokens than in the plan that
+                `start` received, because the previous step may have ended sequences.
         """
         if plan is not step.plan:
             step.plan = plan
@@ -184,11 +187,11 @@ class Runner:
     def finish(self, step: RunningStep) -> StepResult:
         """Wait until the tokens of a forward pass have been sampled, and return the result.
 
-        The result contains the new tokens of each sequence, and the log-probabilities of prompt
-        tokens if requests ask for them.
+        The result contains the new tokens of each sequence, and the log-probabilities of the prompt
+        tokens of requests that have asked for them.
 
-        Mutates: the guides of the sequences that get tokens. If the logits of a sequence contain
-            NaN or infinity, the state of the sequence is cleared.
+        Mutates: the guides (which limit the next tokens) of the sequences that get tokens. If the
+            logits of a sequence contain NaN or infinity, the sequence's stored data is reset.
         """
         plan = step.plan
         with self._clearing(plan):
@@ -214,9 +217,7 @@ class Runner:
                 self._path.clear(chunk.sequence)
 
     def _launch_sampling(self, step: RunningStep) -> None:
-        """Start to sample tokens and to compute the log-probabilities of prompt tokens.
-
-        Ranking computes the log-probabilities of prompt tokens that requests have asked for.
+        """Start to sample tokens, and to compute the log-probabilities that requests asked for.
 
         Mutates: `step`. The pending results are stored in `reports` and `pending`. `logits` becomes
             None, so that the memory of the logits is free after sampling.
@@ -228,6 +229,7 @@ class Runner:
         sampling = step.sampling
         if not sampling.positions:
             return
+        # Tokens are sampled only from the rows in `sampling.rows`.
         samples_from_all_rows = len(sampling.rows) == len(logits)
         if not samples_from_all_rows:
             logits = logits[upload(np.array(sampling.rows), logits.device)]
@@ -245,21 +247,22 @@ class Runner:
 
 
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
-    """Launch the computation of the log-probabilities of prompt tokens.
+    """Start to compute the log-probabilities of prompt tokens, for requests that asked for them.
 
     Args:
         logits: [sum of the chunks' num_logits, vocab_size].
         plan: the plan of the step.
 
     Returns:
-        A mapping from the index of a chunk to the log-probabilities of its prompt tokens. Chunks
-        whose requests have not asked for these log-probabilities are omitted.
+        Maps the index of a chunk to the log-probabilities of its prompt tokens, which are still
+        being copied to the host. Chunks of other requests are left out.
     """
     reports: dict[int, list[_Report]] = {}
-    next_row = 0
+    next_row = 0  # the index of the first row of `logits` that belongs to the next chunk
     for index, chunk in enumerate(plan.chunks):
         first_row = next_row
         next_row += chunk.num_logits
+        # For each position, the request gets this number of most likely tokens.
         num_top = chunk.sequence.params.prompt_logprobs
         if num_top is None:
             continue
@@ -285,7 +288,10 @@ def _predicted_prompt_tokens(chunk: Chunk) -> list[int]:
 
 
 def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
-    """Wait for the log-probabilities of the prompt tokens of a sequence, and return the values."""
+    """Wait until the log-probabilities of one sequence's prompt tokens are on the host.
+
+    Return the log-probabilities.
+    """
     logprobs: list[TokenLogprobs] = []
     for report in reports:
         logprobs += report.ranked.read(*report.copy.wait())

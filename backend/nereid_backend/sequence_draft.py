@@ -13,16 +13,17 @@ class SequenceDraft:
 
     Attributes:
         target: the sequence in the large model.
-        own: the sequence in the draft model, with its own row and blocks. Its tokens are the known
-            tokens of `target`, followed by the draft tokens.
-        start_in_target: the index in `target` of the first token of `own`.
-        num_known: the number of known tokens in `own`.
+        sequence: the sequence in the draft model, with its own row and blocks. Its tokens are the
+            known tokens of `target`, followed by the draft tokens.
+        start_in_target: the index in `target` of the first token of `sequence`. The index is 0, or
+            1 if the draft model is an MTP layer.
+        num_known: the number of known tokens in `sequence`.
         length: the number of draft tokens that are generated for the next step.
-        is_new: whether the draft model has not computed any token of `own` yet.
+        is_new: whether the draft model has not computed any token of `sequence` yet.
     """
 
     target: Sequence
-    own: Sequence
+    sequence: Sequence
     start_in_target: int
     num_known: int
     length: int = 0
@@ -31,17 +32,17 @@ class SequenceDraft:
     @property
     def tokens(self) -> list[int]:
         """The draft tokens for the next forward pass of the large model."""
-        return self.own.token_ids[self.num_known :]
+        return self.sequence.token_ids[self.num_known :]
 
     @property
     def is_full(self) -> bool:
         """Whether the draft model has generated `length` draft tokens."""
-        return len(self.own.token_ids) >= self.num_known + self.length
+        return len(self.sequence.token_ids) >= self.num_known + self.length
 
     @property
     def num_missing(self) -> int:
-        """The number of tokens in the sequence `own` that the draft model has not computed yet."""
-        return len(self.own.token_ids) - self.own.num_computed_tokens
+        """The number of tokens in `sequence` that the draft model has not computed yet."""
+        return len(self.sequence.token_ids) - self.sequence.num_computed_tokens
 
     def update(self, *, keeps_accepted: bool) -> None:
         """Replace the draft tokens by the tokens that the large model has chosen.
@@ -53,10 +54,12 @@ class SequenceDraft:
         Args:
             keeps_accepted: if False, the next pass computes accepted draft tokens again.
 
-        Mutates: `num_known`, and the tokens and `num_computed_tokens` of `own`.
+        Mutates: `num_known`, and the tokens and `num_computed_tokens` of `sequence`.
         """
-        own = self.own
+        own = self.sequence
+        # The tokens that the large model has chosen since the last update.
         chosen_tokens = self.target.token_ids[self.start_in_target + self.num_known :]
+        # The number of tokens whose keys and values in the draft model's KV cache stay valid.
         num_reusable = self.num_known
         if keeps_accepted:
             num_reusable += common_prefix_len(self.tokens, chosen_tokens)

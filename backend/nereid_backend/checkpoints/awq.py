@@ -25,10 +25,10 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def awq_format(settings: Settings) -> Format:
-    """Return the layout of the weights in an AWQ checkpoint.
+    """Return the layout of AWQ weights: the names of a weight's tensors, and their decoder.
 
-    The layout lists the tensors of one weight, and contains the function that decodes them.
-    `settings` is the field quantization_config of config.json.
+    Example: the tensors "up_proj.qweight", "up_proj.qzeros" and "up_proj.scales" form the weight
+    of the layer "up_proj". `settings` is the field quantization_config of config.json.
 
     Raises:
         UnknownVariantError: if the version is not gemm, or if the weights do not have 4 bits.

@@ -37,17 +37,17 @@ _ABSMAX = ".weight.absmax"
 _MAP = ".weight.quant_map"
 _NESTED_ABSMAX = ".weight.nested_absmax"
 _NESTED_MAP = ".weight.nested_quant_map"
-# The suffixes of the tensor `quant_state`: one suffix for each of the two 4-bit data types. The
-# data types also have different numbers in the tensor `quant_map`.
-_STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
+# There are two 4-bit data types, nf4 and fp4. The name of a weight's tensor `quant_state` ends with
+# one of these suffixes, depending on the data type of the weight.
+_STATE_SUFFIXES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 _MAX_INT8 = 127
 
 
 def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors show the variant
     """Return the layouts of the weights in a bitsandbytes checkpoint.
 
-    A layout lists the tensors of one weight, and contains the function that decodes them. The main
-    data type decides whether a weight has 8 bits (I8) or 4 bits (U8).
+    A layout lists the tensors of one weight, and contains the function that decodes them. The data
+    type of the tensor `.weight` shows whether a weight has 8 bits (I8) or 4 bits (U8).
     """
     eight_bits = Layout(
         main=".weight",
@@ -56,22 +56,25 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
         main_dtypes=("I8",),
         has_integers=True,
     )
-    four_bits = [_four_bit_layout(state_name) for state_name in _STATES]
+    # The two 4-bit data types, nf4 and fp4, have different names for the tensor `quant_state`.
+    four_bits = [_four_bit_layout(suffix) for suffix in _STATE_SUFFIXES]
     return Format(layouts=(*four_bits, eight_bits), ignored=(".weight_format",))
 
 
-def _four_bit_layout(state_name: str) -> Layout:
-    """Return the layout of 4-bit weights. `state_name` is the suffix of the tensor `quant_state`.
+def _four_bit_layout(state_suffix: str) -> Layout:
+    """Return the layout of the weights with one of the two 4-bit data types, nf4 or fp4.
 
-    The optional tensors exist only if the factors (absmax) are quantised, too.
+    `state_suffix` is the suffix of the tensor `quant_state`, which names the data type. Example:
+    ".weight.quant_state.bitsandbytes__nf4".
     """
     return Layout(
         main=".weight",
-        others=(_ABSMAX, _MAP, state_name),
-        decode=partial(_decode_four_bits, state_name=state_name),
+        others=(_ABSMAX, _MAP, state_suffix),
+        decode=partial(_decode_four_bits, state_suffix=state_suffix),
+        # These tensors exist only if the scales of the weight are quantised, too.
         optional=(_NESTED_ABSMAX, _NESTED_MAP),
         main_dtypes=("U8",),
-        numbers_per_element=2,
+        numbers_per_element=2,  # A byte contains two 4-bit codes.
     )
 
 
@@ -81,25 +84,28 @@ def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Int
     return IntegerWeight(values, scales, None, values.shape[1], bits=8)
 
 
-def _decode_four_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype, state_name: str) -> Tensor:
+def _decode_four_bits(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, state_suffix: str
+) -> Tensor:
     """Return a 4-bit weight: weight[i] = quant_map[code[i]] * factor[i // blocksize].
 
     Args:
-        tensors: the tensors of the weight, by suffix. The tensor `.weight` contains the codes.
-        dtype: the data type of the weight.
-        state_name: the suffix of the tensor quant_state, which contains the shape and the block
+        tensors: the tensors of the weight, by suffix. The tensor `.weight` contains the codes, and
+            the tensor `quant_map` contains the number that each of the 16 codes represents.
+        dtype: the data type of the result.
+        state_suffix: the suffix of the tensor quant_state, which contains the shape and the block
             size as JSON.
     """
-    state = _read_state(tensors[state_name])
+    state = _read_state(tensors[state_suffix])
     shape = torch.Size(state["shape"])
     block_size = int(state["blocksize"])
     packed_codes = tensors[".weight"].flatten()  # two codes in each byte
-    factors = _block_factors(tensors, state)
+    factors = _block_factors(tensors, state)  # one factor for each block of `block_size` weights
     if shape.numel() > min(2 * len(packed_codes), len(factors) * block_size):
         raise ValueError(
             f"the packed weight or its factors are too short for the shape {tuple(shape)}"
         )
-    number_of_code = tensors[_MAP].float()
+    number_by_code = tensors[_MAP].float()
     weight = torch.empty(shape.numel(), dtype=dtype)
     # Decode the weight in parts, so that the float32 numbers need little memory. Each part consists
     # of whole blocks.
@@ -108,8 +114,8 @@ def _decode_four_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype, state_n
         part = weight[start : start + part_size]
         part_bytes = packed_codes[start // 2 : (start + part_size) // 2]
         codes = unpack_nibbles(part_bytes, high_first=True)[: len(part)]
-        blocks = torch.arange(start, start + len(part)) // block_size
-        part.copy_(number_of_code[codes.int()] * factors[blocks])
+        block_of_weight = torch.arange(start, start + len(part)) // block_size
+        part.copy_(number_by_code[codes.int()] * factors[block_of_weight])
     return weight.view(shape)
 
 

@@ -70,11 +70,13 @@ def compressed_tensors_format(settings: Settings) -> Format:
     Raises:
         UnknownVariantError: if the format, a sparse layout or a rotation is not supported.
     """
-    # Each scheme describes the quantisation of some layers.
+    # Each scheme describes the quantisation of some layers, such as {"weights": {"num_bits": 4}}.
     schemes_by_name = settings.get("config_groups") or {}
     schemes = [scheme for scheme in schemes_by_name.values() if isinstance(scheme, dict)]
     _check_variant(settings, schemes)
     weight_settings = [scheme.get("weights") or {} for scheme in schemes]
+    # A checkpoint can contain weights of several layouts. The names and the data types of a
+    # weight's tensors show which layout the weight has, so all layouts are returned.
     integers = _integer_layouts(_common_group_size(weight_settings))
     float8 = float8_layouts(_block_shape(weight_settings))
     return Format((*integers, _FLOAT4_LAYOUT, *float8), ignored=ACTIVATION_SCALES)
@@ -83,7 +85,8 @@ def compressed_tensors_format(settings: Settings) -> Format:
 def _integer_layouts(group_size: int | None) -> tuple[Layout, Layout]:
     """Return two layouts of weights: integers that are packed into 32-bit words, and int8 integers.
 
-    `group_size` is the number of inputs with a common scale; see `_integers`.
+    The inputs of a weight are divided into groups, and each group has one scale. `group_size` is
+    the number of inputs in a group; None if the checkpoint has no common group size.
     """
     packed = Layout(
         main=".weight_packed",
@@ -91,7 +94,7 @@ def _integer_layouts(group_size: int | None) -> tuple[Layout, Layout]:
         decode=partial(_decode_packed, group_size=group_size),
         optional=(".weight_zero_point", ".weight_g_idx"),
         main_dtypes=("I32",),
-        numbers_per_element=8,
+        numbers_per_element=8,  # A 32-bit word usually contains eight 4-bit integers.
         has_integers=True,
     )
     int8 = Layout(
@@ -132,10 +135,10 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
 
 def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the group size if all schemes with groups have the same size; otherwise, return None.
+    """Return the group size of the quantisation schemes. Return None if it is not unique.
 
-    `weights` contains the settings of each scheme. Return None if no scheme has groups, or if two
-    schemes have different group sizes.
+    `weights` contains the settings of each scheme. The result is None if no scheme has groups, or
+    if two schemes have different group sizes.
     """
     sizes = {arguments.get("group_size") for arguments in weights}
     sizes -= {None, -1}  # the values of schemes without groups
@@ -164,13 +167,14 @@ def _decode_packed(
     """Decode integers that are packed into 32-bit words.
 
     Example: with 4 bits for each integer, one word contains 8 integers. The tensor weight_packed
-    contains the integers, and weight_shape contains the numbers of rows and inputs. If the tensor
-    weight_zero_point does not exist, all zeros are 0.
+    contains the integers, int32 [rows, words], and weight_shape contains the number of rows and the
+    number of inputs. If the tensor weight_zero_point does not exist, all zeros are 0.
 
     Args:
         tensors: the tensors of the weight, by suffix.
         dtype: not used.
-        group_size: the number of inputs with a common scale, as in the settings; see `_integers`.
+        group_size: the number of inputs in a group with one scale, as in the settings; see
+            `_create_integer_weight`.
     """
     num_rows, num_inputs = map(int, tensors[".weight_shape"])
     packed = tensors[".weight_packed"]
@@ -185,10 +189,10 @@ def _decode_packed(
     values = _signed(unpack_integers(packed, bits, num_inputs), bits)
     zeros = tensors.get(".weight_zero_point")
     if zeros is not None:
-        # The tensor has the shape [words, groups], but `unpack_integers` expects the words in the
-        # last dimension.
+        # The zeros of a group are packed along the rows: the shape is [words, groups]. However,
+        # `unpack_integers` expects the words in the last dimension.
         zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
-    return _integers(values, zeros, tensors, group_size, bits)
+    return _create_integer_weight(values, zeros, tensors, group_size, bits)
 
 
 def _decode_int8(
@@ -199,10 +203,10 @@ def _decode_int8(
 ) -> IntegerWeight:
     """Decode integers that are stored as int8; see `_decode_packed` for the arguments."""
     zeros = tensors.get(".weight_zero_point")
-    return _integers(tensors[".weight"], zeros, tensors, group_size, bits=8)
+    return _create_integer_weight(tensors[".weight"], zeros, tensors, group_size, bits=8)
 
 
-def _integers(
+def _create_integer_weight(
     values: Tensor,
     zeros: Tensor | None,
     tensors: Mapping[str, Tensor],
@@ -226,7 +230,8 @@ def _integers(
     num_rows, num_inputs = values.shape
     scales = by_row(tensors[".weight_scale"], num_rows)
     num_groups = scales.shape[1]
-    # The settings contain one group size, but layers can have other group sizes.
+    # The settings contain one group size, but single layers can have another group size. The
+    # number of scales in the file shows the real group size.
     if group_size is None or math.ceil(num_inputs / group_size) != num_groups:
         group_size = math.ceil(num_inputs / num_groups)
     if zeros is not None:

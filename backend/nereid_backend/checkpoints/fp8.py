@@ -51,18 +51,20 @@ def fp8_format(settings: Settings) -> Format:
 
 
 def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
-    """Return the layouts of float8 weights. Each layout has another name for the tensor of scales.
+    """Return one layout of float8 weights for each name that the tensor of the scales can have.
 
-    A layout lists the tensors of one weight, and contains the function that decodes them. Example:
-    the layer "mlp.up_proj" has the tensors "mlp.up_proj.weight" and "mlp.up_proj.weight_scale", and
-    the stacked experts "experts.down_proj" also have the tensor "experts.down_proj_scale".
+    A layout lists the tensors of one weight, and contains the function that decodes them. Examples:
+    the weight of the layer "mlp.up_proj" consists of the tensors "mlp.up_proj.weight" and
+    "mlp.up_proj.weight_scale". The weights of several experts consist of the tensors
+    "experts.down_proj" and "experts.down_proj_scale".
 
-    `block` is the number of rows and columns of a block. Each block has one scale. `block` is None
-    if the weights are not divided into blocks.
+    `block` is the number of rows and the number of columns of a block. Each block has one scale.
+    `block` is None if the weights are not divided into blocks.
     """
-    of_layers = [_float8_layout(".weight", scale, block) for scale in _SCALES]
-    of_stacked_experts = [_float8_layout("", scale, block) for scale in _EXPERT_SCALES]
-    return (*of_layers, *of_stacked_experts)
+    layer_layouts = [_float8_layout(".weight", suffix, block) for suffix in _SCALES]
+    # The name of a tensor with the weights of several experts does not end with ".weight".
+    expert_layouts = [_float8_layout("", suffix, block) for suffix in _EXPERT_SCALES]
+    return (*layer_layouts, *expert_layouts)
 
 
 def _float8_layout(main: str, scale: str, block: tuple[int, int] | None) -> Layout:

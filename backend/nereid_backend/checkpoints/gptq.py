@@ -26,10 +26,10 @@ _BITS = (2, 3, 4, 8)
 
 
 def gptq_format(settings: Settings) -> Format:
-    """Return the layout of the weights in a GPTQ checkpoint.
+    """Return the layout of GPTQ weights: the names of a weight's tensors, and their decoder.
 
-    The layout lists the tensors of one weight, and contains the function that decodes them.
-    `settings` is the field quantization_config of config.json.
+    Example: the tensors "up_proj.qweight", "up_proj.qzeros" and "up_proj.scales" form the weight
+    of the layer "up_proj". `settings` is the field quantization_config of config.json.
 
     Raises:
         UnknownVariantError: if the format or the number of bits is not supported.
@@ -41,12 +41,14 @@ def gptq_format(settings: Settings) -> Format:
             f"the GPTQ format {format_name} with {bits} bits is not supported. The supported "
             f"formats are gptq and gptq_v2 with {', '.join(map(str, _BITS))} bits"
         )
+    # A checkpoint of the first version contains zero - 1 instead of each zero.
+    has_offset = format_name == "gptq"
     layout = Layout(
         main=".qweight",
         others=(".qzeros", ".scales"),
-        decode=partial(_decode, bits=bits, has_offset=format_name == "gptq"),
+        decode=partial(_decode, bits=bits, has_offset=has_offset),
         optional=(".g_idx",),
-        numbers_per_element=32 / bits,
+        numbers_per_element=32 / bits,  # The integers are packed into 32-bit words.
         has_integers=True,
     )
     return Format((layout,))
@@ -77,13 +79,13 @@ def _decode(
     """
     packed = tensors[".qweight"].T  # [out_features, words]
     scales = tensors[".scales"].T  # [out_features, groups]
-    group_of_input = tensors.get(".g_idx")
-    if group_of_input is None:
-        weight_bits = bits
-        values = unpack_integers(packed, weight_bits)
-    else:
-        weight_bits = _derive_bits(packed.shape[1], len(group_of_input))
-        values = unpack_integers(packed, weight_bits, len(group_of_input))
+    group_of_input = tensors.get(".g_idx")  # [in_features]
+    weight_bits = bits
+    num_values = None  # as many integers as the words of a row contain
+    if group_of_input is not None:
+        num_values = len(group_of_input)
+        weight_bits = _derive_bits(packed.shape[1], num_values)
+    values = unpack_integers(packed, weight_bits, num_values)
     zeros = _unpack_zeros(tensors[".qzeros"], weight_bits, len(scales), has_offset=has_offset)
     num_inputs = values.shape[1]
     num_groups = scales.shape[1]
@@ -134,13 +136,13 @@ def _words_of_ones(bits: int, num_words: int) -> Tensor:
 
     Example: with 4 bits, each word is 0x11111111.
 
-    The programs that create GPTQ checkpoints subtract these words from the packed zeros. To get the
-    zeros back, the same words must be added before the zeros are unpacked, because a borrow can
-    change the next integer.
+    The programs that create GPTQ checkpoints subtract these words from the packed zeros. For a zero
+    of 0, this subtraction borrows from the next integer in the word. To undo the borrows, these
+    words must be added to the packed zeros. Adding 1 to each unpacked zero would not undo them.
     """
     words = [0] * num_words
-    # The lowest bit of each packed integer is set. An integer may begin in one word and end in the
-    # next word.
+    # Set the lowest bit of each packed integer. `position` counts bits across all words, because an
+    # integer may begin in one word and end in the next word.
     for position in range(0, 32 * num_words, bits):
         word_index, bit = divmod(position, 32)
         words[word_index] |= 1 << bit
@@ -148,10 +150,10 @@ def _words_of_ones(bits: int, num_words: int) -> Tensor:
 
 
 def _groups_if_irregular(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """Return None if the inputs of each group are consecutive. Otherwise, return `groups`.
+    """Return the group of each input, or None if the inputs of each group are consecutive.
 
-    `groups` contains the index of the group to which each input belongs. Example: with groups of 2
-    inputs, [0, 0, 1, 1] gives None, and [0, 1, 0, 1] is returned unchanged.
+    `groups` contains the index of the group to which each input belongs, and is returned unchanged.
+    Example: with groups of 2 inputs, [0, 0, 1, 1] gives None, and [0, 1, 0, 1] gives [0, 1, 0, 1].
     """
     if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
         raise ValueError(f"g_idx contains a group outside the range 0 to {num_groups - 1}")

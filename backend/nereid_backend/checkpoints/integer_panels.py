@@ -111,10 +111,10 @@ class RoundedWeight:
         return IntegerWeight(values, scales, zeros, GROUP_SIZES[self.bits], self.bits)
 
     def fill(self, layer: nn.Linear) -> None:
-        """Store the weight in a layer as integers with scales.
+        """Round the weight to integers with scales, and store these in a layer.
 
-        If the checkpoint is not quantised, a few rows are read and rounded at a time. Otherwise,
-        the whole weight is dequantised before it is rounded.
+        If the checkpoint is not quantised, a few rows are read and rounded at a time, so that
+        little memory is needed. Otherwise, the whole weight is dequantised before it is rounded.
 
         Raises:
             ModelError: if the weight cannot be read, or if its shape does not fit the layer.
@@ -123,11 +123,12 @@ class RoundedWeight:
         """
         if isinstance(self.weight, quantised_tensors.LazyWeight) and self.weight.is_matrix:
             # The weight is not quantised, so its rows are in one tensor of a safetensors file.
+            # `read_rows(start, end)` reads some rows of this tensor.
             stored = self.weight.stored
             _check_shape(stored.shape, layer)
             round_layer(layer, stored.read_rows, self.bits)
         else:
-            weight = self.weight[...]
+            weight = self.weight[...]  # reads and dequantises the whole weight
             _check_shape(weight.shape, layer)
             round_layer(layer, lambda start, end: weight[start:end], self.bits)
 
@@ -173,10 +174,10 @@ def linear_names(model: nn.Module) -> set[str]:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Return a copy of `weights` in which tensors without data replace the integer weights.
+    """Replace the integer weights of linear layers by placeholders, and return the new dict.
 
-    transformers loads a tensor without data (a placeholder) in place of each integer weight of a
-    linear layer. Afterwards, `fill_placeholders` stores the integers in the layers.
+    A placeholder is a tensor without data. transformers, which cannot load integer weights, loads
+    the placeholders instead. Afterwards, `fill_placeholders` stores the integers in the layers.
 
     Args:
         weights: the weights of a checkpoint by name.
@@ -213,11 +214,11 @@ def _placeholder(weight: LazyWeight, shape: torch.Size, dtype: torch.dtype) -> P
 def fill_placeholders(
     model: nn.Module, weights: Iterable[object], progress: Callable[[str], None]
 ) -> int:
-    """Store the integers of quantised weights in the layers, in place of tensors without data.
+    """Replace each placeholder in the linear layers of a model by the integers of its weight.
 
-    transformers has loaded the placeholders: tensors without memory, in place of quantised weights.
-    A panel is a block of a weight matrix that is contiguous in memory. The CPU kernels read the
-    integers in panels.
+    A placeholder is a tensor without data, which transformers has loaded in place of a quantised
+    weight. The CPU kernels read the integers in panels: blocks of a weight matrix that are
+    contiguous in memory.
 
     Args:
         model: the model. Mutated. Afterwards, the model cannot be trained, saved or moved to
@@ -231,9 +232,8 @@ def fill_placeholders(
     Raises:
         ModelError: if a weight cannot be read, or if a placeholder is not the weight of a layer.
     """
-    # transformers has loaded a tensor without data in place of each quantised weight. The dict maps
-    # the memory address of this tensor to a `Placeholder` object. The weight of the layer has the
-    # same address.
+    # Maps the memory address of each placeholder tensor to its `Placeholder` object, which also
+    # contains the real weight. In the layer, the loaded tensor has the same address.
     placeholders = {
         weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
     }
@@ -275,6 +275,7 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
     Mutates: `layer`.
     """
     if isinstance(weight, RoundedWeight):
+        # The weight is rounded to integers while it is read, a few rows at a time.
         weight.fill(layer)
         return True
     decoded = weight.decode()
@@ -318,7 +319,10 @@ def _check_shape(shape: Sequence[int], layer: nn.Linear) -> None:
 
 
 def _fits_panels(weight: IntegerWeight) -> bool:
-    """Return whether the CPU kernels can store and read a weight without further rounding."""
+    """Return whether the CPU kernels can store and read a weight without further rounding.
+
+    The kernels read blocks of a weight matrix, the panels, whose scales and zeros are float16.
+    """
     if weight.input_groups is not None:
         # The kernels support only groups of consecutive inputs.
         return False

@@ -56,7 +56,7 @@ class IntegerWeight:
         weight = torch.empty(num_rows, num_inputs, dtype=dtype)
         # Convert a part of the rows in each iteration. The float32 numbers of all rows would need
         # too much memory.
-        for rows in _parts(num_rows, num_inputs):
+        for rows in _row_slices(num_rows, num_inputs):
             numbers = self.values[rows].float()
             if self.zeros is not None:
                 numbers -= self.zeros[rows].float()[:, group_of_input]
@@ -65,7 +65,7 @@ class IntegerWeight:
         return weight
 
 
-def _parts(num_rows: int, num_columns: int) -> Iterator[slice]:
+def _row_slices(num_rows: int, num_columns: int) -> Iterator[slice]:
     """Divide the rows of a matrix into parts of about `PART_NUMBERS` numbers.
 
     Example: if the number of rows is 5, and two rows fit into a part, the slices contain the rows 0
@@ -102,14 +102,15 @@ def scale_blocks(
             scale, the shape can also be [rows] or [rows, 1]. If the whole weight has one scale,
             `scales` can be a single number.
         dtype: the data type of the result.
-        block: the rows and columns of a block. By default, all blocks have the same size.
+        block: the number of rows and the number of columns of a block. If None, the size of a block
+            is derived from the shapes of `values` and `scales`, as in the example.
     """
     num_rows, num_columns = values.shape[-2:]
     matrices = values.reshape(-1, num_rows, num_columns)
     scales = _scales_of_matrices(scales, len(matrices))
     num_blocks = scales.shape[1:]
     if block is None:
-        block = _divided((num_rows, num_columns), num_blocks)
+        block = _divided_up((num_rows, num_columns), num_blocks)
     _check_num_blocks((num_rows, num_columns), block, num_blocks)
     weight = torch.empty(matrices.shape, dtype=dtype)
     for matrix, matrix_scales, result in zip(matrices, scales, weight, strict=True):
@@ -117,7 +118,7 @@ def scale_blocks(
     return weight.view(values.shape)
 
 
-def _divided(shape: Sequence[int], divisors: Sequence[int]) -> tuple[int, int]:
+def _divided_up(shape: Sequence[int], divisors: Sequence[int]) -> tuple[int, int]:
     """Divide the two sizes in `shape` by the two numbers in `divisors`, and round the results up.
 
     Example: a matrix of 256 rows and 299 columns with the divisors (2, 3) returns (128, 100).
@@ -131,12 +132,14 @@ def _check_num_blocks(
 ) -> None:
     """Raise a ValueError if the number of scales does not match the number of blocks.
 
+    Example: a weight of the shape (256, 300) with blocks of (128, 128) needs (2, 3) scales.
+
     Args:
-        shape: the rows and columns of the weight.
-        block: the rows and columns of a block.
-        num_blocks: the rows and columns of the matrix of scales.
+        shape: the number of rows and the number of columns of the weight.
+        block: the number of rows and the number of columns of a block.
+        num_blocks: the number of rows and the number of columns of the matrix of scales.
     """
-    num_needed = _divided(shape, block)
+    num_needed = _divided_up(shape, block)
     if tuple(num_blocks) != num_needed:
         height, width = block
         raise ValueError(
@@ -170,10 +173,11 @@ def _scale_matrix(values: Tensor, scales: Tensor, block: tuple[int, int], result
     """
     height, width = block
     num_rows, num_columns = values.shape
-    row_blocks = torch.arange(num_rows) // height
-    column_blocks = torch.arange(num_columns) // width
-    for rows in _parts(num_rows, num_columns):
-        element_scales = scales[row_blocks[rows]][:, column_blocks]
+    block_of_row = torch.arange(num_rows) // height
+    block_of_column = torch.arange(num_columns) // width
+    # Some rows are scaled at a time, because the float32 numbers of all rows need much memory.
+    for rows in _row_slices(num_rows, num_columns):
+        element_scales = scales[block_of_row[rows]][:, block_of_column]
         result[rows] = values[rows].float().mul_(element_scales)
 
 

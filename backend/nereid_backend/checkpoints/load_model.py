@@ -42,17 +42,17 @@ class _OwnAttentionError(Exception):
 def load_with_attention(
     load: Callable[[str], PreTrainedModel], config: PretrainedConfig, attention: str
 ) -> PreTrainedModel | None:
-    """Load a model that uses the attention implementation with the name `attention`.
+    """Load a model that calls the attention function registered under the name `attention`.
 
-    Return None if the class of the model always uses its own attention. The caller can then load
-    the model without the attention implementation.
+    transformers' attention interface is a registry of attention functions. Return None if the class
+    of the model ignores this registry and always uses its own attention. The caller can then load
+    the model without the registered function.
 
     Args:
-        load: loads the model. The argument is the name of the attention implementation. The
-            function raises an _OwnAttentionError if the class does not accept this name.
+        load: loads the model. The argument is the name of the attention function. `load` raises an
+            _OwnAttentionError if the class does not accept this name.
         config: the config of the model.
-        attention: a name in transformers' attention interface, which calls a registered function in
-            place of the model's own attention.
+        attention: the name of a registered attention function.
     """
     try:
         model = load(attention)
@@ -106,7 +106,7 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
         _check_class_exists(config)
     weights = arguments.get("state_dict", {})
     if use_panels and weights:
-        weights = _keep_integers(weights, arguments["config"], dtype, rounded_bits)
+        weights = _with_placeholders(weights, arguments["config"], dtype, rounded_bits)
         arguments["state_dict"] = weights
     arguments |= {
         "dtype": dtype,
@@ -135,17 +135,20 @@ def _check_class_exists(config: PretrainedConfig) -> None:
         )
 
 
-def _keep_integers(
+def _with_placeholders(
     weights: Mapping[str, LazyWeight],
     config: PretrainedConfig,
     dtype: torch.dtype,
     rounded_bits: int | None,
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Return a copy of `weights` in which tensors without data replace the integer weights.
+    """Replace the integer weights of linear layers by placeholders, and return the new dict.
 
-    transformers loads the tensors without data (placeholders). `fill_placeholders` then stores the
-    integers in the linear layers. `load_model` describes `rounded_bits`.
+    transformers loads the placeholders, which are tensors without data. `fill_placeholders` then
+    stores the integers in the layers. If `rounded_bits` is not None, the weights of linear layers
+    are rounded to integers with this number of bits, and therefore replaced, too.
     """
+    # Only the names and shapes of the layers are needed. A model on the device "meta" has them, and
+    # takes no memory.
     with torch.device("meta"):
         empty_model = model_class(config)(config)
     if rounded_bits is not None:
@@ -228,14 +231,15 @@ def _check_missing_weights(folder: Path, names: list[str]) -> None:
 
 
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
-    """Return the transformers class that generates text with a model, or None.
+    """Return the class of transformers that can generate text with a model, or None.
 
-    `config` is the config of the model. Its field `architectures` contains the name of a class. The
-    result is the first of these classes that exists:
+    The config of a model has a class (such as LlamaConfig), and a field `architectures` with the
+    name of the model's class. The result is the first of these classes that exists:
 
-    - the class for images and text that belongs to the config, if `architectures` names this class;
+    - the class for images and text that transformers assigns to the class of the config, if
+      `architectures` contains its name;
     - the class that AutoModelForCausalLM uses for the config;
-    - the class that `architectures` names, if it can generate text and has no encoder.
+    - the class whose name `architectures` contains, if it can generate text and has no encoder.
     """
     architectures = getattr(config, "architectures", None)
     class_name = architectures[0] if architectures else ""
@@ -253,10 +257,15 @@ def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers
 
 
 def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedConfig) -> bool:
-    """Return whether the class of a model uses transformers' attention interface.
+    """Return whether the class of a model accepts the name of an attention function.
 
-    A class without this interface ignores the name of an attention implementation or raises an
-    error.
+    transformers calls the attention function that is registered under this name, if the class uses
+    transformers' attention interface. Any other class ignores the name or raises an error.
+
+    Args:
+        config: the config of the model.
+        text_config: the part of the config that describes the decoder. For a model with images,
+            this part can have a class of its own.
     """
     candidates = [model_class(config), model_class(text_config)]
     classes = [candidate for candidate in candidates if candidate is not None]
@@ -269,7 +278,7 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
 
 @contextmanager
 def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
-    """Let transformers call `progress` instead of showing progress bars in the `with` block.
+    """In the `with` block, let transformers call `progress` instead of showing progress bars.
 
     `progress` is called with one line of text every few seconds.
     """

@@ -43,8 +43,8 @@ def float4_numbers(packed: Tensor) -> Tensor:
 def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Convert the weights of some experts to floating-point numbers of the type `dtype`.
 
-    Each group of 32 numbers has one exponent: weight = number * 2 ** exponent. The result has the
-    shape [experts, in_features, out_features].
+    Each group of 32 numbers has one exponent: weight = number * 2 ** exponent. The file stores
+    exponent + _EXPONENT_BIAS. The result has the shape [experts, in_features, out_features].
     """
     blocks = tensors["_blocks"]  # [experts, out_features, groups, 16], two numbers in each byte
     scales = tensors["_scales"]  # [experts, out_features, groups]

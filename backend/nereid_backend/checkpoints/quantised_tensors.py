@@ -173,15 +173,21 @@ def _quantised_weights(
 ) -> tuple[dict[str, LazyWeight], set[str]]:
     """Return the quantised weights of a checkpoint by name, and the names of their tensors.
 
-    `lazy_weights` describes the arguments.
+    Example: for AWQ, the tensors "up_proj.qweight", "up_proj.qzeros" and "up_proj.scales" give the
+    weight "up_proj.weight" and the set of these three names.
+
+    Args:
+        stored: maps the name of each tensor of the checkpoint to the tensor.
+        chosen_format: the layouts of the quantisation method.
+        dtype: the data type of dequantised weights.
     """
     weights: dict[str, LazyWeight] = {}
     used_names: set[str] = set()
     for name, tensor in stored.items():
         layout = _find_layout(tensor, chosen_format, stored)
         if layout is None:
-            continue
-        stem = name.removesuffix(layout.main)
+            continue  # The tensor is not the main tensor of a quantised weight.
+        stem = name.removesuffix(layout.main)  # such as "up_proj"
         tensors = _tensors_of_weight(stem, layout, stored)
         weights[stem + layout.target] = LazyWeight(tensors, layout, dtype)
         used_names.update(tensor.name for tensor in tensors.values())
@@ -210,7 +216,7 @@ def _choose_format(settings: Settings) -> Format:
     Raises:
         UnsupportedModelError: if the method or its variant is not supported.
     """
-    method = _method(settings)
+    method = _quantisation_method(settings)
     if method not in FORMATS:
         raise UnsupportedModelError(
             f"the weights are quantised with the method {method!r} (quantization_config of "
@@ -226,7 +232,7 @@ def _choose_format(settings: Settings) -> Format:
         ) from error
 
 
-def _method(settings: Settings) -> str:
+def _quantisation_method(settings: Settings) -> str:
     """Return the name of the quantisation method that defines the layout of the weights.
 
     `settings` is the field quantization_config of config.json. It contains the name of the method
@@ -278,9 +284,11 @@ def _find_layout(
 def _tensors_of_weight(
     stem: str, layout: Layout, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of one weight. The keys are suffixes, and the main tensor comes first.
+    """Return the tensors of one weight by suffix. The main tensor comes first.
 
-    The names of these tensors begin with `stem`. Example: "model.layers.0.mlp.up_proj".
+    The name of each tensor consists of `stem` and a suffix. Example: for the stem
+    "model.layers.0.mlp.up_proj", the key ".scales" is the tensor
+    "model.layers.0.mlp.up_proj.scales". Optional tensors that do not exist are left out.
     """
     tensors: dict[str, StoredTensor] = {}
     for suffix in (layout.main, *layout.others, *layout.optional):

@@ -85,13 +85,13 @@ class StoredTensor:
 
 
 def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by name. No tensor is read.
+    """Return the tensors of a checkpoint by name. Their values are not read.
 
     Args:
         folder: the folder of the checkpoint.
-        for_reading: whether the tensors will be read. If True, the operating system counts the
-            files as used memory. A file that is larger than the memory can therefore be opened only
-            with False.
+        for_reading: whether the values will be read. If True, the operating system counts the
+            mapped files as used memory. A file that is larger than the memory can therefore be
+            opened only with False.
 
     Raises:
         ModelError: if a file is missing, incomplete or damaged, or if a tensor of the index is
@@ -127,10 +127,10 @@ def check_permission(path: Path) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return a dict that maps the name of each tensor to its file, as the index describes.
+    """Return a dict that maps the name of each tensor to the name of its file.
 
-    Large checkpoints are divided into several files, and the index (model.safetensors.index.json)
-    lists their tensors. If there is no index, the dict is empty. Example:
+    Large checkpoints are divided into several files. An index (model.safetensors.index.json) lists
+    the file of each tensor. If there is no index, the dict is empty. Example of the result:
     {"model.norm.weight": "model-00002-of-00002.safetensors"}.
 
     Raises:

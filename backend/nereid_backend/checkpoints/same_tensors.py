@@ -35,7 +35,7 @@ def check_same_layout(old: Layout, new: Layout) -> None:
     """Check that two checkpoints have the same layout, so that one can replace the other.
 
     Args:
-        old: the layout of the model that the server has loaded.
+        old: the layout of the loaded model: for each tensor, its shape and its data type.
         new: the layout of the checkpoint whose weights are about to replace the loaded weights.
 
     Raises:

@@ -77,10 +77,11 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
 
 def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
-    """Raise a ModelError if the new checkpoint has only vocabulary files that the old one lacks.
+    """Raise a ModelError if two checkpoints have different kinds of vocabulary files.
 
-    Such tokenizers cannot be compared. Example: the old checkpoint has tokenizer.json, and the new
-    checkpoint has vocab.txt.
+    The tokenizers of such checkpoints cannot be compared. Example: the old checkpoint has only
+    tokenizer.json, and the new checkpoint has only vocab.txt. A new checkpoint without vocabulary
+    files is accepted.
     """
     new_vocabularies = [name for name in _VOCABULARIES if name in new]
     has_common_vocabulary = any(name in old for name in new_vocabularies)
@@ -92,9 +93,9 @@ def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
 
 def _canonical(content: bytes) -> bytes:
-    """Return a canonical form of a JSON file. The files of equal tokenizers have the same form.
+    """Convert a JSON file to a canonical form, so that the files of equal tokenizers become equal.
 
-    The ignored fields are removed, and the other fields are sorted. Example:
+    The fields in `_IGNORED_FIELDS` are removed, and the other fields are sorted. Example:
     b'{"b": 2, "a": 1, "name_or_path": "x"}' becomes b'{"a": 1, "b": 2}'. If the content is not
     valid JSON, return it unchanged.
     """

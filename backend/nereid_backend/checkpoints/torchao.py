@@ -38,7 +38,7 @@ def torchao_format(settings: Settings) -> Format:  # noqa: ARG001 - the tensors 
     """Return the layouts of the weights in a torchao checkpoint.
 
     A layout lists the tensors of one weight, and contains the function that decodes them. The data
-    type of the main tensor decides which layout a weight has.
+    type of the main tensor, which contains the quantised numbers, shows which layout a weight has.
     """
     int8 = Layout(
         main=_MAIN,
@@ -70,6 +70,7 @@ def _decode_int8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     scales = by_row(tensors[_SCALE], num_rows)
     zeros = tensors.get(_ZERO)
     if zeros is not None:
+        # An IntegerWeight without zeros takes less memory and computes faster.
         has_nonzero = bool(zeros.any())
         zeros = by_row(zeros, num_rows) if has_nonzero else None
     fits_4_bits = bool(values.min() >= -8) and bool(values.max() <= 7)

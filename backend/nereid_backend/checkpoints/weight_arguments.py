@@ -21,19 +21,19 @@ from nereid_backend.checkpoints.safetensors_files import open_tensors
 def weight_arguments(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, is_lazy: bool = False
 ) -> dict[str, Any]:
-    """Return arguments for transformers' from_pretrained, which loads the model.
+    """Return the arguments with which transformers' from_pretrained loads a checkpoint's weights.
 
-    If the checkpoint is not quantised, the arguments contain its folder. If the checkpoint is
-    quantised or describes a GGUF file (llama.cpp's format), the arguments contain a dict of
-    weights. A weight in the dict is read when transformers needs it. The config does not contain
-    quantization_config, because transformers would otherwise create the layers of a quantisation
-    library.
+    If the checkpoint is not quantised, the arguments contain its folder, and transformers reads the
+    files. If the checkpoint is quantised or describes a GGUF file (llama.cpp's format), the
+    arguments contain a dict of weights. Each weight is read and dequantised when transformers needs
+    it. The config in the arguments then lacks the field quantization_config, because transformers
+    would otherwise create the layers of a quantisation library.
 
     Args:
         folder: the folder of the checkpoint.
         config: the config of the checkpoint.
         dtype: the data type of the weights in the model.
-        is_lazy: whether to return a dict of weights for an unquantised checkpoint, too.
+        is_lazy: whether the arguments for an unquantised checkpoint contain a dict of weights, too.
 
     Raises:
         ModelError: if the weights are missing or damaged.

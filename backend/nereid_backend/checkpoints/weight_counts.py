@@ -49,6 +49,7 @@ def count_weights(folder: Path) -> WeightCounts:
         UnsupportedModelError: if the quantisation method is not supported.
     """
     weights = _weights(folder)
+    # The model is not created, so only the names show which weights belong to linear layers.
     linear = [weight for name, weight in weights.items() if _can_be_linear(name)]
     quantised_linear = [weight for weight in linear if weight.has_integers]
     unquantised_linear = [weight for weight in linear if _is_unquantised_matrix(weight)]

@@ -38,7 +38,10 @@ _LEVELS = torch.tensor(
 
 
 def _read_float16(blocks: Tensor, start: int) -> Tensor:
-    """Read the float16 number at byte `start` of each block. The result is float32 [blocks, 1]."""
+    """Read a float16 number from the bytes `start` and `start + 1` of each block.
+
+    The result is float32 [blocks, 1].
+    """
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
@@ -173,7 +176,8 @@ def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
     sub_high_bits = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
     sub = sub_low_bits | (sub_high_bits << 4)
-    scales = _read_float16(blocks, 108) * (sub.float() - 32)
+    scales = _read_float16(blocks, 108) * (sub.float() - 32)  # [blocks, 16]
+    # The middle is subtracted from each integer, so that the result is symmetric around 0.
     return _weight_with_middle(values, scales, num_rows, middle=4, bits=4)
 
 
@@ -202,7 +206,8 @@ def _decode_iq4_nl(blocks: Tensor, num_rows: int) -> IntegerWeight:
 def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
     """Unpack blocks of IQ4_XS: weight = scale * (sub - 32) * _LEVELS[q].
 
-    A block contains these bytes:
+    `_LEVELS` contains the 16 numbers that the 4-bit integers q represent. A block contains these
+    bytes:
 
         0 to 1     the scale, float16
         2 to 3     the high 2 bits of the 8 numbers `sub`, one for each group of 32 weights
@@ -213,7 +218,7 @@ def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
     sub_high_bits = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
     sub_low_bits = unpack_nibbles(blocks[:, 4:8])
     sub = sub_low_bits | (sub_high_bits << 4)
-    scales = _read_float16(blocks, 0) * (sub.float() - 32)
+    scales = _read_float16(blocks, 0) * (sub.float() - 32)  # [blocks, 8]
     values = _LEVELS[_unpack_4_bit(blocks[:, 8:], 16).int()]
     return _weight_with_middle(values, scales, num_rows, middle=0, bits=8)
 
@@ -221,8 +226,9 @@ def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
 def _read_6_bit_pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and the minimums of blocks of Q4_K or Q5_K. The shapes are [blocks, 8].
 
-    A block has 8 groups. Bytes 4 to 15 of a block contain the 6-bit numbers `sub` and `min` of the
-    groups. In this table, the 12 bytes are called a to l:
+    A block has 8 groups. The scale of a group is its number `sub` times the float16 number at byte
+    0, and the minimum is its number `min` times the float16 number at byte 2. Bytes 4 to 15 contain
+    the 6-bit numbers `sub` and `min`. In this table, the 12 bytes are called a to l:
 
         Groups   Number   Bits of the number, from the lowest to the highest
         0 to 3   sub      the low 6 bits of a to d

@@ -93,7 +93,7 @@ ARCHITECTURES = {
 }
 """The supported GGUF architectures."""
 
-# More metadata keys that are allowed. Some of these keys are read by `_rope` or
+# More metadata keys that are allowed. Some of these keys are read by `_rope_parameters` or
 # `_check_head_size`, and the others are not needed. A file with any other key is refused.
 _REDUNDANT = (
     "vocab_size",
@@ -138,9 +138,9 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         )
     fields = {**_FIELDS, **architecture.more_fields}  # maps metadata keys to fields of the config
     values = _architecture_values(file)
-    _check_values(file, values, allowed={*fields, *_REDUNDANT})
+    _check_metadata(file, values, allowed={*fields, *_REDUNDANT})
     config = {field: values[name] for name, field in fields.items() if name in values}
-    # A file may leave out these two fields, for which llama.cpp has default values.
+    # A file may leave out the following two fields, for which llama.cpp has default values.
     num_heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", num_heads)
     config.setdefault("head_dim", config["hidden_size"] // num_heads)
@@ -153,8 +153,8 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "dtype": "bfloat16" if _has_bfloat16(file) else "float32",
-        "rope_parameters": _rope(file, values, rope_factors),
-        **_token_ids(file.metadata),
+        "rope_parameters": _rope_parameters(file, values, rope_factors),
+        **_special_token_ids(file.metadata),
     }
     config |= _fields_of_architecture(architecture, config, values)
     return config
@@ -163,17 +163,19 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
 def _fields_of_architecture(
     architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of the config that only some architectures have.
+    """Return the fields of config.json that only some architectures have.
 
     Args:
-        architecture: the architecture of the file.
+        architecture: describes the architecture of the file.
         config: the other fields of the config.
-        values: the metadata of the architecture; see `_architecture_values`.
+        values: the metadata of the architecture, such as {"rope.freq_base_swa": 10000}.
     """
     fields: dict[str, Any] = {}
+    # `num_layers_with_hidden_scale` is 0 if the attention scale is always 1 / sqrt(head_dim).
     if architecture.num_layers_with_hidden_scale:
         fields["query_pre_attn_scalar"] = _attention_scalar(architecture, config)
     if architecture.has_local_rope:
+        # Layers with a sliding window have other rotary embeddings than layers with full attention.
         fields["rope_parameters"] = {
             "full_attention": config["rope_parameters"],
             "sliding_attention": {
@@ -182,7 +184,8 @@ def _fields_of_architecture(
             },
         }
     if architecture.has_experts:
-        # llama.cpp always divides the weights of the chosen experts by their sum.
+        # llama.cpp always divides the router's weights of the chosen experts by the sum of these
+        # weights.
         fields["norm_topk_prob"] = True
     return fields
 
@@ -211,7 +214,7 @@ def _architecture_values(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _check_values(file: GgufFile, values: Mapping[str, Any], allowed: Set[str]) -> None:
+def _check_metadata(file: GgufFile, values: Mapping[str, Any], allowed: Set[str]) -> None:
     """Check that a file has all required values, and no value that this module would ignore.
 
     Args:
@@ -223,7 +226,7 @@ def _check_values(file: GgufFile, values: Mapping[str, Any], allowed: Set[str]) 
         UnsupportedModelError: if a key is not in `allowed`.
         ModelError: if a required value or the tensor of the embeddings is missing.
     """
-    prefix = f"{file.architecture}."
+    prefix = f"{file.architecture}."  # `values` lacks this prefix, which the keys have in the file
     unknown = sorted(values.keys() - allowed)
     if unknown:
         raise UnsupportedModelError(
@@ -256,12 +259,12 @@ def _has_bfloat16(file: GgufFile) -> bool:
     return any(tensor.kind.name == "BF16" for tensor in file.tensors.values())
 
 
-def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ids of the special tokens.
+def _special_token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of the special tokens, as fields of config.json.
 
-    The tokens that end a text, a turn or a message are EOS tokens. Example:
-    {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 5} gives the eos_token_id
-    [2, 5].
+    The tokens that end a text (eos), a turn (eot) or a message (eom) all become EOS tokens.
+    Example: {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 5} gives the field
+    "eos_token_id": [2, 5].
     """
     prefix = "tokenizer.ggml."
     end_names = [f"{prefix}{end}_token_id" for end in ("eos", "eot", "eom")]
@@ -273,7 +276,7 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope(
+def _rope_parameters(
     file: GgufFile, values: Mapping[str, Any], factors: Sequence[float] | None
 ) -> dict[str, Any]:
     """Return the parameters of the rotary position embeddings, as transformers names them.
@@ -285,8 +288,8 @@ def _rope(
     Args:
         file: the GGUF file.
         values: the metadata of the file, without the name of the architecture in the keys.
-        factors: the numbers in the tensor rope_freqs.weight, by which the file describes the
-            scaling of Llama 3; None if the tensor does not exist.
+        factors: the numbers in the tensor rope_freqs.weight; None if the tensor does not exist.
+            Only files of Llama 3 models contain this tensor, which describes the scaling.
 
     Raises:
         UnsupportedModelError: if the scaling is not supported.
@@ -314,11 +317,12 @@ def _rope(
 
 
 def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict[str, Any]:
-    """Return the rope parameters if the file contains one factor for each rotary frequency.
+    """Return the rope parameters of a Llama 3 model from its factors, one for each frequency.
 
     The file contains only these factors, but not the parameters from which they were computed. This
-    function computes the factors from the usual parameters, and compares the result with the
-    factors of the file.
+    function assumes the parameters of the published Llama 3 models, computes the factors from these
+    parameters, and compares the result with the factors in the file. `theta` is the base of the
+    rotary frequencies.
 
     Raises:
         UnsupportedModelError: if the factors were computed from other parameters.
@@ -363,6 +367,7 @@ def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
     max_rotations = parameters["high_freq_factor"]
     divisors = []
     for index in range(count):
+        # The number of positions in one rotation.
         wavelength = 2 * math.pi * parameters["rope_theta"] ** (index / count)
         num_rotations = original_context / wavelength
         unclamped_share = (num_rotations - min_rotations) / (max_rotations - min_rotations)

@@ -118,8 +118,8 @@ def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
 
     The file contains, in this order: "GGUF", the version, the number of tensors, the number of
     metadata values, the metadata values, the descriptions of the tensors, and the tensors. Each
-    call of `reader` reads the next value. A description contains the name, the shape, the type and
-    the position of a tensor.
+    method call of `reader` reads the next value in the file. A description contains the name, the
+    shape, the type and the position of a tensor.
 
     Raises:
         ValueError, struct.error: if the file is damaged.
@@ -132,7 +132,8 @@ def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
         raise ValueError(f"the version is {version}, but only the versions 2 and 3 are supported")
     num_tensors = reader.number(_UINT64)
     num_values = reader.number(_UINT64)
-    # Check the two numbers before the loops, because a damaged file may contain huge numbers.
+    # Check that the file is large enough for these two numbers. A damaged file may contain huge
+    # numbers, with which the loops below would take very long.
     reader.check(num_values * _MIN_VALUE_BYTES + num_tensors * _MIN_TENSOR_BYTES)
     metadata = {}
     for _ in range(num_values):
@@ -141,7 +142,7 @@ def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
         metadata[name] = reader.value(kind)
     entries = [reader.tensor() for _ in range(num_tensors)]
     alignment = _read_alignment(metadata)
-    # The numbers of the tensors begin at the next multiple of the alignment.
+    # The data of the tensors begins at the next multiple of the alignment.
     padding = -reader.place % alignment
     data_start = reader.place + padding
     tensors = [_locate_tensor(entry, data_start) for entry in entries]
@@ -218,7 +219,9 @@ class _Reader:
         return text
 
     def value(self, kind: int) -> Any:  # noqa: ANN401 - a number, a string or a list
-        """Return the next metadata value. `kind` is the number of the value's type.
+        """Return the next metadata value. `kind` is the number of the value's type in GGUF.
+
+        `_FORMATS` maps the types of plain numbers to their struct formats.
 
         Raises:
             ValueError, struct.error: if the value is damaged.
@@ -244,7 +247,11 @@ class _Reader:
         return [self.string() for _ in range(num_elements)]
 
     def tensor(self) -> _TensorEntry:
-        """Return the next description of a tensor."""
+        """Return the next description of a tensor: its name, shape, type and position.
+
+        Raises:
+            ValueError, struct.error: if the description is damaged.
+        """
         name = self.string()
         num_dimensions = self.number(_UINT32)
         if num_dimensions > _MAX_DIMENSIONS:

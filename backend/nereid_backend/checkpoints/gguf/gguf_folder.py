@@ -62,7 +62,7 @@ def create_gguf_folder(path: Path, link: str) -> Path:
     # processes use the folder of the first process.
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        _write(file, unfinished)
+        _write_config_and_tokenizer(file, unfinished)
         os.symlink(path.resolve(), unfinished / link)
         unfinished.rename(folder)
     except OSError as error:
@@ -97,7 +97,7 @@ def _folder_of(path: Path) -> Path:
     return cache_folder() / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-def _write(file: GgufFile, folder: Path) -> None:
+def _write_config_and_tokenizer(file: GgufFile, folder: Path) -> None:
     """Write the config files and the tokenizer of a GGUF file into a folder."""
     factors = file.tensors.get("rope_freqs.weight")
     config = gguf_config(file, None if factors is None else _read_floats(file, factors))
@@ -119,7 +119,9 @@ def _read_floats(file: GgufFile, tensor: GgufTensor) -> list[float]:
 
 
 def _write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Write the tokenizer and the chat template of a file into a folder.
+    """Write the tokenizer and the chat template in a GGUF file's metadata into a folder.
+
+    The tokenizer is converted to the format of transformers.
 
     Raises:
         UnsupportedModelError: if transformers cannot build an equivalent tokenizer.
@@ -131,12 +133,12 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
 
     values = _tokenizer_values(file)
     _check_pre_tokenizer(file, values)
-    backend = _tokenizer_backend(file, values)
+    fast_tokenizer = _create_fast_tokenizer(file, values)
     # If the file does not contain the setting add_bos_token, the default is True for sentencepiece
     # vocabularies, and False for other vocabularies.
     is_sentencepiece = values["tokenizer_type"] == "llama"
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
+        tokenizer_object=fast_tokenizer,
         add_bos_token=bool(file.metadata.get(f"{_TOKENIZER}add_bos_token", is_sentencepiece)),
         add_eos_token=bool(file.metadata.get(f"{_TOKENIZER}add_eos_token", False)),
         chat_template=file.metadata.get("tokenizer.chat_template"),
@@ -154,6 +156,7 @@ def _tokenizer_values(file: GgufFile) -> dict[str, Any]:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
     values: dict[str, Any] = {}
+    # The mapping contains pairs such as ("ggml.model", "tokenizer_type").
     for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items():
         metadata_key = f"tokenizer.{key}"
         if metadata_key in file.metadata:
@@ -162,15 +165,17 @@ def _tokenizer_values(file: GgufFile) -> dict[str, Any]:
 
 
 def _check_pre_tokenizer(file: GgufFile, values: dict[str, Any]) -> None:
-    """Raise an UnsupportedModelError if transformers cannot build the tokenizer exactly.
+    """Raise an UnsupportedModelError if transformers does not know the file's pre-tokenizer.
 
-    A pre-tokenizer divides a text into words before the words are divided into tokens. `values` is
-    the metadata of the tokenizer; see `_tokenizer_values`.
+    A pre-tokenizer divides a text into words before the words are divided into tokens. With another
+    pre-tokenizer, the tokens of a text would differ. `values` is the metadata of the tokenizer; see
+    `_tokenizer_values`.
     """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     pre_tokenizer = values.get("pre_tokenizer_type")
     known_pre_tokenizers = (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2")
+    # Only byte-level BPE tokenizers, such as the tokenizer of gpt2, have a pre-tokenizer.
     if values["tokenizer_type"] == "gpt2" and pre_tokenizer not in known_pre_tokenizers:
         raise UnsupportedModelError(
             f"{file.path}: the pre-tokenizer {pre_tokenizer!r} (tokenizer.ggml.pre) is not "
@@ -178,8 +183,8 @@ def _check_pre_tokenizer(file: GgufFile, values: dict[str, Any]) -> None:
         )
 
 
-def _tokenizer_backend(file: GgufFile, values: dict[str, Any]) -> object:
-    """Return the object of the tokenizers library that divides text into tokens.
+def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
+    """Create a `Tokenizer` of the library tokenizers from the metadata of a GGUF file.
 
     Args:
         file: the GGUF file.
@@ -191,12 +196,12 @@ def _tokenizer_backend(file: GgufFile, values: dict[str, Any]) -> object:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     try:
-        backend, _more_settings = convert_gguf_tokenizer(file.architecture, values)
+        tokenizer, _more_settings = convert_gguf_tokenizer(file.architecture, values)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error
-    return backend
+    return tokenizer
 
 
 def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:

@@ -97,6 +97,7 @@ class GgufWeight:
         # A bias or the weight of a norm has the shape [columns] and is treated as one row.
         num_rows = self.shape[-2] if len(self.shape) > 1 else 1
         num_columns = self.shape[-1]
+        # `num_heads` is None if llama.cpp and transformers store the rows in the same order.
         order = None if self.num_heads is None else _row_order(num_rows, self.num_heads)
         blocks = self._read_blocks()
         if self.has_integers:
@@ -130,9 +131,11 @@ class GgufWeight:
         return int(self.num_elements * BLOCK_TYPES[self.tensor.kind.name].bytes_per_weight)
 
     def _decode_floats(self, blocks: Tensor, num_rows: int, num_columns: int) -> Tensor:
-        """Convert the numbers in `blocks` to the type `dtype`, and subtract `offset` from them.
+        """Dequantise the blocks of the weight, and subtract `offset` from each number.
 
-        The result has the shape [num_rows, num_columns].
+        The file contains the weights of some norms plus 1; `offset` is then 1, and otherwise 0.
+        `blocks` is uint8 [blocks, bytes of a block]. The result has the data type `self.dtype` and
+        the shape [num_rows, num_columns].
         """
         result = torch.empty(num_rows, num_columns, dtype=self.dtype)
         blocks_per_row = len(blocks) // num_rows
@@ -149,7 +152,8 @@ class GgufWeight:
     def _read_blocks(self) -> Tensor:
         """Read the blocks of the weight from the file. A block contains some quantised numbers.
 
-        The result is uint8 [blocks, bytes of a block].
+        `expert` is None, or the index of the expert whose weight is read. The result is uint8
+        [blocks, bytes of a block].
         """
         start, num_bytes = self.tensor.start, self.tensor.num_bytes
         if self.expert is not None:
@@ -183,11 +187,11 @@ def gguf_weights(
     """
     weights: dict[str, GgufWeight] = {}
     architecture = ARCHITECTURES[file.architecture]
-    # Maps the layers whose rows must be reordered to the number of heads. In these layers,
+    # The layers whose rows must be reordered, and the number of heads in each of these layers.
     # llama.cpp and transformers store the rows of a head in different orders; see `_row_order`.
-    heads_of_reordered_layers = {}
+    num_heads_of_reordered = {}
     if architecture.has_rotated_pairs:
-        heads_of_reordered_layers = {"attn_q": num_heads, "attn_k": num_kv_heads}
+        num_heads_of_reordered = {"attn_q": num_heads, "attn_k": num_kv_heads}
     for tensor in file.tensors.values():
         if tensor.name in _NOT_WEIGHTS:
             continue
@@ -203,7 +207,7 @@ def gguf_weights(
             file.path,
             tensor,
             dtype,
-            num_heads=heads_of_reordered_layers.get(layer_part),
+            num_heads=num_heads_of_reordered.get(layer_part),
             offset=1.0 if has_offset else 0.0,
         )
     return weights

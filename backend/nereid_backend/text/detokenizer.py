@@ -23,10 +23,11 @@ _MAX_HELD_TOKENS = 8
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool) -> Decode:
-    """Return the fastest function that converts token ids to text with this tokenizer.
+    """Return the fastest function that converts token ids to text with a tokenizer.
 
-    If the tokenizer's class does not change how transformers decodes, the function calls the
-    library tokenizers directly. Such a call costs much less than a call of transformers.
+    Usually, the function calls the library tokenizers directly, which takes much less time than a
+    call of transformers. If the tokenizer is not built on this library, or if the tokenizer's class
+    overrides a decoding method of transformers, the function calls transformers.
 
     Args:
         tokenizer: the tokenizer of the checkpoint.
@@ -74,10 +75,10 @@ class Detokenizer:
                 prompt. The text of these tokens is not returned.
         """
         self._decode = decode
-        # `_window` contains first the tokens whose text was returned, and then the tokens whose
-        # text was not returned yet. `_num_returned` is the number of tokens whose text was
-        # returned.
+        # The last tokens: first some tokens whose text was returned, as the context for decoding,
+        # and then all tokens whose text was not returned yet.
         self._window = list(seed_token_ids)
+        # The number of tokens in `_window` whose text was returned.
         self._num_returned = len(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -91,6 +92,8 @@ class Detokenizer:
         """
         if not token_ids:
             return ""
+        # `_window` begins with some tokens whose text was already returned. They are the context
+        # for decoding the tokens after them.
         self._window.extend(token_ids)
         returned_text = self._returned_text()
         text = self._decode(self._window)
@@ -123,12 +126,12 @@ class Detokenizer:
         return self._decode(self._window[: self._num_returned])
 
     def _return_decodable(self, returned_text: str) -> str:
-        """Return the decoded text up to its last complete character.
+        """Return the new text up to its last complete character.
 
-        This method is called if too many tokens wait for the rest of a character. The last tokens
-        are left out until the text ends with a complete character. A character has at most four
-        tokens. If the text without the last four tokens still ends with U+FFFD, the bytes are
-        invalid. In that case, return this text.
+        This method is called if too many tokens wait for the rest of a character. One token after
+        the other is left out at the end, until the text ends with a complete character. A character
+        has at most four tokens. If the text without the last four tokens still ends with U+FFFD,
+        the bytes are invalid, and this text is returned.
 
         Args:
             returned_text: the text of the tokens in the window whose text was returned earlier.

@@ -19,8 +19,8 @@ def openai_entry(row: Sequence[Any], texts: TokenText) -> dict[str, Any]:
     "top_logprobs": [...]}.
 
     Args:
-        row: the fields of TokenLogprobs. The first token is the token of the text. The other tokens
-            are the most likely tokens at this position.
+        row: the token ids, their log-probabilities, and the rank of the first token. The first
+            token is the token in the text. The others are the most likely tokens at this position.
         texts: the texts of single tokens.
     """
     token_ids, logprobs, rank = TokenLogprobs(*row)
@@ -38,7 +38,7 @@ def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]
     {"5": {"logprob": -0.1, "rank": 1, "decoded_token": "a"}}.
 
     Args:
-        row: the fields of TokenLogprobs.
+        row: the token ids, their log-probabilities, and the rank of the first token.
         texts: the texts of single tokens.
     """
     token_ids, logprobs, chosen_rank = TokenLogprobs(*row)

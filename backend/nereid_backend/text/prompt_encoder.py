@@ -8,14 +8,13 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Most texts have at most `_USUAL_TOKEN_CHARS` characters for each token. The tokens of a text are
-# counted in advance only if the text has more than `_USUAL_TOKEN_CHARS` characters for each token
-# that the limit allows.
+# Most texts have at most this number of characters for each token. If a text is longer than this
+# number times the largest allowed number of tokens, its tokens are counted before it is converted.
 _USUAL_TOKEN_CHARS = 8
 _PIECE_CHARS = 32_768
-# To count the tokens of a long text in advance, the text is divided into pieces of `_PIECE_CHARS`
-# characters. The pieces can have more tokens than the whole text. Therefore a text is rejected only
-# if its pieces have more than `_MARGIN` times as many tokens as the limit allows.
+# To count the tokens of a long text, the text is divided into pieces of `_PIECE_CHARS` characters.
+# The pieces can have more tokens than the whole text. Therefore a text is rejected only if its
+# pieces have more than `_MARGIN` times the allowed number of tokens.
 _MARGIN = 1.1
 
 
@@ -32,7 +31,7 @@ class PromptEncoder:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None = None) -> None:
-        """Create an encoder.
+        """Create an encoder. If possible, it calls the library tokenizers instead of transformers.
 
         Args:
             tokenizer: the checkpoint's tokenizer. Its truncation and padding are turned off.
@@ -82,7 +81,8 @@ class PromptEncoder:
         """Raise a RequestError if a text certainly has more than `limit` tokens.
 
         Converting a very long text takes long. A text with many characters is therefore converted
-        piece by piece, until the pieces have too many tokens. A short text is not checked here.
+        piece by piece, until the pieces have clearly more than `limit` tokens. (The pieces can have
+        slightly more tokens than the whole text.) A short text is not checked here.
         """
         num_usual_chars = _USUAL_TOKEN_CHARS * limit
         if len(text) <= num_usual_chars + _PIECE_CHARS:
@@ -104,8 +104,8 @@ def _longest_token(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  
     """Return an upper bound for the number of bytes in one token of a tokenizer.
 
     Args:
-        tokenizer: the tokenizer of transformers.
-        backend: its tokenizer of the tokenizers library, or None.
+        tokenizer: a tokenizer of transformers.
+        backend: the object of the library tokenizers that `tokenizer` calls, or None.
     """
     from tokenizers.decoders import ByteLevel
 

@@ -46,8 +46,9 @@ class StopStrings:
     def feed(self, text: str) -> StopMatch:
         """Process the next part of an answer, and return the text that may be sent to the client.
 
-        The end of the text is kept back if it may be the beginning of a stop string. Do not call
-        this method again after a stop string was found.
+        The end of the text is kept back (in `_held`) if it may be the beginning of a stop string.
+        Example with the stop string "###": "one #" returns "one ". Then "## two" returns "" and the
+        stop string. Do not call this method again after a stop string was found.
         """
         if not self._stops:
             return StopMatch(text)

@@ -36,9 +36,9 @@ class TokenText:
         }
         # Converts an entry of the vocabulary to bytes; None if the representation is unknown.
         self._bytes_of_piece = _piece_reader(tokenizer)
-        # Two caches, whose keys are token ids. `_bytes` contains the results of the method `data`,
-        # and `_texts` contains the results of the method `text`.
+        # Caches the results of the method `data` by token id.
         self._bytes: dict[int, bytes] = {}
+        # Caches the results of the method `text` by token id.
         self._texts: dict[int, str] = {}
 
     def data(self, token_id: int) -> bytes:
@@ -71,11 +71,11 @@ class TokenText:
 
 
 def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
-    """Return the function that converts an entry of the vocabulary to bytes, or None.
+    """Return the function that converts an entry of the vocabulary to bytes; None if unknown.
 
     The decoder of a tokenizer is a list of steps. The types of these steps show how the vocabulary
-    represents bytes. Example: the type "ByteLevel" returns the function `byte_level`. Return None
-    if the types do not show this.
+    represents bytes. Example: for a decoder with a step of the type "ByteLevel", the result is the
+    function `byte_level`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -40,7 +40,7 @@ _FAILURE = 2  # the exit code if the conversion fails
 
 
 def convert(source: str, target: str, dtype: Target) -> None:
-    """Write a copy of a checkpoint. The weights of the copy have another data type.
+    """Write a copy of a checkpoint in which the weights have another data type.
 
     Args:
         source: the folder of a checkpoint, or a GGUF file.
@@ -62,7 +62,7 @@ def convert(source: str, target: str, dtype: Target) -> None:
     bits = _BITS.get(dtype)  # None if the weights become floating point numbers
     float_dtype = getattr(torch, dtype) if bits is None else _dtype_of(config)
     arguments = weight_arguments(folder, config, float_dtype, is_lazy=True)
-    weights = arguments["state_dict"]
+    weights = arguments["state_dict"]  # Each weight is read only when it is used.
     if bits is None:
         integer_names: set[str] = set()
         quantization_config = None
@@ -72,7 +72,7 @@ def convert(source: str, target: str, dtype: Target) -> None:
         quantization_config = _quantization_config(bits, linear_weights, integer_names)
     new_folder.mkdir(parents=True, exist_ok=True)
     _copy_other_files(folder, new_folder)
-    _write_shards(new_folder, _converted(weights, integer_names, bits, float_dtype))
+    _write_shards(new_folder, _converted_tensors(weights, integer_names, bits, float_dtype))
     dtype_name = str(float_dtype).removeprefix("torch.")
     _write_config(folder, new_folder, dtype_name, quantization_config)
 
@@ -100,7 +100,7 @@ def _linear_weights(config: Any, model_config: Any) -> set[str]:  # noqa: ANN401
         return linear_names(model_class(config)(model_config))
 
 
-def _converted(
+def _converted_tensors(
     weights: Mapping[str, Any], integer_names: set[str], bits: int | None, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the value of each tensor in the new checkpoint.
@@ -119,7 +119,7 @@ def _converted(
         is_matrix = weight.dim() == 2
         if bits is not None and name in integer_names and is_matrix:
             layer_name = name.removesuffix(".weight")
-            for suffix, tensor in _rounded(weight, bits).items():
+            for suffix, tensor in _rounded_tensors(weight, bits).items():
                 yield layer_name + suffix, tensor
         elif weight.is_floating_point():
             yield name, weight.to(dtype)
@@ -127,11 +127,11 @@ def _converted(
             yield name, weight
 
 
-def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
-    """Round a weight to integers, and return the tensors that represent the rounded weight.
+def _rounded_tensors(weight: Tensor, bits: int) -> dict[str, Tensor]:
+    """Round a weight to integers, and return the tensors of the rounded weight by suffix.
 
-    A group of integers has one scale and, with 4 bits, one zero point. Integers of 4 bits are
-    packed. The keys are the suffixes of the tensors' names in the compressed-tensors format.
+    The suffixes are those of the compressed-tensors format, such as ".weight_scale". A group of
+    integers has one scale and, with 4 bits, one zero point. Integers of 4 bits are packed.
     """
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:
@@ -165,8 +165,9 @@ def _pack(values: Tensor) -> Tensor:
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write tensors to safetensors files of about 2 GiB, and write the index of these files.
 
-    The index maps the name of each tensor to the file that contains the tensor. The name of a file
-    contains the number of all files, so the files are renamed after the last file was written.
+    The index maps the name of each tensor to the file that contains the tensor. Each file name
+    contains the number of files, such as "model-00001-of-00003.safetensors". This number is known
+    only at the end, so the files get their names after the last file was written.
     """
     names_by_shard: list[list[str]] = []
     total_bytes = 0
@@ -222,7 +223,7 @@ def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -
     Args:
         bits: 4 or 8.
         layers: the names of the weights of all linear layers except the output layer.
-        integer_names: the weights among `layers` that are converted.
+        integer_names: the names in `layers` whose weights become integers.
     """
     # `quantise_weight` returns zeros only for integers of 4 bits. Integers of 8 bits are symmetric,
     # so the integer 0 always represents the weight 0.
@@ -249,7 +250,7 @@ def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -
 def _write_config(
     folder: Path, new_folder: Path, dtype_name: str, quantization_config: dict[str, Any] | None
 ) -> None:
-    """Write a copy of a checkpoint's config.json with the new data type of the weights.
+    """Write a copy of a checkpoint's config.json that describes the new data type of the weights.
 
     Args:
         folder: the folder of the source.
@@ -259,6 +260,8 @@ def _write_config(
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config") or {}
+    # A model with images has a second section for its text part. In both sections, remove the
+    # fields that describe the old data type.
     for section in (config, text_config):
         section.pop("quantization_config", None)
         section.pop("torch_dtype", None)

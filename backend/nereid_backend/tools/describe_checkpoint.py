@@ -32,35 +32,34 @@ Finding = dict[str, Any]
 
 
 def describe(path: str, *, loads: bool = False) -> list[Finding]:
-    """Return a list of findings about a checkpoint.
+    """Check a checkpoint, and return one finding for each check.
 
     A finding is a dictionary such as {"check": "tokenizer", "ok": True, "finding":
-    "tokenizer.json"}. If the check of the files fails, the list contains only the finding of this
-    check.
+    "tokenizer.json"}. If the files are missing or damaged, only this finding is returned.
 
     Args:
         path: the folder of a checkpoint, or a GGUF file.
         loads: whether the checkpoint is loaded to find its forward path.
     """
-    files = _run("files", lambda: _describe_files(path))
+    files = _run_check("files", lambda: _describe_files(path))
     if not files["ok"]:
         return [files]
     folder = Path(checkpoint_folder(path))
-    weights = _run("weights", lambda: _describe_weights(folder))
+    weights = _run_check("weights", lambda: _describe_weights(folder))
     findings = [
         files,
-        _run("architecture", lambda: _describe_architecture(folder)),
+        _run_check("architecture", lambda: _describe_architecture(folder)),
         weights,
-        *(_memory(folder) if weights["ok"] else ()),
-        _run("tokenizer", lambda: _describe_tokenizer(folder)),
-        _run("chat template", lambda: _describe_template(folder)),
+        *(_memory_findings(folder) if weights["ok"] else ()),
+        _run_check("tokenizer", lambda: _describe_tokenizer(folder)),
+        _run_check("chat template", lambda: _describe_template(folder)),
     ]
     if loads:
-        findings.append(_run("forward path", lambda: _describe_path(path)))
+        findings.append(_run_check("forward path", lambda: _describe_path(path)))
     return findings
 
 
-def _run(check: str, describe_part: Callable[[], str]) -> Finding:
+def _run_check(check: str, describe_part: Callable[[], str]) -> Finding:
     """Run one check of a checkpoint, and return a dictionary that describes the result.
 
     If the check raises an error, `ok` is False.
@@ -100,10 +99,11 @@ def _describe_weights(folder: Path) -> str:
     return f"{text} as {', '.join(kind for kind, _ in kinds.most_common())}"
 
 
-def _memory(folder: Path) -> list[Finding]:
-    """For each setting of the data type, return a finding with the memory size of the weights.
+def _memory_findings(folder: Path) -> list[Finding]:
+    """Return the memory that the weights need, as one finding for each setting of the data type.
 
-    The weights must be readable (see `count_weights`).
+    Example of a finding: {"check": "memory with dtype=bfloat16", "ok": True, "finding": "2.0 GiB
+    for the weights"}. The headers of the weight files must be readable.
     """
     free_bytes = available_memory()
     findings = []

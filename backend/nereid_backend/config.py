@@ -38,12 +38,12 @@ class EngineConfig:
     path in `config.pbtxt` is relative to the model repository."""
 
     tensor_parallel_size: PositiveInt = 1
-    """The number of GPUs (or of processes on a CPU) that compute the model together. Each has a
+    """The number of GPUs (on a CPU, of processes) that compute the model together. Each one has a
     part of the weights and of the KV cache."""
 
     data_parallel_size: PositiveInt = 1
-    """The number of engine processes. Each has a complete model, its own KV cache and its own
-    `tensor_parallel_size` GPUs. On a CPU, the processes share the CPUs."""
+    """The number of engine processes. Each process has a complete model, its own KV cache and its
+    own `tensor_parallel_size` GPUs. On a CPU, the processes share the CPUs."""
 
     dtype: Dtype = "auto"
     """The data type of the weights and of the KV cache: `auto`, `float32`, `bfloat16` or
@@ -121,8 +121,8 @@ class EngineConfig:
     """LoRA adapters in PEFT's layout: `name=/path,other=/path`."""
 
     lora_memory: Annotated[int, SIZE_IN_BYTES] = 512 * 1024 * 1024
-    """The memory for LoRA adapters. Other adapters stay on disk until a request needs them. On a
-    GPU, the KV cache leaves this memory free if `lora_adapters` is set."""
+    """The memory for LoRA adapters. Adapters that do not fit stay on disk until a request needs
+    them. On a GPU, the KV cache leaves this memory free if `lora_adapters` is set."""
 
     enable_prefix_caching: bool = True
     """Whether a request reuses the KV cache of an earlier request that begins with the same

@@ -29,7 +29,8 @@ from typing import Any
 
 from nereid_backend.cache_folder import cache_folder
 
-# This function of transformers reads the source files of all models to build the index.
+# The module of transformers with the function that builds the index of all models. The function
+# reads the source files of all models.
 _MODULE = "transformers.utils.import_utils"
 _FUNCTION = "create_import_structure_from_path"
 _SCIPY_MODULE = "scipy.optimize"
@@ -50,7 +51,7 @@ def importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Return a context without garbage collection.
+    """Turn off garbage collection while the `with` block runs.
 
     The import of torch creates about a hundred thousand permanent objects and no garbage.
     """
@@ -64,7 +65,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_scipy() -> Iterator[None]:
-    """Let the `with` block use a placeholder module in place of the module `_SCIPY_MODULE`.
+    """While the `with` block runs, let a placeholder replace the module scipy.optimize.
 
     If the module has already been imported, it is not replaced.
     """
@@ -88,7 +89,7 @@ def use_cached_index() -> None:
 
 
 class _Placeholder(ModuleType):
-    """Replaces the module `_SCIPY_MODULE` in `sys.modules` while transformers is imported."""
+    """Replaces the module scipy.optimize in `sys.modules` while transformers is imported."""
 
     def remove(self) -> None:
         """Remove the placeholder, so that the next import loads the real module."""
@@ -114,7 +115,7 @@ class _Placeholder(ModuleType):
 
 
 class _Finder(MetaPathFinder):
-    """Makes Python's import system load the module `_MODULE` with `_Loader`."""
+    """Lets `_Loader` load `_MODULE`, the module of transformers that builds the index of models."""
 
     def find_spec(
         self,
@@ -122,13 +123,16 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,  # noqa: ARG002 - the base class requires this parameter
     ) -> ModuleSpec | None:
-        """Return a specification that makes `_Loader` load the module `_MODULE`.
+        """Return a specification that makes `_Loader` load the module with the name `_MODULE`.
 
-        Python calls this method for each imported module. Return None for any other module, so that
-        Python imports it as usual.
+        Python calls this method for each module that is imported. Return None for any other module,
+        so that Python imports that module as usual. `_Loader` replaces one function of `_MODULE`
+        after the module is loaded.
         """
         if fullname != _MODULE:
             return None
+        # This specification contains Python's own loader. Another type of loader, for example for a
+        # zip file, is not replaced.
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(spec.loader.name, spec.loader.path)

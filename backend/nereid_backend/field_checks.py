@@ -68,16 +68,19 @@ def shown(value: object) -> str:
 
 
 def to_request_error(error: ValidationError) -> RequestError:
-    """Return a RequestError about the first wrong field in a validation error.
+    """Convert a validation error of pydantic to a RequestError about the first wrong field.
 
     Example: `seed="x"` gives `seed: the value must be an integer, but the request has "x".`
     """
     first_error = error.errors(include_url=False)[0]
+    # The location is the name of the field. If a single item of a list or dict is wrong, the index
+    # or the key of this item follows.
     field_name, *item_location = map(str, first_error["loc"])
+    # The end of the sentence "the value must be ...", such as "at least {ge}".
     requirement = _REQUIREMENTS.get(first_error["type"])
     if requirement is None:
         return RequestError(f"{field_name}: {first_error['msg']}.")
-    limits = _limits(first_error.get("ctx", {}))
+    limits = _limits(first_error.get("ctx", {}))  # such as {"ge": 1}
     # If a list has a wrong number of items, the message contains that number instead of the items.
     value = limits.get("actual_length", first_error["input"])
     return RequestError(
@@ -138,7 +141,8 @@ class CheckedSamplingParams(SamplingParams):
     ) -> Self:
         """Validate the constructor's arguments, and convert pydantic's error to a RequestError.
 
-        pydantic calls this method instead of its own validation. `check` is that validation.
+        pydantic calls this method instead of its own validation, which this method calls as
+        `check`. Then check that min_tokens is not larger than max_tokens.
         """
         try:
             params = check(values)

@@ -68,12 +68,12 @@ def discard_pages(address: int, num_bytes: int) -> None:
 
 
 def discard_file_pages(tensor: Tensor) -> None:
-    """If a tensor is in a mapped file, return the tensor's pages to the operating system.
+    """If a tensor is in a mapped file, return the memory of the tensor to the operating system.
 
-    The safetensors library maps the files of a checkpoint into the memory. The tensor keeps its
-    values, because the operating system reads a page from the file again when the page is used. If
-    this process has changed the tensor, nothing is returned, because the change would be lost. On
-    systems other than Linux, nothing is returned.
+    The library safetensors maps the files of a checkpoint into memory. The tensor keeps its values,
+    because the operating system reads a page from the file again when the page is used. If this
+    process has changed the tensor, no memory is returned, because the change would be lost. On
+    systems other than Linux, no memory is returned.
     """
     if tensor.device.type != "cpu":
         return
@@ -84,7 +84,12 @@ def discard_file_pages(tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def discard_weights_after_use(model: nn.Module) -> Iterator[None]:
-    """In the `with` block, call `discard_file_pages` for a module's weights after each call."""
+    """In the `with` block, discard the weights of each module from memory after the module's call.
+
+    Only weights in mapped files are discarded. They keep their values, because the operating system
+    reads a page from the file again when the page is used; see `discard_file_pages`. This saves
+    memory if a model is called once for a test, before its weights are moved.
+    """
 
     def discard(module: nn.Module, *_: object) -> None:
         for weight in module.parameters(recurse=False):
@@ -108,13 +113,16 @@ def _whole_pages(address: int, num_bytes: int) -> range:
 def _are_unchanged_file_pages(pages: range) -> bool:
     """Return whether pages belong to mapped files, and this process has changed none of them.
 
-    A page that is not in memory counts as unchanged.
+    A page that is not in memory counts as unchanged. `pages` contains the numbers of the pages: the
+    addresses divided by the size of a page.
     """
     try:
+        # The file contains 8 bytes of flags for each page of this process.
         with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
             file.seek(8 * pages.start)
             flags = np.frombuffer(file.read(8 * len(pages)), np.uint64)
     except OSError:
         return False  # Only Linux has this file.
+    # A changed page of a mapped file is a copy, which does not belong to the file.
     is_copy = (flags & _IS_PRESENT != 0) & (flags & _IS_FILE_PAGE == 0)
     return len(flags) == len(pages) and not is_copy.any() and not (flags & _IS_SWAPPED).any()

@@ -34,30 +34,30 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     The operating system provides the memory of a page when the page is first written.
     """
     size = math.prod(shape) * dtype.itemsize
-    return _mapped(size)[:size].view(dtype).view(shape)
+    return _allocate_pages(size)[:size].view(dtype).view(shape)
 
 
 @torch.no_grad()
 def move_weights(model: nn.Module) -> None:
     """Move the parameters and buffers of a model into huge pages, if they are on a CPU.
 
-    A CPU reads memory in huge pages 20 to 40 % faster. The tensors are placed in the order of the
-    model.
-
-    Tensors that share memory before the call also share memory after the call. Tensors on other
-    devices, and tensors in the layout of a library such as oneDNN are not moved. Small tensors are
-    moved, too, so that the model no longer uses the mapped files of the checkpoint afterwards.
+    A CPU reads memory in huge pages 20 to 40 % faster. Tensors that share memory before the call
+    also share memory after the call. Tensors on other devices, and tensors in the memory layout of
+    a library such as oneDNN, are not moved. Small tensors are moved, too, so that the model no
+    longer uses the mapped files of the checkpoint.
 
     Args:
         model: the model, for inference only. Mutated.
     """
+    # Each item contains the tensors that share one storage. In the loop below, an item is removed
+    # before it is moved, so that nothing refers to its old memory afterwards.
     groups = deque(_movable_tensors(model).values())
     total_bytes = sum(_aligned(tensors[0].untyped_storage().nbytes()) for tensors in groups)
     if total_bytes == 0:
         return
-    mapped = _mapped(total_bytes)
-    start = 0
-    freed = FreedMemory()
+    mapped = _allocate_pages(total_bytes)
+    start = 0  # the first unused byte of `mapped`
+    freed = FreedMemory()  # returns freed memory to the operating system
     freed.give_back()
     while groups:
         num_bytes = _move_group(groups.popleft(), mapped, start)
@@ -67,18 +67,18 @@ def move_weights(model: nn.Module) -> None:
 
 
 def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
-    """Move the tensors of one storage to `mapped[start:]`. Return the size of the storage.
+    """Move the tensors of one storage to `mapped[start:]`. Return the size of the storage in bytes.
 
-    After the call, nothing refers to the old memory, so it is freed. Otherwise, all weights would
-    be in memory twice at the end of `move_weights`.
+    A storage is the memory that one or several tensors use. After the call, none of these tensors
+    refers to the old memory, so it is freed.
 
     Args:
-        tensors: all movable tensors that share the memory. Mutated.
-        mapped: bytes, uint8. Mutated.
+        tensors: all movable tensors that share the storage. Mutated.
+        mapped: the new memory of all weights, uint8. Mutated.
         start: the index of the first byte in `mapped`.
     """
     storage = tensors[0].untyped_storage()
-    _move(storage, mapped[start:], len(tensors))
+    _copy_storage(storage, mapped[start:], len(tensors))
     for tensor in tensors:
         tensor.data = _view_of_copy(tensor, mapped, start)
     return storage.nbytes()
@@ -89,29 +89,30 @@ def _movable_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
 
     The groups are in the order of the model.
     """
-    sharing: dict[int, list[Tensor]] = {}
+    groups: dict[int, list[Tensor]] = {}
     for tensor in _distinct(chain(model.parameters(), model.buffers())):
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_mkldnn:
+        is_plain = tensor.layout == torch.strided and not tensor.is_mkldnn
+        if tensor.device.type != "cpu" or not is_plain:
             continue
         storage = tensor.untyped_storage()
         if storage.nbytes() > 0:
-            sharing.setdefault(storage.data_ptr(), []).append(tensor)
-    return sharing
+            groups.setdefault(storage.data_ptr(), []).append(tensor)
+    return groups
 
 
-def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> None:
-    """Copy the bytes of a storage to the beginning of `target`.
+def _copy_storage(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> None:
+    """Copy the bytes of a storage (the memory of some tensors) to the beginning of `target`.
 
-    If no other tensors use the storage, each page of the storage is returned to the operating
+    If only the moved tensors use the storage, each page of the storage is returned to the operating
     system after it was copied. The memory then never contains a large weight twice.
 
     Args:
-        storage: the old memory of some tensors. Its contents are undefined after the call, unless
-            other tensors also use the storage.
-        target: bytes, uint8. Mutated.
-        num_tensors: the number of moved tensors that use this storage.
+        storage: the storage. Its contents are undefined after the call, unless other tensors also
+            use the storage.
+        target: the new memory, uint8. Mutated.
+        num_tensors: the number of moved tensors, all of which use this storage.
     """
-    # Count the references first, because `source` will be another reference to the storage.
+    # Count the references to the storage before `source`, the next reference, is created.
     can_discard = _num_references(storage) <= num_tensors
     source = torch.tensor([], dtype=torch.uint8).set_(storage)
     for start in range(0, len(source), _SLICE_BYTES):
@@ -134,12 +135,11 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
         mapped: bytes, uint8.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
-    # `set_` counts from the start of the storage, and `start` counts from the start of `mapped`.
-    # Therefore, the offset of `mapped` in the storage is added. `set_` takes offsets in items, not
-    # in bytes.
+    # `start` counts bytes from the start of `mapped`, which can begin inside its storage. However,
+    # `set_` counts items from the start of the storage.
     start_of_copy = (mapped.storage_offset() + start) // tensor.itemsize
-    # torch distinguishes inference tensors from normal tensors. The new tensor must be of the same
-    # type as the old tensor.
+    # torch distinguishes inference tensors (created in inference mode) from normal tensors. The new
+    # tensor must be of the same type as the old tensor.
     with torch.inference_mode(tensor.is_inference()):
         return torch.tensor([], dtype=tensor.dtype).set_(
             mapped.untyped_storage(),
@@ -164,7 +164,7 @@ def _rounded_up(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple
 
 
-def _mapped(size: int) -> Tensor:
+def _allocate_pages(size: int) -> Tensor:
     """Allocate zeroed memory from the operating system, in huge pages if possible.
 
     Return the memory as a tensor of at least `size` bytes. The tensor begins at the start of a
@@ -172,8 +172,8 @@ def _mapped(size: int) -> Tensor:
     """
     is_large = size >= _HUGE_BYTES
     page_bytes = _HUGE_BYTES if is_large else _PAGE_BYTES
-    # Round the size up to whole huge pages, because the rest would otherwise consist of small
-    # pages.
+    # Round the size up to whole pages. A rest that is smaller than a huge page would otherwise
+    # consist of small pages.
     mapped_bytes = _rounded_up(size, page_bytes)
     # One more page is allocated, because the operating system may return memory that does not
     # begin at the start of a huge page.

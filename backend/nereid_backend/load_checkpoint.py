@@ -177,7 +177,9 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
 
 
 def check_files(folder: Path) -> None:
-    """Check the config.json and all files with weights of a checkpoint. No weight is read.
+    """Check that config.json and the weight files of a checkpoint exist and are complete.
+
+    No weight is read.
 
     Raises:
         ModelError: a file is missing, incomplete or damaged.
@@ -197,6 +199,8 @@ def check_files(folder: Path) -> None:
         )
     check_permission(folder / "config.json")
     if not (folder / GGUF_LINK).is_file():
+        # `open_tensors` raises a ModelError if a safetensors file is missing or damaged. A GGUF
+        # file was checked when its checkpoint folder was created.
         open_tensors(folder, for_reading=False)
 
 
@@ -222,8 +226,8 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 def _describe_newer_version(folder: Path) -> str:
     """Return a sentence that suggests a newer version of transformers.
 
-    If config.json was written by a newer version than the installed version, the sentence names the
-    newer version.
+    config.json contains the version of transformers that wrote the file. If that version is newer
+    than the installed version, the sentence names it.
     """
     installed_version = Version(transformers.__version__)
     try:
@@ -247,12 +251,13 @@ def _choose_dtype(
     A warning is logged if the setting is "bfloat16" on a CPU without a fast kernel for bfloat16.
 
     Args:
-        name: the setting `dtype`.
+        name: the setting `dtype`: "auto", "float32", "bfloat16" or "float16".
         config: the config of the checkpoint.
         text_config: the part of the config that describes the decoder.
         device: the device of the weights.
     """
     if name == "auto":
+        # The config contains a torch.dtype, or its name.
         dtype: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
         if isinstance(dtype, str):
             dtype = _DTYPES.get(dtype)

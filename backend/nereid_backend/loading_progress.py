@@ -13,14 +13,15 @@ _INTERVAL_S = 5.0
 def report_items(
     items: Collection[Item], what: str, progress: Callable[[str], None]
 ) -> Iterator[Item]:
-    """Yield each of `items`, and report every few seconds how many items were yielded.
+    """Yield each of `items`, and call `progress` every few seconds with the number of items so far.
 
-    Example of a line: "reading weights: 120 of 310".
+    Example: if `what` is "reading weights", `progress` is called with the text
+    "reading weights: 120 of 310".
 
     Args:
         items: the items.
-        what: the beginning of each line.
-        progress: called with each line.
+        what: the beginning of each text.
+        progress: called with each text.
     """
     last_report_s = time.monotonic()
     for num_yielded, item in enumerate(items):

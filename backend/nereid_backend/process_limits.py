@@ -7,7 +7,8 @@ import resource
 # The nice value of child processes. It gives them a low priority, so that they do not slow down the
 # steps of the engine.
 _NICENESS = 5
-# The kernel kills a child this number of seconds later than the parent process.
+# The parent process kills a child at its time limit. If the parent process itself was killed, the
+# kernel kills the child after the time limit and this number of seconds.
 _EXTRA_SECONDS = 2
 
 
@@ -18,11 +19,11 @@ def limit_child(max_bytes: int, timeout_s: float) -> None:
 
     Args:
         max_bytes: the memory that the process can allocate in addition to its present memory.
-        timeout_s: the time limit of the work. Normally, the parent process kills this child when
-            the time is over. If the parent process itself was killed, the kernel kills this child
-            after about this CPU time.
+        timeout_s: the time limit of the work in seconds. Normally, the parent process kills this
+            child at the time limit. If the parent process was killed, the kernel kills this child
+            after slightly more CPU time than `timeout_s`.
     """
-    os.nice(_NICENESS)
+    os.nice(_NICENESS)  # a low priority, so that the engine is not slowed down
     limit_memory(max_bytes)
     cpu_seconds = int(timeout_s) + _EXTRA_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))

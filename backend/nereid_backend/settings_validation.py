@@ -57,14 +57,16 @@ _PHRASES = {
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
-    """Turn a class into a frozen dataclass that validates its values.
+    """Turn a class into a frozen dataclass of pydantic, which validates its values.
 
     A wrong value raises a ConfigError. A text is not converted to another type, except to a size in
-    bytes: max_num_seqs="8" is wrong, and kv_cache_memory="2GiB" is allowed.
+    bytes: max_num_seqs="8" is wrong, and kv_cache_memory="2GiB" is allowed. Use this function as a
+    class decorator.
     """
     validated: Any = dataclass(frozen=True, slots=True, config=_CONFIG)(cls)
     pydantic_init = validated.__init__
 
+    # The new __init__ converts pydantic's ValidationError to a ConfigError.
     @functools.wraps(pydantic_init)
     def init(self: object, *args: object, **values: object) -> None:
         with _config_errors(validated):
@@ -120,6 +122,7 @@ def _parse_adapters(value: object) -> object:
         adapters = {name.strip(): path.strip() for name, _, path in pairs}
     is_complete = isinstance(adapters, dict) and all(adapters.keys()) and all(adapters.values())
     if not is_complete:
+        # The text of the error is the end of the sentence "the value must be ...".
         raise ValueError("pairs such as name=/path, separated by commas")
     return adapters
 
@@ -204,24 +207,24 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
         yield
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        # If the argument is positional, pydantic gives its index instead of its name.
+        # pydantic names the wrong setting, or gives its index if the argument was positional.
         [location] = problem["loc"]
         name = known_names[location] if isinstance(location, int) else location
         if problem["type"] == "unexpected_keyword_argument":
-            check_names([name], known_names)
-        raise ConfigError(f"{prefix}{name}: {_describe(problem)}") from None
+            check_names([name], known_names)  # raises a ConfigError that suggests a known name
+        raise ConfigError(f"{prefix}{name}: {_describe_problem(problem)}") from None
 
 
-def _describe(problem: ErrorDetails) -> str:
-    """Describe a wrong value. In the error message, the description follows the setting's name.
+def _describe_problem(problem: ErrorDetails) -> str:
+    """Describe a wrong value of a setting. The description follows the setting's name in a message.
 
     Example: pydantic's message "Input should be a valid integer, unable to parse string as an
     integer" becomes "the value must be an integer, but it is 'many'."
     """
     if problem["type"] == "missing":
         return "this setting has no default, so it must be set."
-    # Remove the beginning and the end of pydantic's message, and keep, for example, "a valid
-    # integer".
+    # Remove the beginning and the end of pydantic's message, so that only a phrase such as "a valid
+    # integer" remains.
     expected = re.sub(r"^(Input should be|Value error,) |, unable to .*", "", problem["msg"])
     for pydantic_phrase, phrase in _PHRASES.items():
         expected = expected.replace(pydantic_phrase, phrase)

@@ -62,7 +62,10 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
 
 
 def _check_gpus(config: EngineConfig) -> None:
-    """Raise a ConfigError if the setting `device` selects one GPU, or if there are too few GPUs."""
+    """Raise a ConfigError if the setting `device` selects one GPU, or if there are too few GPUs.
+
+    Each of the `tensor_parallel_size` processes needs a GPU of its own.
+    """
     size = config.tensor_parallel_size
     if config.device not in ("auto", "cuda"):
         raise ConfigError(
@@ -77,10 +80,11 @@ def _check_gpus(config: EngineConfig) -> None:
 
 
 def check_checkpoint(config: EngineConfig) -> None:
-    """Check that transformers can divide the model of a checkpoint. No weights are read.
+    """Check that transformers can divide the model of a checkpoint among several processes.
 
-    transformers divides a model with a plan, which describes how to divide the weight of each
-    layer. Every process (rank) loads one part of each weight.
+    The processes (ranks) compute the model together. transformers has a plan for each architecture,
+    which describes how to divide the weight of each layer. Every rank loads one part of each
+    weight. This function reads no weights.
 
     Args:
         config: the settings. tensor_parallel_size is the number of ranks.
@@ -159,11 +163,11 @@ def tensor_parallel_plan(model: PreTrainedModel | None) -> dict[str, str]:
 
 
 def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> None:
-    """Raise a ConfigError if the number of query heads is not a multiple of `size`.
+    """Raise a ConfigError if the query heads cannot be divided equally among the ranks.
 
-    If one layer computes queries, keys and values together, the number of KV heads must be a
-    multiple of `size`, too. Example: a model with 12 query heads can be divided among 4 ranks, but
-    not among 8 ranks.
+    Example: 12 query heads can be divided among 4 ranks, but not among 8 ranks. If one layer
+    computes queries, keys and values together, the number of KV heads must be a multiple of `size`,
+    too. Otherwise, `_check_kv_heads` checks the number of KV heads.
 
     Args:
         config: the config of the text model, which contains the numbers of heads.
@@ -201,7 +205,7 @@ def _check_kv_heads(numbers: list[int], size: int) -> None:
     the same head), but not among 6 ranks.
 
     Args:
-        numbers: each number of KV heads that occurs in the attention layers.
+        numbers: the different numbers of KV heads that the attention layers have.
         size: the number of ranks.
     """
     for num_kv_heads in numbers:

@@ -27,19 +27,21 @@ _REPLICATE = "replicate"
 
 
 def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list[int]:
-    """Return the different numbers of KV heads in the attention layers, sorted.
+    """Return each number of KV heads that occurs in the attention layers, sorted.
 
-    Only attention layers whose layer k_proj is divided by `plan` are considered.
+    Example: if some layers have 8 KV heads and all others have 2, the result is [2, 8]. Attention
+    layers whose layer k_proj is not divided by `plan` are ignored.
     """
     layers = _divided_attention(model, plan)
     return sorted({_num_kv_heads(attention) for _, attention in layers})
 
 
 def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> dict[str, str]:
-    """Return the rules for a model that has fewer KV heads than ranks (processes).
+    """Return changes of a tensor parallel plan, for a model with fewer KV heads than ranks.
 
-    The rules replace rules of `plan`. With the new rules, each rank loads the whole layers k_proj
-    and v_proj. `keep_own_heads` then deletes the heads of other ranks.
+    A plan tells transformers how to divide each layer among the ranks (processes). With these
+    changes, each rank loads the whole layers k_proj and v_proj, which compute the KV heads.
+    `keep_own_heads` then deletes the heads of other ranks.
 
     Args:
         model: the model without weights (on the device "meta").
@@ -47,10 +49,9 @@ def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int
         size: the number of ranks.
 
     Returns:
-        The rules. They are empty if each number of KV heads is a multiple of `size`.
-
-    Example for a model with 2 KV heads and 4 ranks:
-    {"model.layers.*.self_attn.k_proj": "replicate", "model.layers.*.self_attn.v_proj": "replicate"}
+        The entries of `plan` to replace; empty if each number of KV heads is a multiple of `size`.
+        Example for 2 KV heads and 4 ranks: {"model.layers.*.self_attn.k_proj": "replicate",
+        "model.layers.*.self_attn.v_proj": "replicate"}.
     """
     has_enough_heads = all(count % size == 0 for count in numbers_of_kv_heads(model, plan))
     if has_enough_heads:
@@ -78,6 +79,7 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
     """
     for _name, attention in _divided_attention(model, rules, _REPLICATE):
         num_heads = _num_kv_heads(attention)
+        # If there are fewer heads than ranks, several ranks compute one head.
         first_own_head = rank.number * num_heads // rank.size
         num_own_heads = max(1, num_heads // rank.size)
         for _projection_name, layer in _projections(attention):

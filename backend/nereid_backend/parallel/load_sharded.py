@@ -81,7 +81,7 @@ def load_sharded(
 
     Args:
         config: the settings. tensor_parallel_size is larger than 1.
-        hook: the attention function that transformers calls in each layer.
+        hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line of text at the start of each slow operation.
 
     Returns:
@@ -123,7 +123,7 @@ def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConf
         kv_cache_bytes = max(1, kv_cache_bytes // num_ranks)
     return replace(
         config,
-        device=device.type,
+        device=device.type,  # without a number, because each rank uses another GPU
         num_threads=config.num_threads or max(1, usable_cpus() // num_ranks),
         kv_cache_memory=kv_cache_bytes,
         prepack=False,
@@ -142,7 +142,7 @@ def _open_sharded(
     Args:
         ranks: the processes of the other ranks. These processes load their parts at the same time.
         config: the settings of each rank; see `_settings_of_ranks`.
-        hook: the attention function that transformers calls in each layer.
+        hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line of text at the start of each slow operation.
         clock: measures the stages of the start.
 
@@ -171,15 +171,16 @@ def _open_sharded(
 def _check_logits(
     ranks: Ranks, shard: Shard, config: EngineConfig, hook: AttentionHook, progress: Progress
 ) -> ChosenPath:
-    """Choose how the ranks together run the model, and check the logits.
+    """Check that the divided model computes the same logits as the undivided model.
 
-    The logits of the divided model are compared with the logits of the undivided model.
+    Only one way to run a divided model exists: the forward path `packed` on every rank. Return this
+    path with the results of the check.
 
     Args:
         ranks: the other processes that compute the divided model.
         shard: the part of the model that this process computes.
         config: the settings of a rank.
-        hook: the attention function that transformers calls in each layer.
+        hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line about the check and about its result.
 
     Raises:
@@ -210,8 +211,8 @@ def _check_logits(
 def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
     """Compute the logits of test sequences with the undivided model on the CPU.
 
-    Return the test sequences and the logits. They are the reference for the divided model, of which
-    `shard` is the part of this process.
+    Return the test sequences and the logits, with which the logits of the divided model are
+    compared. `shard` is the part of the divided model that this process computes.
 
     Raises:
         UnfitError: if the logits of the undivided model are not usable.
@@ -237,10 +238,10 @@ def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -
 
 
 def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> int:
-    """Return the size of each rank's KV cache in bytes.
+    """Return the size in bytes that the KV cache has on each rank.
 
     A rank is one of the processes that compute the model together. All ranks need the same number
-    of blocks, so the size is limited by the rank with the least free memory.
+    of blocks, so the rank with the least free memory determines the size.
 
     Args:
         ranks: the other ranks. Each of them receives a message, and computes its own budget.
@@ -248,7 +249,7 @@ def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> in
         activations: the memory that one step needs, in bytes.
     """
     own_rank = ranks.rank
-    ranks.send("budget", activations)
+    ranks.send("budget", activations)  # Each other rank computes its budget and sends it to all.
     own_budget = kv_cache_budget(config, own_rank.device, activations)
     budget = own_rank.smallest(own_budget)
     if own_rank.device.type == "cpu" and config.kv_cache_bytes is None:
@@ -260,8 +261,9 @@ def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> in
 def _describe_heads(shard: Shard, size: int) -> str:
     """Return a log line that reports how many attention heads each process computes.
 
-    Example of the numbers: "1 KV head and 4 query heads". If the attention layers have different
-    numbers of heads, the word "or" separates the descriptions.
+    Example: "tensor parallelism: each of the 2 processes computes 1 KV head and 4 query heads in a
+    layer. The following sizes are those of one process." If the attention layers have different
+    numbers of heads, the numbers are separated by "or".
     """
     head_counts = {(layer.num_kv_heads, layer.num_heads) for layer in shard.spec.layers}
     descriptions = [

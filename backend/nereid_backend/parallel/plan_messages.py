@@ -63,13 +63,14 @@ class PlanEncoder:
         decode the messages in the order in which they were encoded.
         """
         assert not plan.pending, "asynchronous plans cannot be sent to other ranks"
-        return StepMessage([self._encode(chunk) for chunk in plan.chunks], plan.copies)
+        return StepMessage([self._encode_chunk(chunk) for chunk in plan.chunks], plan.copies)
 
-    def _encode(self, chunk: Chunk) -> ChunkMessage:
+    def _encode_chunk(self, chunk: Chunk) -> ChunkMessage:
         """Convert a chunk (the tokens of one sequence in a forward pass) into a message.
 
-        Example: an earlier message contained the block table [7, 2] of the sequence. The block
-        table is now [7, 2, 9], so the new message contains only the block 9.
+        The message contains only the blocks of the sequence that no earlier message contained.
+        Example: an earlier message contained the block table [7, 2]. The block table is now
+        [7, 2, 9], so the new message contains only the block 9.
 
         Mutates: `_num_sent`, because the message contains the blocks up to the end of the table.
         """
@@ -77,8 +78,8 @@ class PlanEncoder:
         row = sequence.row
         assert row is not None
         num_sent_blocks = 0 if chunk.is_first else self._num_sent[row]
-        # A block table never becomes shorter. New blocks are appended. If a block is freed, the
-        # null block takes its position in the table. The number of freed blocks is in
+        # A block table never becomes shorter, because new blocks are appended, and the null block
+        # replaces a freed block. The receiver gets the number of freed blocks in
         # `num_dropped_blocks`.
         self._num_sent[row] = max(num_sent_blocks, len(sequence.block_table))
         return ChunkMessage(
@@ -108,15 +109,15 @@ class PlanDecoder:
 
         In the sequences of the plan, only the attributes that a forward pass reads are set.
         """
-        chunks = [self._decode(chunk) for chunk in message.chunks]
+        chunks = [self._decode_chunk(chunk) for chunk in message.chunks]
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         return StepPlan(chunks, num_tokens, message.copies)
 
-    def _decode(self, message: ChunkMessage) -> Chunk:
-        """Convert a message into a `Chunk`, and add the new tokens and blocks to the sequence.
+    def _decode_chunk(self, message: ChunkMessage) -> Chunk:
+        """Convert a message into a `Chunk`, and add the new tokens and blocks to its sequence.
 
-        The sequence is found by its row. If the chunk is the first chunk since the sequence got the
-        row, a new sequence replaces the earlier sequence of the row.
+        A message identifies the sequence by its row in the batch. If this is the first chunk since
+        the sequence got the row, a new sequence replaces the earlier sequence of the row.
         """
         if message.is_first:
             self._sequences[message.row] = empty_sequence()

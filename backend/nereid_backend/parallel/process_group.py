@@ -53,10 +53,10 @@ class Rank:
         return torch.device(self.device_type, self.number)
 
     def join(self) -> None:
-        """Add this process to the group, and wait until all processes have been added.
+        """Add this process to the group of torch.distributed, and wait for all other processes.
 
-        The processes of the group compute one model together and exchange the results of each layer
-        through torch.distributed.
+        The processes of the group compute one model together and exchange the results of each
+        layer. They find each other through a file (`store`).
         """
         is_on_gpu = self.device_type == "cuda"
         if is_on_gpu:
@@ -81,8 +81,7 @@ class Rank:
     def loading(self) -> Iterator[None]:
         """Let transformers load only this rank's part of a model while the `with` block runs.
 
-        A rank is one of the processes that compute the model together. transformers reads the
-        number of the rank from the environment variable LOCAL_RANK.
+        A rank is one of the processes that compute the model together.
         """
         with (
             _without_warnings(),
@@ -90,6 +89,7 @@ class Rank:
             # device map of a rank has only one device, for which transformers does not call
             # accelerate. Therefore, the check for accelerate is replaced.
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
+            # transformers reads the number of the rank from this environment variable.
             mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),
         ):
             yield

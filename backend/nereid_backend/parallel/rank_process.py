@@ -54,7 +54,9 @@ class RankService:
         """Handle a message of rank 0, which runs the scheduler and the sampler.
 
         Args:
-            kind: the kind of the message: "build", "budget", "step" or "clear".
+            kind: the kind of the message: "build" (build the object that runs the model), "budget"
+                (compute the size of the KV cache), "step" (compute a forward pass) or "clear"
+                (reset the blocks of a sequence).
             value: the argument of the method that handles messages of this kind.
         """
         handlers: dict[str, Callable[[Any], None]] = {
@@ -103,6 +105,8 @@ def main() -> NoReturn:
     # Hide warnings, because rank 0 logs the same warnings.
     logging.getLogger().setLevel(logging.ERROR)
     connection = Connection(int(sys.argv[1]))
+    # A thread puts the messages of rank 0 into the queue. The first message contains the settings
+    # and the number of this rank.
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, messages), daemon=True).start()
     config, rank = messages.get()
@@ -146,7 +150,7 @@ def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoRe
                 rank.remove_store()  # the folder through which the ranks find each other
             os._exit(0)
         is_first_message = rank is None
-        if is_first_message:
+        if is_first_message:  # It contains the settings and the description of this rank.
             _config, rank = message
         messages.put(message)
 

@@ -54,6 +54,8 @@ class Ranks:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Start the other ranks, and wait until all ranks form a group.
 
+        A rank is one of the processes that compute the model together. This process is rank 0.
+
         Args:
             config: the settings. tensor_parallel_size is the number of ranks.
             device: the device of rank 0.
@@ -73,11 +75,11 @@ class Ranks:
         # The processes of the ranks 1, 2, ... and the connections to these processes.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        # The description of another rank's failure; empty if no other rank has failed. `_watch`
-        # sets the description, and then the event `_has_failed`.
+        # The description of another rank's failure; empty if no other rank has failed.
+        # `_wait_for_failure` sets the description, and then the event `_has_failed`.
         self._failure = ""
         self._has_failed = threading.Event()
-        # Whether `close` was called. If True, `_watch` reports no failure when a rank ends.
+        # Whether `close` was called. `_wait_for_failure` then reports no failure when a rank ends.
         self._is_closing = False
         try:
             self._start_all(config)
@@ -89,10 +91,10 @@ class Ranks:
         """Start the processes of the other ranks, and wait until all ranks form a group."""
         for number in range(1, self.rank.size):
             rank = Rank(number, self.rank.size, self.rank.device_type, self.rank.store)
-            self._start(config, rank)
+            self._start_process(config, rank)
         for number, connection in enumerate(self._connections, 1):
             self._await_start(number, connection)
-        threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
+        threading.Thread(target=self._wait_for_failure, daemon=True, name="rank-watch").start()
         self.rank.join()
 
     def send(self, *message: object) -> None:
@@ -117,9 +119,10 @@ class Ranks:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Handle failures of ranks while the `with` block computes a forward pass on all ranks.
+        """Convert an error in the `with` block, which computes a forward pass, to a LostRankError.
 
-        A rank is one of the processes that compute the model together. This process is rank 0.
+        A rank is one of the processes that compute the model together. This process is rank 0. If
+        another rank has failed first, the error contains the reason of that failure.
 
         Raises:
             LostRankError: if the forward pass fails. The group cannot be used after this error,
@@ -134,7 +137,7 @@ class Ranks:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Handle failures of ranks while the `with` block loads the model on all ranks.
+        """If loading the model in the `with` block fails because of another rank, report that rank.
 
         A rank is one of the processes that compute the model together. This process is rank 0.
 
@@ -147,7 +150,7 @@ class Ranks:
         except Exception as error:
             failure = self._failure_of_other_rank()
             # All ranks read the same checkpoint, so an error of the checkpoint occurs on each rank.
-            # The error of rank 0 then has a more specific class.
+            # The error of rank 0 is then raised, because it has a more specific class.
             is_same_error = failure.endswith(str(error))
             if failure and not is_same_error:
                 raise EngineError(failure) from error
@@ -157,8 +160,8 @@ class Ranks:
         """Return the description of another rank's failure, after rank 0 has failed.
 
         Return "" if no other rank has failed. If another rank has caused the failure of rank 0, the
-        thread of `_watch` soon detects this, so this method waits up to `_NOTICE_TIMEOUT_S`
-        seconds.
+        thread of `_wait_for_failure` soon detects this, so this method waits up to
+        `_NOTICE_TIMEOUT_S` seconds.
         """
         self._has_failed.wait(_NOTICE_TIMEOUT_S)
         return self._failure
@@ -191,7 +194,7 @@ class Ranks:
         else:
             dist.destroy_process_group()
 
-    def _start(self, config: EngineConfig, rank: Rank) -> None:
+    def _start_process(self, config: EngineConfig, rank: Rank) -> None:
         """Start the process of a rank, and send the settings to the new process.
 
         The two processes exchange messages through a pair of connected sockets.
@@ -204,7 +207,7 @@ class Ranks:
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
         )
-        child_end.close()
+        child_end.close()  # The new process has its own copy of this socket.
         connection = Connection(parent_end.detach())
         self._processes.append(process)
         self._connections.append(connection)
@@ -222,12 +225,14 @@ class Ranks:
         if message != STARTED:
             raise EngineError(f"rank {number} of the model {message}")
 
-    def _watch(self) -> None:
+    def _wait_for_failure(self) -> None:
         """Wait until another rank fails or ends, and store a description in `_failure`.
 
-        A separate thread runs this method.
+        A separate thread runs this method. It returns without a description if `close` was called.
         """
         with contextlib.suppress(OSError):
+            # After its start, a rank sends a message only if it fails. If a rank ends, its
+            # connection is closed. `wait` returns in both cases.
             multiprocessing.connection.wait(self._connections)
             if self._is_closing:
                 return
@@ -248,12 +253,14 @@ class Ranks:
     def _describe_failures(self) -> str:
         """Describe the ranks that have died. If no rank has died, describe the failed ranks.
 
-        The process of a failed rank has sent a message before it ended, and the process of a dead
-        rank has not. Example: "rank 2 of the model ended (signal 9)".
+        A failed rank has sent an error message before its process ended. A dead rank has ended
+        without a message, for example after a signal. Examples: "rank 1 of the model failed: out of
+        memory" and "rank 2 of the model ended (signal 9)".
         """
         failures: list[str] = []
         deaths: list[str] = []
         for number, connection in enumerate(self._connections, 1):
+            # The connection of a failed or dead rank can be read.
             is_running = not connection.poll()
             if is_running:
                 continue

@@ -65,7 +65,7 @@ def _restrict_gpus(config: EngineConfig, index: int) -> None:
     num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
         return
-    num_own = config.tensor_parallel_size
+    num_own = config.tensor_parallel_size  # the number of GPUs of each engine process
     num_needed = config.data_parallel_size * num_own
     if num_gpus < num_needed:
         note = f" of {num_own} GPUs each" if num_own > 1 else ""

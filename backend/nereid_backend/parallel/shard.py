@@ -39,7 +39,7 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
 
     Args:
         config: the settings.
-        hook: the attention function that transformers calls in each layer.
+        hook: Nereid's attention function, which transformers calls in each layer.
         rank: this process.
         progress: called with one line of text at the start of each slow operation.
 

@@ -35,12 +35,12 @@ def use_compiled_forward(
     """Compile the forward pass of a model. Use the compiled forward pass if its logits are correct.
 
     If the compilation fails or the logits are wrong, the path continues with the model's own code.
-    On a GPU, fused functions then replace some modules of the model.
+    On a GPU, torch's fused function then replaces the RMSNorm modules of the model.
 
     Args:
         path: the forward path with the sizes of the engine. Mutated.
         checkpoint: the model.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
         chosen: the chosen forward path, with the test sequences and the logits of the unmodified
             model for these sequences.
         progress: called with one line about the result.
@@ -52,10 +52,10 @@ def use_compiled_forward(
         ConfigError: if the GPU cannot be used any more after the attempt.
     """
     try:
-        compiled = _compile(path, checkpoint, hook, chosen, progress)
+        compiled = _compile_and_check(path, checkpoint, hook, chosen, progress)
     except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
         problem = "the compiled forward pass failed"
-        _check_device(checkpoint.device, error, "compile_forward", problem)
+        _raise_if_device_is_lost(checkpoint.device, error, "compile_forward", problem)
         progress(f"the forward pass is not compiled: {first_line(error)}")
         if checkpoint.device.type == "cuda":
             use_fused_norms(checkpoint, chosen, progress)
@@ -64,7 +64,7 @@ def use_compiled_forward(
     return compiled
 
 
-def _compile(
+def _compile_and_check(
     path: ForwardPath,
     checkpoint: Checkpoint,
     hook: AttentionHook,
@@ -73,7 +73,8 @@ def _compile(
 ) -> CompiledForward:
     """Compile a model's forward pass, check the logits, and make `path` call the compiled code.
 
-    The arguments are those of `use_compiled_forward`.
+    The check runs a separate path, which computes test sequences with the compiled code.
+    `use_compiled_forward` describes the arguments.
 
     Raises:
         Exception: of any class, if the compilation fails or the logits are wrong.
@@ -85,7 +86,7 @@ def _compile(
         )
     compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
     check_path(path_for_check(chosen, compiled), chosen.trial, checkpoint.model.dtype)
-    compiled.confirm()
+    compiled.confirm()  # records the successful check next to the library on disk
     path.use(compiled)
     return compiled
 
@@ -104,7 +105,8 @@ def path_for_check(chosen: ChosenPath, compiled: CompiledForward) -> PackedPath:
 def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress) -> None:
     """Replace the RMSNorm modules of a model by torch's fused function if the logits stay correct.
 
-    The speed of this replacement has not been measured on a GPU.
+    torch's function computes an RMSNorm in one GPU kernel. Its speed has not been measured on a
+    GPU.
 
     Args:
         checkpoint: the model. Mutated.
@@ -112,14 +114,15 @@ def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progre
             model for these sequences.
         progress: called with one line about the result.
     """
-    restore = fuse_norms(checkpoint.model)
-    if restore is None:
+    restore = fuse_norms(checkpoint.model)  # the function that undoes the replacement
+    if restore is None:  # The model has no RMSNorm module that can be replaced.
         return
     try:
         check_path(chosen.spec.build(chosen.trial.sizes), chosen.trial, checkpoint.model.dtype)
     except Exception as error:  # noqa: BLE001 - a model can raise any exception
         restore()
-        progress(f"RMSNorm modules are not replaced by torch's fused function: {first_line(error)}")
+        reason = first_line(error)
+        progress(f"RMSNorm modules are not replaced by torch's fused function: {reason}")
         return
     progress("torch's fused function computes the RMSNorm modules")
 
@@ -159,7 +162,7 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
         test_capture = capture_on(device)
         _check_graphs(checkpoint, chosen, compiled, sizes, test_capture)
     except Exception as error:  # noqa: BLE001 - capturing a model's code can raise any exception
-        _check_device(device, error, "cuda_graphs", "replaying a captured step failed")
+        _raise_if_device_is_lost(device, error, "cuda_graphs", "replaying a captured step failed")
         progress(f"decode steps are not replayed from captured graphs: {first_line(error)}")
         return
     assert isinstance(path, PackedPath)
@@ -184,15 +187,16 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
 ) -> None:
     """Capture steps with prefills as CUDA graphs, and use the graphs if their logits are correct.
 
-    A step with prefills is replayed from several graphs.
-
-    The arguments are those of `use_decode_graphs`.
+    A step with prefills computes tokens of prompts. Its work between two attention calls is one
+    graph, so a step is replayed from several graphs (pieces). `use_decode_graphs` describes the
+    arguments.
     """
+    # The check captures and replays the graphs of a separate path.
     try:
         _check_piecewise_graphs(checkpoint, chosen, compiled, sizes, capture)
     except Exception as error:  # noqa: BLE001 - capturing a model's code can raise any exception
         problem = "replaying a captured part of a step failed"
-        _check_device(checkpoint.device, error, "cuda_graphs", problem)
+        _raise_if_device_is_lost(checkpoint.device, error, "cuda_graphs", problem)
         progress(f"steps with prefills are not replayed from captured graphs: {first_line(error)}")
         return
     path.pieces = path.piecewise_graphs(capture.pieces, sizes, progress)
@@ -202,13 +206,17 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
         progress("the parts of steps with prefills are replayed from captured graphs")
 
 
-def _check_device(device: torch.device, error: Exception, setting: str, problem: str) -> None:
-    """Raise a ConfigError if a device cannot be used any more after an error.
+def _raise_if_device_is_lost(
+    device: torch.device, error: Exception, setting: str, problem: str
+) -> None:
+    """Raise a ConfigError if a device cannot be used any more after a failed attempt.
+
+    Example: an invalid memory access of a CUDA graph makes the GPU unusable for this process.
 
     Args:
         device: the device.
         error: the error of the attempt.
-        setting: the name of the setting that caused the attempt. The message recommends the value
+        setting: the name of the setting that turns the attempt on. The message recommends the value
             false for this setting.
         problem: a clause for the message, such as "replaying a captured step failed".
     """
@@ -224,8 +232,9 @@ def use_fastest_attention(
 ) -> None:
     """For each layer, use an external attention library if it is faster than Nereid's attention.
 
-    Do nothing if no GPU kernel is used. First, a new path chooses the libraries and computes the
-    test sequences. The path of the engine chooses the libraries only if these logits are correct.
+    Do nothing if no GPU kernel is used. First, a test path chooses the libraries and computes the
+    test sequences. The engine's path chooses libraries only if the logits of the test path are
+    correct.
 
     Args:
         path: the forward path with the sizes of the engine. Mutated.
@@ -236,6 +245,8 @@ def use_fastest_attention(
     test_path = chosen.spec.build(chosen.trial.sizes)
     if not isinstance(path, PackedPath) or not isinstance(test_path, PackedPath):
         return
+    # `choose_attention` measures the libraries for each kind of layer and kind of step. It returns
+    # the number of these pairs for which a library is used.
     num_test_uses = test_path.choose_attention()
     if num_test_uses == 0:
         return
@@ -257,12 +268,13 @@ def _check_piecewise_graphs(
 ) -> None:
     """Check that prefill steps in CUDA graphs give the same logits as the unmodified model.
 
-    A step with prefills computes prompts. The step is replayed from several graphs (pieces). The
-    arguments are those of `_check_graphs`.
+    A prefill step computes tokens of prompts. The step is replayed from several graphs (pieces).
+    `_check_graphs` describes the arguments.
 
     Raises:
         UnfitError: if the logits differ, or if no step with prefills was replayed.
     """
+    # The test path has small sizes, but stores keys and values in the engine's data type.
     test_sizes = replace(chosen.trial.sizes, stored=sizes.stored)
     path = chosen.spec.build(test_sizes)
     assert isinstance(path, PackedPath)
@@ -286,7 +298,7 @@ def _check_graphs(
 ) -> None:
     """Check that decode steps in CUDA graphs give the same logits as the unmodified model.
 
-    The check captures and replays the steps of a new path with the test sequences.
+    The check builds a separate path for the test sequences, and captures and replays its steps.
 
     Args:
         checkpoint: the model.
@@ -318,7 +330,8 @@ def _check_graphs(
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if messages:
         raise UnfitError(graphs.failure or messages[0])
-    # After a CUDA graph has been captured, the graph is replayed once for the same forward pass.
+    # Each graph is replayed once for the step in which it was captured. More replays than captures
+    # show that later steps were replayed, too.
     has_replayed_later_steps = graphs.num_replays > graphs.num_captures
     if not has_replayed_later_steps:
         raise UnfitError(graphs.failure or "the check had no decode step")

@@ -30,8 +30,9 @@ def measure_activations(
 ) -> int | None:
     """Return the memory in bytes that the largest forward pass needs, including the logits.
 
-    On a GPU, the largest step is computed and measured. On a CPU, a step of at most 64 tokens is
-    measured, and the result is scaled. Example: if 64 tokens need 10 MB, 512 tokens need 80 MB.
+    On a GPU, the memory of the largest step is measured. On a CPU, the memory of a step of at most
+    64 tokens is measured, because the largest step would take seconds. The result is then
+    multiplied. Example: if 64 tokens need 10 MB, 512 tokens need 80 MB.
 
     Args:
         checkpoint: the model. It must use the attention implementation that the path needs.
@@ -95,8 +96,9 @@ def _prompt_plan(token_id: int, num_tokens: int, num_blocks: int) -> StepPlan:
 
 
 def _reset_peak() -> int | None:
-    """Reset the recorded peak memory of this process, and return the current memory in bytes.
+    """Reset the peak memory that Linux records for this process. Return the current memory.
 
+    The result is a number of bytes.
     Return None if the operating system cannot reset the peak.
     """
     try:

@@ -21,14 +21,13 @@ _NUM_TOKENS = 7
 
 @torch.inference_mode()
 def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
-    """Return the sizes of the linear layers that an adapter can change. The keys are layer names.
+    """Return the sizes of the linear layers that a LoRA adapter can change, by name.
 
-    These layers compute every token of a step.
-
-    The layers are found by running the model once. A layer is left out in three cases: the code of
-    the model reads the weight without calling the layer; the layer computes only some tokens
-    (experts and output layers); or the layer returns more than one tensor (some routers). The
-    result is empty if the model cannot be called.
+    An adapter can change a layer only if the layer computes all tokens of a step. The layers are
+    found by running the model once. A layer is left out in three cases: the model's code reads the
+    weight without calling the layer; the layer computes only some tokens (experts and output
+    layers); or the layer returns more than one tensor (some routers). The result is empty if the
+    model cannot be called.
 
     Mutates: the checkpoint. The model uses its own attention after the call.
     """
@@ -87,7 +86,9 @@ def _sizes_of(module: nn.Module) -> LayerSizes | None:
 def _recorder(layer: _RecordedLayer) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
     """Return a forward hook that records in `layer` whether each call computes all tokens.
 
-    A layer that computes only some tokens, such as an expert, has a smaller input or output.
+    torch calls a forward hook after each call of a module. The model is called with `_NUM_TOKENS`
+    tokens. A layer that computes only some of them, such as an expert, has a smaller input or
+    output.
     """
     sizes = layer.sizes
 

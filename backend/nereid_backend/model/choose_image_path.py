@@ -45,7 +45,7 @@ from nereid_backend.vision.single_images import GeneratedPath, SplitPath
 _FEATURE_BYTES = 256 * 2**20
 
 
-_Add = Callable[[ForwardPath], ForwardPath]
+_AddImages = Callable[[ForwardPath], ForwardPath]
 """Adds the support for images to the forward path for texts, and returns the new path."""
 
 
@@ -58,7 +58,7 @@ class _Candidate(NamedTuple):
     """
 
     name: str
-    add: _Add
+    add: _AddImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class ImageSupport:
     name: str
     reason: str
     config: PretrainedConfig
-    add: _Add
+    add: _AddImages
     needs_images: bool = False
     difference: float = 0.0
     features: FeatureCache | None = None
@@ -131,10 +131,10 @@ def choose_image_path(
     features = FeatureCache(checkpoint.model, _FEATURE_BYTES)
     candidates = _candidates(checkpoint, spec, features, attention)
 
-    def measure(add: _Add, trial: Trial) -> float:
+    def measure(add: _AddImages, trial: Trial) -> float:
         return check_path(add(spec.build(trial.sizes)), trial, checkpoint.model.dtype)
 
-    chosen = _choose(candidates, trials, refused, measure)
+    chosen = _choose_candidate(candidates, trials, refused, measure)
     _report(chosen, refused, progress)
     if chosen is None:
         first_kind = next(kind for kind in KINDS if kind not in processor.refused)
@@ -182,35 +182,36 @@ class _Choice:
     """
 
     name: str
-    add: _Add
+    add: _AddImages
     difference: float
     problems: list[str]
 
 
-def _choose(
+def _choose_candidate(
     candidates: list[_Candidate],
     trials: dict[str, Trial],
     refused: dict[str, str],
-    measure: Callable[[_Add, Trial], float],
+    measure: Callable[[_AddImages, Trial], float],
 ) -> _Choice | None:
-    """Return the first of `candidates` (ways to compute images) that gives correct logits.
+    """Return the first candidate with correct logits, or None. A candidate is a way to run a model.
 
-    The kinds are tried in the order of `trials`. The candidate that is found for one kind is also
-    used for the later kinds. The result is None if no candidate has correct logits for any kind.
+    The kinds of media (images, videos and audio) are tried in the order of `trials`. The candidate
+    that is found for one kind is also used for the later kinds.
 
     Args:
         candidates: the candidates in order of preference.
-        trials: the test prompts and the expected logits for each kind.
-        refused: maps each refused kind to the reason. Mutated: the reason is added for each kind
-            whose logits are not correct.
-        measure: returns the difference between the logits of a candidate and the logits of a trial,
-            or raises an exception if the difference is too large.
+        trials: for each kind of media, the test prompts and the expected logits.
+        refused: maps each refused kind of media to the reason. Mutated: each kind for which the
+            logits are not correct is added.
+        measure: returns the difference between a candidate's logits and the expected logits of a
+            trial, or raises an exception if the difference is too large.
     """
     for kind, trial in trials.items():
         choice, problems = _first_correct(candidates, trial, measure)
         if choice is not None:
-            others = {other: trials[other] for other in trials if other not in (kind, *refused)}
-            return _check_other_kinds(choice, others, refused, measure)
+            # `refused` contains the earlier kinds, for which no candidate had correct logits.
+            later_trials = {name: trials[name] for name in trials if name not in (kind, *refused)}
+            return _check_other_kinds(choice, later_trials, refused, measure)
         refused[kind] = (
             f"no way to compute {kind} gives the same logits as transformers' generate: "
             f"{'; '.join(problems)}"
@@ -219,14 +220,12 @@ def _choose(
 
 
 def _first_correct(
-    candidates: list[_Candidate], trial: Trial, measure: Callable[[_Add, Trial], float]
+    candidates: list[_Candidate], trial: Trial, measure: Callable[[_AddImages, Trial], float]
 ) -> tuple[_Choice | None, list[str]]:
-    """Return the first of `candidates` with correct logits, and the problems of earlier candidates.
+    """Return the first candidate with correct logits (or None), and the problems of those before.
 
-    A candidate is a way to compute prompts with images.
-
-    The list has one text for each candidate that was tried without success: its name and its
-    problem. The candidate is None if no candidate has correct logits.
+    A candidate is a way to compute prompts with images. The list of problems has one text for each
+    candidate that was tried without success, such as "packed: RuntimeError: shapes differ".
     """
     problems: list[str] = []
     for name, add in candidates:
@@ -243,13 +242,19 @@ def _check_other_kinds(
     choice: _Choice,
     trials: Mapping[str, Trial],
     refused: dict[str, str],
-    measure: Callable[[_Add, Trial], float],
+    measure: Callable[[_AddImages, Trial], float],
 ) -> _Choice:
     """Check whether the chosen way to compute images also gives correct logits for other media.
 
-    Return `choice` with the largest difference of all accepted kinds.
+    Args:
+        choice: the chosen way to compute images, and its measured difference.
+        trials: for each other kind of media, the test prompts and the expected logits.
+        refused: maps each refused kind of media to the reason. Mutated: each kind for which the
+            logits are not correct is added.
+        measure: returns the difference of the logits, or raises an exception if it is too large.
 
-    Mutates: `refused`. The reason is added for each kind whose logits are not correct.
+    Returns:
+        `choice` with the largest difference of all accepted kinds.
     """
     difference = choice.difference
     for kind, trial in trials.items():
@@ -286,6 +291,9 @@ def _candidates(
     checkpoint: Checkpoint, spec: PathSpec, features: FeatureCache, attention: OwnAttention
 ) -> list[_Candidate]:
     """Return the ways to compute prompts with images, in order of preference.
+
+    `packed` is the fastest way, but does not work for every model; see the module's docstring. Each
+    candidate contains a function that adds the support for images to the forward path for texts.
 
     Args:
         checkpoint: the model.

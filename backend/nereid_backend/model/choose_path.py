@@ -57,15 +57,15 @@ class ChosenPath:
 def choose_path(
     checkpoint: Checkpoint, hook: AttentionHook, config: EngineConfig, progress: Progress
 ) -> ChosenPath:
-    """Choose a way to run a model: the first forward path whose logits equal the model's own.
+    """Choose the fastest way to run a model whose logits equal the logits of the unmodified model.
 
     A forward path is a way to run the forward passes of a model, such as one row with the tokens
     of all sequences. Faster paths are tried first. The attention of the model is set to the
-    attention that this path needs.
+    attention that the chosen path needs.
 
     Args:
         checkpoint: a loaded model.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
         config: the settings. max_model_len, block_size and kv_cache_dtype are used.
         progress: called with one line about the choice.
 
@@ -83,6 +83,7 @@ def choose_path(
             continue
         progress(_describe_choice(spec, reasons))
         limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
+        # `try_variants` has already computed these test sequences, so they come from the cache.
         trial = trials.get(spec.layers, is_generated=spec.is_generated)
         return ChosenPath(spec, difference, limit, trial)
     raise UnsupportedModelError(
@@ -118,7 +119,7 @@ class Trials:
         self._results: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
-        """Return the test sequences and the expected logits. They are computed only once.
+        """Return the test sequences and the expected logits, which are computed only once.
 
         Args:
             layers: the attention layers of the path. The sequences must be longer than the windows
@@ -135,7 +136,7 @@ class Trials:
         if is_generated not in self._results:
             set_attention(self._checkpoint, None)
             try:
-                self._results[is_generated] = self._make(layers, is_generated)
+                self._results[is_generated] = self._compute_trial(layers, is_generated)
             except UnfitError as error:
                 self._results[is_generated] = error
         result = self._results[is_generated]
@@ -143,7 +144,7 @@ class Trials:
             raise result
         return result
 
-    def _make(self, layers: list[LayerSpec], is_generated: bool) -> Trial:
+    def _compute_trial(self, layers: list[LayerSpec], is_generated: bool) -> Trial:
         """Compute the test sequences and the logits that a correct forward path must compute.
 
         `get` describes the arguments and the errors.
@@ -154,7 +155,7 @@ class Trials:
         try:
             check_generation(self._checkpoint, trial)
         except UnfitError:
-            raise
+            raise  # One pass over a sequence gives other logits than token-by-token generation.
         except Exception:  # noqa: BLE001 - a model's code can raise any exception
             # The model cannot generate token by token, so there are no logits to compare with.
             pass
@@ -164,10 +165,10 @@ class Trials:
 def try_variants(
     checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
 ) -> tuple[PathSpec, float]:
-    """Return the first of `variants` whose logits are correct, and the measured difference.
+    """Return the first variant of a forward path with correct logits, and its measured difference.
 
-    Example: the difference 0.02 means that the logits differ from the logits of the unmodified
-    model by 2 % of the standard deviation of the logits.
+    A forward path is a way to run a model. The difference 0.02 means that the logits differ from
+    the logits of the unmodified model by 2 % of the standard deviation of the logits.
 
     Args:
         checkpoint: the model. Its attention is set to the attention that the variant needs.
@@ -189,10 +190,14 @@ def try_variants(
 def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tuple[PathSpec, float]:
     """Check whether a model computes correct logits if the engine runs it as `spec` describes.
 
-    Return the variant, with values that were measured during the check, and the difference of the
-    logits.
+    Args:
+        checkpoint: the model. Its attention is set to the attention that `spec` needs.
+        spec: describes a way to run the model (a forward path).
+        trials: the test sequences, and the logits of the unmodified model.
 
-    The docstring of `try_variants` describes the arguments and the difference.
+    Returns:
+        A copy of `spec` with values that were measured during the check, and the difference of the
+        logits, relative to their standard deviation.
 
     Raises:
         Exception: of any class, if the logits are wrong, or if the model's code fails.
@@ -215,9 +220,10 @@ def _with_measurements(
 ) -> PathSpec:
     """Return a copy of `spec` (how to run a model) to which measured values have been added.
 
-    One value is the memory that the path needs in addition to the blocks of the KV cache. Example:
-    if the path `single` stores 6000 bytes for 60 tokens, `bytes_per_token` is 100. For the path
-    `rows`, `has_snapshots` shows whether sequences can continue from snapshots of their states.
+    The values depend on the path. `single` runs one sequence at a time: if it stores 6000 bytes for
+    60 tokens, `bytes_per_token` is 100. `rows` is for models with recurrent states:
+    `bytes_per_sequence` is the size of a state, and `has_snapshots` shows whether a sequence can
+    continue from a copy of its state. Other paths need no values.
 
     Args:
         spec: the forward path.

@@ -76,7 +76,7 @@ class ForwardSwap:
         Args:
             path: the forward path that will use the compiled forward pass.
             checkpoint: the model.
-            hook: the engine's entry in transformers' attention interface.
+            hook: Nereid's attention function, which transformers calls in each layer.
             chosen: the chosen forward path, and the test sequences.
             folder: the folder in which the library will be stored.
             progress: called with one line when the compiled forward pass is used.
@@ -89,12 +89,13 @@ class ForwardSwap:
         self._checkpoint = checkpoint
         self._chosen = chosen
         self._progress = progress
+        # The model without the values of its weights. The other process needs only the shapes.
         skeleton = Skeleton(checkpoint.model, hook.name, path.is_native, torch.get_num_threads())
         self._start_s = time.monotonic()
         self._compilation = BackgroundCompilation(pack_skeleton(skeleton), folder)
-        # A generator with several tasks: first load the compiled forward pass, and then run the
-        # steps of the check. Each call of `next` does one task.
-        self._check_steps = self._check()
+        # A generator. The first call of `next` loads the compiled forward pass, and each later call
+        # runs one step of the check. The engine computes requests between these calls.
+        self._check_steps = self._load_and_check()
         self.is_done = False
 
     @property
@@ -103,10 +104,11 @@ class ForwardSwap:
         return not self.is_done and self._compilation.outcome is not None
 
     def advance(self) -> None:
-        """Do one task: load the compiled forward pass, or run one forward pass of the check.
+        """Load the compiled forward pass, or run the next forward pass of the check.
 
-        Do nothing while the compilation runs. The last call makes the path use the library. A
-        failure is logged once and never affects the requests.
+        The engine calls this method between two steps. Do nothing while the compilation runs. The
+        last call makes the engine's path use the compiled forward pass. A failure is logged once
+        and never affects the requests.
         """
         if not self.is_ready:
             return
@@ -126,10 +128,11 @@ class ForwardSwap:
         """End the compilation if it is running."""
         self._compilation.close()
 
-    def _check(self) -> Generator[None, None, None]:
-        """Load the compiled forward pass, check its logits, and make the path use it.
+    def _load_and_check(self) -> Generator[None, None, None]:
+        """Load the compiled forward pass, check its logits, and make the engine's path use it.
 
-        Yield after the library is loaded, and after each step of the check.
+        This generator yields after the library is loaded, and after each step of the check, so that
+        the engine can compute requests in between.
 
         Raises:
             Exception: of any class, if there is no library, or if the logits of the library are
@@ -158,7 +161,10 @@ def _is_worth_compiling(config: EngineConfig, checkpoint: Checkpoint) -> bool:
 
 
 def _reason_against_compilation(folder: Path) -> str | None:
-    """Return why the compilation into `folder` cannot start, or None if it can start."""
+    """Return why the forward pass cannot be compiled in the background, or None if it can.
+
+    `folder` is the folder for the compiled library. It can contain the error of an earlier attempt.
+    """
     if error := read_trace_error(folder):
         return f"an earlier attempt failed ({error}). To try again, delete {folder}"
     try:
@@ -182,16 +188,17 @@ def use_fast_forward(
     chosen: ChosenPath,
     progress: Progress,
 ) -> ForwardSwap | None:
-    """Use the compiled forward pass if it is stored on disk. Otherwise, start the compilation.
+    """Use the compiled forward pass if it is stored on disk. Otherwise, start to compile it.
 
+    The compilation runs in another process, and the engine uses the model's own code until it ends.
     Do nothing for models on GPUs, for models in several processes (tensor parallelism), for small
-    models, and for all forward paths except `packed`.
+    models, and for all forward paths except `packed` (one row with the tokens of all sequences).
 
     Args:
         config: the settings.
-        path: the forward path with the sizes of the engine. Mutated if the library is on disk.
+        path: the engine's forward path. Mutated if the compiled library is on disk.
         checkpoint: the model.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
         chosen: the chosen forward path, and the test sequences.
         progress: called with one line about the result.
 

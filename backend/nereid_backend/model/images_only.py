@@ -58,6 +58,8 @@ def choose_images_only(
 ) -> tuple[ChosenPath, ImageSupport]:
     """Choose how the engine runs a model that cannot compute a prompt without an image.
 
+    Example: the model's code raises an error if the images are missing.
+
     Args:
         checkpoint: the model.
         folder: the folder of the checkpoint, with the processor.
@@ -74,6 +76,7 @@ def choose_images_only(
         raise UnsupportedModelError(f"{text_error} Images are refused, because {images.reason}")
     progress(f"texts: refused, because the model computes only prompts with {images.kind}")
     limit = model_limit(checkpoint.text_config, is_batched=False)
+    # Without texts, there are no test sequences.
     trial = Trial([], torch.empty(0, checkpoint.vocab_size), block_size)
     chosen = ChosenPath(_SPEC, images.difference, limit, trial)
     return chosen, replace(images, needs_images=True)

@@ -43,11 +43,11 @@ def choose_layer_groups(
     max_model_len: int,
     max_step_tokens: int,
 ) -> tuple[LayerGroups, str]:
-    """Return the groups of attention layers. If there is only one group, also return the reason.
+    """Divide the attention layers into groups that save memory. Return the groups and a reason.
 
     A block of the KV cache belongs to one group of layers. If all layers of a group have a sliding
-    window, blocks before the window can be freed. The reason is a clause without a final period; it
-    is empty if the layers form several groups.
+    window, blocks before the window can be freed. If all layers form one group, the reason is a
+    clause that says why; otherwise, the reason is empty.
 
     Args:
         config: the settings.
@@ -56,11 +56,11 @@ def choose_layer_groups(
         max_model_len: the largest number of tokens in a request.
         max_step_tokens: the largest number of tokens in a step.
     """
-    obstacle = _obstacle(config, spec, device)
+    obstacle = _reason_for_one_group(config, spec, device)
     if obstacle is not None:
         return single_group(spec.layers), obstacle
     groups = divide_layers(spec.layers, max_model_len, max_step_tokens, config.block_size)
-    if len(groups.windows) > 1:
+    if len(groups.windows) > 1:  # `windows` contains one attention window for each group
         return groups, ""
     return groups, f"groups would save little memory for requests of {max_model_len} tokens"
 
@@ -96,7 +96,9 @@ def block_shape(
     max_step_tokens: int,
     draft_bytes: int,
 ) -> BlockShape:
-    """Return the properties of KV cache blocks that determine how much memory a sequence needs.
+    """Return the size of a KV cache block, and the facts that determine a sequence's blocks.
+
+    A block stores the keys and values of `block_size` tokens for one group of layers.
 
     Args:
         config: the settings.
@@ -140,7 +142,7 @@ def _layers_with_own_memory(layers: Sequence[LayerSpec], groups: LayerGroups) ->
     return list(layer_at_place.values())
 
 
-def _obstacle(config: EngineConfig, spec: PathSpec, device: torch.device) -> str | None:
+def _reason_for_one_group(config: EngineConfig, spec: PathSpec, device: torch.device) -> str | None:
     """Return why all attention layers must form one group, or None if they can be divided.
 
     Each group of attention layers has its own block table for every sequence. Not every part of the
@@ -173,13 +175,13 @@ def divide_layers(
 ) -> LayerGroups:
     """Divide the attention layers into groups, so that the longest request needs little memory.
 
-    A group has a block table for each sequence. A block has one place for each layer of its group,
-    and all groups have the same number of places. Few groups are preferred, because each block
-    table costs time.
+    A group has a block table for each sequence. A block has places for the keys and values of one
+    group's layers, and all blocks have the same number of places. Few groups are preferred, because
+    each block table costs time.
 
     Example: 10 layers have full attention, 52 layers have a window of 1024 tokens, and the longest
-    request has 131072 tokens. A block then has 10 places. One group has full attention, and 6
-    groups have a window. Other divisions would save less than 5 %.
+    request has 131072 tokens. With 10 places in a block, there are one group with full attention
+    and 6 groups with a window. Divisions into more groups would save less than 5 %.
 
     Args:
         layers: the attention layers, whose keys and values have the same sizes.
@@ -193,27 +195,25 @@ def divide_layers(
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 
-    # A block of the KV cache has one place for each layer of a group. With fewer places, there are
-    # more groups. The loop begins with the largest number of places, so the divisions with few
-    # groups come first in `candidates`.
+    # With fewer places in a block, there are more groups. The loop begins with the largest number
+    # of places, so the divisions into few groups come first in `candidates`.
     candidates = [single_group(layers)]
     for num_places in range(len(layers), 0, -1):
         groups = _group_by_window(layers, num_places)
         if len(groups.windows) <= _MAX_GROUPS:
             candidates.append(groups)
     max_cost = (1 + _MIN_SAVED_SHARE) * min(map(cost, candidates))
+    # Of the divisions that need nearly the least memory, return the one with the fewest groups.
     return next(groups for groups in candidates if cost(groups) <= max_cost)
 
 
 def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
     """Divide attention layers into groups. All layers of one group have the same attention window.
 
-    A group has at most `num_places` layers.
-
-    All layers with the same window are divided into groups of nearly equal size. The groups with
-    full attention come first. Example: num_places is 2. There are 2 layers with full attention and
-    5 layers with one window. The first group contains the 2 layers with full attention. The other
-    groups contain 1, 2 and 2 layers with the window.
+    The layers with one window are divided into groups of nearly equal size, each with at most
+    `num_places` layers. The groups with full attention come first. Example: num_places is 2, 2
+    layers have full attention, and 5 layers have a window. The first group contains the 2 layers
+    with full attention. The other groups contain 1, 2 and 2 layers with the window.
     """
     layers_by_window: dict[LayerWindow, list[int]] = {}
     for layer_index, layer in enumerate(layers):

@@ -19,12 +19,12 @@ class LengthLimit:
 
 
 def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthLimit:
-    """Return the largest length of a sequence for which the logits are correct.
+    """Return the largest length of a sequence for which a model computes correct logits.
 
-    The limit is usually the model's own limit, such as max_position_embeddings. Some models compute
-    all tokens of a batch differently if the longest sequence exceeds a threshold. Other models
-    count positions in the batch instead of the sequence. The logits of such batches are correct
-    only below the threshold.
+    The limit is usually the model's own limit, such as max_position_embeddings. Batches can have a
+    lower limit: some models compute all tokens of a batch differently if the longest sequence
+    exceeds a threshold. Other models count positions in the batch instead of the sequence, and use
+    these positions above a threshold.
 
     Args:
         config: the config of the decoder.
@@ -44,11 +44,12 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
 def _attention_scaling_limits(
     config: PretrainedConfig, own_limit: LengthLimit
 ) -> list[LengthLimit]:
-    """Return the length limits of models that scale the attention at high positions.
+    """Return the length limits of models that scale the attention depending on the position.
 
-    The code of these models counts the positions in the batch instead of the sequence. The scale
-    depends on the position only above a threshold. This threshold is therefore a limit. The
-    name of the threshold in the config is floor_scale or log_scaling_n_floor.
+    The code of these models counts positions in the batch instead of the sequence, so the scale is
+    wrong if several sequences share a batch. Below a threshold, the scale is the same at all
+    positions, so the threshold is a limit. The threshold is the field floor_scale or
+    log_scaling_n_floor of the config. The result is empty for all other models.
 
     Args:
         config: the config of the decoder.
@@ -68,8 +69,8 @@ def _attention_scaling_limits(
 def _rope_limits(config: PretrainedConfig, own_limit: LengthLimit) -> list[LengthLimit]:
     """Return the length limits that follow from the rotary embeddings of a model.
 
-    Some rotary embeddings depend on the longest sequence in a batch: if this sequence exceeds a
-    threshold, the embeddings of all sequences change. The threshold is then a limit.
+    The types "longrope" and "dynamic" depend on the longest sequence in a batch: if this sequence
+    exceeds a threshold, the embeddings of all sequences change. The threshold is then a limit.
     """
     limits = []
     for rope in _rope_parameters(config):

@@ -77,14 +77,15 @@ class BlockShape:
         return max_sequence_blocks(self.windows, num_tokens, self.max_step_tokens, self.block_size)
 
     def longest_sequence(self, num_blocks: int, max_tokens: int) -> int:
-        """Return the length of the longest sequence that fits into `num_blocks` KV cache blocks.
+        """Return the number of tokens of the longest sequence that fits into `num_blocks` blocks.
 
-        The length is a number of tokens, and is rounded down to a multiple of the block size. If a
-        sequence of `max_tokens` tokens fits, the result is at least `max_tokens`. Example: 20
-        blocks of 16 tokens in a single group with full attention give 320 tokens.
+        The number is rounded down to a multiple of the block size. If a sequence of `max_tokens`
+        tokens fits, the result is at least `max_tokens`. Example: 20 blocks of 16 tokens in a
+        single group with full attention give 320 tokens.
         """
         # The number of blocks increases with the length of the sequence, so a binary search finds
-        # the first length that needs too many blocks. Lengths are counted in full blocks of tokens.
+        # the first length that needs too many blocks. A length of n here means n * block_size
+        # tokens.
         lengths = range(max(0, num_blocks) + 1)
         first_too_long = bisect_right(
             lengths,
@@ -183,9 +184,10 @@ def _limit_by_states(
 def _longest_request(
     config: EngineConfig, limit: LengthLimit, num_bytes: int, block: BlockShape
 ) -> int:
-    """Return max_model_len. If it is not set, return the largest length that the memory allows.
+    """Return the largest number of tokens in a request.
 
-    The length is a number of tokens.
+    This is the setting max_model_len. If it is not set, it is the largest length that the model and
+    the memory for blocks allow.
 
     Args:
         config: the settings.
@@ -228,8 +230,9 @@ def _plan_without_blocks(
     """Return the `MemoryPlan` of a model that stores no keys and values in blocks.
 
     The blocks of such a model need no memory, but the scheduler still assigns blocks to sequences.
-    There are enough blocks for `max_num_seqs` sequences of the largest length, but at most
-    `_MAX_EMPTY_BLOCKS` blocks, or the blocks of one sequence if one sequence needs more.
+    The number of blocks is enough for `max_num_seqs` sequences of the largest length, but is at
+    most `_MAX_EMPTY_BLOCKS`. If a single sequence needs more blocks, it is the number of this
+    sequence's blocks.
 
     Args:
         config: the settings.
@@ -290,8 +293,8 @@ def describe_memory(
         windows: a sentence about the attention windows; "" if there are none.
     """
     step_size = "an unknown size" if activations is None else format_bytes(activations)
-    # Every group of attention layers stores each token in a block. A group keeps a token only as
-    # long as the token is in the attention window of the group.
+    # Every group of attention layers stores each token in a block of its own, so the blocks are
+    # divided by the number of groups.
     num_cached_tokens = memory.num_blocks // len(block.windows) * block.block_size
     line = (
         f"memory: the weights need {format_bytes(weights_bytes)}, a step of {num_tokens} tokens "
@@ -307,14 +310,12 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
     """Return the number of bytes for the KV cache.
 
     The number is the setting kv_cache_memory. Without this setting, the number is a share of the
-    memory, and at least 0.
+    free memory on a CPU, and depends on gpu_memory_utilization on a GPU. Example for a GPU: the
+    share 0.9 of 80 GiB is 72 GiB. The weights take 16 GiB, the CUDA context takes 0.5 GiB, and a
+    step takes 2 GiB. The KV cache gets the remaining 53.5 GiB.
 
-    On a GPU, gpu_memory_utilization limits only the memory of this process. The processes of the
-    embedding model and of the reranker have their own limits, and may be started before or after
-    this process.
-
-    Example: the share 0.9 of 80 GiB is 72 GiB. The weights take 16 GiB, the CUDA context takes
-    0.5 GiB, and a step takes 2 GiB. The KV cache gets the remaining 53.5 GiB.
+    gpu_memory_utilization limits only the memory of this process. The processes of the embedding
+    model and of the reranker have their own limits, and may start before or after this process.
 
     Args:
         config: the settings.
@@ -325,7 +326,8 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
         ConfigError: if kv_cache_memory is larger than the free memory.
     """
     if device.type == "cuda":
-        free_bytes, default_bytes = _gpu_memory(config, device, activations)
+        free_bytes = _free_gpu_memory(device)
+        default_bytes = _default_gpu_bytes(config, device, free_bytes, activations)
     else:
         free_bytes = available_memory()
         shared_bytes = min(int(free_bytes * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
@@ -342,21 +344,29 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
     return configured_bytes
 
 
-def _gpu_memory(config: EngineConfig, device: torch.device, activations: int) -> tuple[int, int]:
-    """Return the free memory of a GPU, and the memory that the KV cache may use, in bytes.
-
-    Memory that torch cached during loading is released first. The GPU then reports it as free.
-    `kv_cache_budget` describes the arguments.
-    """
+def _free_gpu_memory(device: torch.device) -> int:
+    """Release memory that torch has cached on a GPU, and return the free memory in bytes."""
     gc.collect()
     torch.cuda.empty_cache()
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    free_bytes, _total_bytes = torch.cuda.mem_get_info(device)
+    return free_bytes
+
+
+def _default_gpu_bytes(
+    config: EngineConfig, device: torch.device, free_bytes: int, activations: int
+) -> int:
+    """Return the number of bytes that the KV cache gets on a GPU by default. It can be negative.
+
+    gpu_memory_utilization limits the memory of this process. The KV cache gets what remains after
+    the weights, one step (`activations` bytes) and the LoRA adapters.
+    """
+    _free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     process_bytes = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
     process_limit = int(total_bytes * config.gpu_memory_utilization)
     available_bytes = min(process_limit - process_bytes, free_bytes)
     # If no adapters are configured, adapters are rarely loaded. No memory is reserved in this case.
     adapter_bytes = config.lora_memory if config.lora_adapters else 0
-    return free_bytes, available_bytes - activations - adapter_bytes
+    return available_bytes - activations - adapter_bytes
 
 
 def available_memory() -> int:

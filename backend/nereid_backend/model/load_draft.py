@@ -43,7 +43,7 @@ class OpenedDraft:
     def build(
         self, config: EngineConfig, memory: MemoryPlan, num_tokens: int, progress: Progress
     ) -> DraftModel:
-        """Allocate the KV cache of the draft model.
+        """Allocate the KV cache of the draft model, and return an object that runs the draft model.
 
         The draft model gets as many blocks as the large model. Each running sequence therefore
         usually finds enough blocks in the caches of both models.
@@ -117,9 +117,9 @@ def check_draft_folder(config: EngineConfig) -> None:
 def _check_architecture(folder: str, architecture: str) -> None:
     """Raise a ConfigError if a checkpoint contains an EAGLE head instead of a complete model.
 
-    An EAGLE head has one layer, which reads hidden states of the large model. The config of the
-    head names the model type of the large model. Only the name of the architecture therefore shows
-    that the checkpoint is not a complete model.
+    An EAGLE head is a draft model of one layer, which reads hidden states of the large model. The
+    model type in its config is that of the large model. Therefore only `architecture`, the name of
+    the class in the config, shows that the checkpoint is not a complete model.
     """
     if "eagle" in architecture.lower():
         raise ConfigError(
@@ -154,6 +154,8 @@ def open_draft(
     _check_path(target, target_spec)
     draft_config = _draft_config(config, config.draft_model)
     hook = AttentionHook()
+    # `hook` is the attention function that transformers calls for the draft model. It is removed
+    # from transformers if the draft model cannot be used.
     try:
         progress(f"loading the draft model {config.draft_model}")
         checkpoint = load_weights(draft_config, choose_device(config.device), hook, progress)
@@ -169,7 +171,10 @@ def open_draft(
 
 
 def _draft_config(config: EngineConfig, draft_folder: str) -> EngineConfig:
-    """Return the engine's settings with the changes that are necessary to load the draft model."""
+    """Return the engine's settings with the changes that are necessary to load the draft model.
+
+    The draft model itself has no draft model and no LoRA adapters, and runs in one process.
+    """
     return replace(
         config,
         model=draft_folder,

@@ -32,7 +32,7 @@ class OpenedMtp:
         model: the MtpModel of transformers.
         layers: the attention layers of the first MTP layer.
         bytes_per_token: the memory of one token in the KV cache of the MTP layer.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
     """
 
     checkpoint: Checkpoint
@@ -44,9 +44,10 @@ class OpenedMtp:
     def build(
         self, config: EngineConfig, memory: MemoryPlan, num_tokens: int, path: ForwardPath
     ) -> tuple[DraftModel, HiddenStates]:
-        """Allocate the KV cache of the MTP layer, which generates draft tokens.
+        """Allocate the KV cache of the MTP layer, and return an object that generates draft tokens.
 
-        The cache has as many blocks as the cache of the large model.
+        An MTP (multi-token prediction) layer reads hidden states of the large model. The cache has
+        as many blocks as the cache of the large model.
 
         Args:
             config: the settings of the engine.
@@ -83,7 +84,7 @@ def open_mtp(
         config: the settings of the engine.
         target: the large model, whose attention is `hook`.
         target_spec: the forward path of the large model.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line for each slow operation.
 
     Raises:

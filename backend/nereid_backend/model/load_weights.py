@@ -40,10 +40,12 @@ def load_weights(
 ) -> Checkpoint:
     """Load a model, and store the weights of its linear layers in the fastest layout.
 
+    The settings weight_dtype (rounding) and prepack (rearranged weights) determine the layout.
+
     Args:
         config: the settings.
         device: the device for the weights.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line for each slow operation.
 
     Raises:
@@ -55,12 +57,12 @@ def load_weights(
     if must_round_while_reading:
         checkpoint = _load_rounded(config, device, hook, progress)
     elif config.weight_dtype != "auto":
-        checkpoint = _load(config, device, hook, progress)
+        checkpoint = _load_with_settings(config, device, hook, progress)
         checkpoint = _quantise(checkpoint, config.weight_dtype, progress)
     elif config.prepack:
         checkpoint = _load_prepacked(config, device, hook, progress)
     else:
-        checkpoint = _load(config, device, hook, progress)
+        checkpoint = _load_with_settings(config, device, hook, progress)
     move_weights(checkpoint.model)
     return checkpoint
 
@@ -68,12 +70,13 @@ def load_weights(
 def _load_rounded(
     config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
 ) -> Checkpoint:
-    """Load the weights, and round each weight to 4 or 8 bits while it is read.
+    """Load the weights, and round each weight to 4 or 8 bits while it is read, to save memory.
 
     `load_weights` describes the arguments. The setting weight_dtype is int4 or int8.
     """
     rounded_bits = 4 if config.weight_dtype == "int4" else 8
-    checkpoint = _load(config, device, hook, progress, rounded_bits)
+    checkpoint = _load_with_settings(config, device, hook, progress, rounded_bits)
+    # Round the linear layers that could not be rounded while they were read, and the embedding.
     quantise_linears(checkpoint.model, rounded_bits, progress)
     pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=True)
     progress(
@@ -90,12 +93,12 @@ def _load_prepacked(
 
     `load_weights` describes the arguments.
     """
-    checkpoint = _load(config, device, hook, progress)
-    is_usable = _rearrange(checkpoint, progress)
+    checkpoint = _load_with_settings(config, device, hook, progress)
+    is_usable = _rearrange_and_merge(checkpoint, progress)
     if not is_usable:
         # The packed weights do not work for this model. Packing has replaced the original
         # weights, so the original weights are read from the checkpoint again.
-        checkpoint = _load(config, device, hook, progress)
+        checkpoint = _load_with_settings(config, device, hook, progress)
     # The size of the model is computed again. If the layout of the output layer was changed, the
     # output layer and the embedding may no longer share one weight.
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
@@ -111,14 +114,21 @@ def _check_weight_dtype(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def _load(
+def _load_with_settings(
     config: EngineConfig,
     device: torch.device,
     hook: AttentionHook,
     progress: Progress,
     rounded_bits: int | None = None,
 ) -> Checkpoint:
-    """Load the weights with the engine's settings; see `load_checkpoint` for `rounded_bits`."""
+    """Call `load_checkpoint` with the engine's settings, and return the model.
+
+    If `rounded_bits` is not None, the weights of linear layers are rounded to integers with this
+    number of bits while they are read.
+    """
+    # Only the CPU kernels compute with the integers of quantised weights, which they read from
+    # panels (blocks of a weight matrix).
+    use_panels = device.type == "cpu" and (config.prepack or rounded_bits is not None)
     return load_checkpoint(
         config.model,
         dtype=config.dtype,
@@ -126,16 +136,16 @@ def _load(
         attention=hook.name,
         progress=progress,
         trust_remote_code=config.trust_remote_code,
-        use_panels=device.type == "cpu" and (config.prepack or rounded_bits is not None),
+        use_panels=use_panels,
         rounded_bits=rounded_bits,
     )
 
 
-def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
-    """Rearrange and merge the weights of linear layers. Keep only changes that preserve the logits.
+def _rearrange_and_merge(checkpoint: Checkpoint, progress: Progress) -> bool:
+    """Rearrange and merge the weights of linear layers. Undo the merging if the logits change.
 
-    Prepacking rearranges a weight for the CPU's matrix products. Merging computes several layers
-    with the same input in one product.
+    Prepacking rearranges a weight, so that the CPU multiplies it faster. Merging combines several
+    layers that have the same input, so that one matrix product computes them.
 
     Args:
         checkpoint: the model. Mutated.
@@ -145,29 +155,29 @@ def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
         False if prepacking has changed the logits. The model must then be loaded again. True in all
         other cases, even if no layer was changed.
     """
-    original_logits = _short_logits(checkpoint)
+    original_logits = _logits_of_test_tokens(checkpoint)
     if original_logits is None:
-        return True  # The logits could not be compared, so the layers stay as they are.
+        return True  # The model cannot be called now, so the layers stay as they are.
     if checkpoint.device.type == "cpu":
         num_packed = prepack_linears(checkpoint.model, copy_shared=True, progress=progress)
         if num_packed == 0:
             return True
-        if not _are_equal(original_logits, _short_logits(checkpoint)):
+        if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
             progress(
                 "prepack: the weights of linear layers are not rearranged, because the model's "
                 "code reads them directly"
             )
             return False
         pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=False)
-    merge_linears(checkpoint.model, lambda: _short_logits(checkpoint))
-    if not _are_equal(original_logits, _short_logits(checkpoint)):
+    merge_linears(checkpoint.model, lambda: _logits_of_test_tokens(checkpoint))
+    if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
         separate_linears(checkpoint.model)
     return True
 
 
 def _is_finite(checkpoint: Checkpoint) -> bool:
     """Return whether a model computes finite logits."""
-    return _short_logits(checkpoint) is not None
+    return _logits_of_test_tokens(checkpoint) is not None
 
 
 def _are_equal(before: Tensor, after: Tensor | None) -> bool:
@@ -178,7 +188,9 @@ def _are_equal(before: Tensor, after: Tensor | None) -> bool:
 
 
 def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> Checkpoint:
-    """Round the weights of the linear layers to the type weight_dtype. Return the new checkpoint.
+    """Round the weights of the linear layers to the type `weight_dtype`.
+
+    Return a copy of `checkpoint` with the new size of the weights.
 
     Args:
         checkpoint: the model. Mutated.
@@ -188,14 +200,14 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
     Raises:
         ConfigError: if the model or the device does not support such weights.
     """
-    before = _short_logits(checkpoint)
+    before = _logits_of_test_tokens(checkpoint)
     if weight_dtype == "fp8":
         num_layers = _store_as_float8(checkpoint)
     else:
         bits = 4 if weight_dtype == "int4" else 8
         num_layers = quantise_linears(checkpoint.model, bits, progress)
         pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=True)
-    after = _short_logits(checkpoint)
+    after = _logits_of_test_tokens(checkpoint)
     if not num_layers or after is None or before is None:
         raise ConfigError(
             f"weight_dtype: the value {weight_dtype} requires a model with standard linear layers, "
@@ -212,11 +224,14 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
 
 
 def _store_as_float8(checkpoint: Checkpoint) -> int:
-    """Round the weights of a model's linear layers to e4m3, and return the number of layers.
+    """Round the weights of a model's linear layers to e4m3, an 8-bit floating-point type.
+
+    Return the number of layers.
 
     Raises:
         ConfigError: if the device cannot multiply 8-bit floating point numbers.
     """
+    # The function that multiplies matrices of e4m3 numbers on the device.
     product = find_product(checkpoint.device, checkpoint.model.dtype)
     if product is None:
         raise ConfigError(
@@ -228,16 +243,18 @@ def _store_as_float8(checkpoint: Checkpoint) -> int:
 
 
 @torch.inference_mode()
-def _short_logits(checkpoint: Checkpoint) -> Tensor | None:
-    """Return the logits that the model computes for a few tokens with its own attention.
+def _logits_of_test_tokens(checkpoint: Checkpoint) -> Tensor | None:
+    """Return the logits that the model computes for a few test tokens with its own attention.
 
-    Return None if the model cannot be called, or if its logits are not finite.
+    The logits show whether a change of the weights has changed the model. Return None if the model
+    cannot be called, or if its logits are not finite.
     """
     token_ids = plain_token_ids(checkpoint)[:_NUM_TEST_TOKENS]
     ids = torch.tensor([token_ids], device=checkpoint.device)
     positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
     try:
         set_attention(checkpoint, None)
+        # Weights that are still in the mapped files of the checkpoint leave the memory after use.
         with discard_weights_after_use(checkpoint.model):
             logits = ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions).float()
     except Exception:  # noqa: BLE001 - a model can raise any exception; choose_path reports it

@@ -48,13 +48,21 @@ class _Answer(NamedTuple):
 def make_trials(
     checkpoint: Checkpoint, processor: ChatProcessor, block_size: int, refused: dict[str, str]
 ) -> dict[str, Trial]:
-    """For each kind of media that transformers can process, return test prompts and their logits.
+    """Return test prompts and their logits for each kind of media that transformers can process.
 
-    Mutates: `refused`. The reason is added for each kind that transformers cannot compute.
+    The logits are those of transformers' `generate`. The engine must compute the same logits.
+
+    Args:
+        checkpoint: the model.
+        processor: prepares the prompts.
+        block_size: the number of tokens in a block of the KV cache.
+        refused: maps each kind of media that the model refuses ("images", "videos" or "audio") to
+            the reason. Mutated: each kind that transformers cannot compute is added.
     """
     trials = {}
     for kind, make_contents in _CONTENTS.items():
         if kind not in refused:
+            # `make_contents` returns the images, videos or audio of each test prompt.
             try:
                 answers = _generate_answers(checkpoint, processor, make_contents())
                 trial = _trial_of(answers, block_size)
@@ -70,10 +78,10 @@ def make_trials(
 def _generate_answers(
     checkpoint: Checkpoint, processor: ChatProcessor, contents: Iterable[list[_MediaPart]]
 ) -> list[_Answer]:
-    """Return the answers of transformers' generate to some test prompts.
+    """Return the answers of transformers' `generate` to some test prompts.
 
-    If transformers cannot answer a prompt after the first prompt, the prompt is left out, because
-    some models accept only one image.
+    The later prompts contain several images. If transformers cannot answer a later prompt, it is
+    left out, because some models accept only one image.
 
     Args:
         checkpoint: the model.
@@ -87,7 +95,7 @@ def _generate_answers(
     for media in contents:
         try:
             prompt = _placed(_test_prompt(processor, media), checkpoint)
-            answers.append(_generate(checkpoint, prompt, processor.placeholder_ids))
+            answers.append(_generate_answer(checkpoint, prompt, processor.placeholder_ids))
         except Exception:
             # A model's code can raise any exception.
             if not answers:
@@ -96,10 +104,11 @@ def _generate_answers(
 
 
 def _trial_of(answers: list[_Answer], block_size: int) -> Trial:
-    """Combine the prompts, the tokens and the logits of several answers in one Trial object.
+    """Combine several answers of the unmodified model in one Trial (test sequences and logits).
 
-    The first answer is repeated at the end of the trial. A forward path that stores the features of
-    images then computes the last sequence from the stored features.
+    The first answer is repeated at the end of the trial. When a forward path computes the last
+    sequence, its images have already been encoded. The trial therefore also tests the cache of
+    image features.
     """
     repeated = [*answers, answers[0]]
     return Trial(
@@ -123,9 +132,8 @@ def _image_contents() -> list[list[_MediaPart]]:
 def _video_contents() -> list[list[_MediaPart]]:
     """Return the videos of two test prompts. The first prompt has one video, the second has two.
 
-    A video is a list of images.
-
-    The videos have different sizes and different numbers of frames.
+    A video is a list of images. The two videos have different sizes and different numbers of
+    frames. Each video is a content part of a chat message.
     """
     rng = random.Random(0)
     first, second = (
@@ -189,13 +197,15 @@ def _placed(prompt: ImagePrompt, checkpoint: Checkpoint) -> ImagePrompt:
     return replace(prompt, images=images)
 
 
-def _generate(checkpoint: Checkpoint, prompt: ImagePrompt, placeholder_ids: set[int]) -> _Answer:
-    """Generate tokens with transformers' generate, and return the tokens and their logits.
+def _generate_answer(
+    checkpoint: Checkpoint, prompt: ImagePrompt, placeholder_ids: set[int]
+) -> _Answer:
+    """Generate tokens with transformers' `generate`, and return the tokens and their logits.
 
-    The last token is not returned, because a forward path computes all these logits from the
-    earlier tokens. No placeholder of an image is generated, because the code of some models would
-    replace the embedding of a generated placeholder by an image. The returned logits are the
-    model's logits before the placeholders are excluded.
+    The last token is not returned, because no logits follow it. No placeholder of an image is
+    generated, because the code of some models would replace the embedding of a generated
+    placeholder by an image. The logits are returned as they were before the placeholders were
+    excluded.
 
     Raises:
         UnfitError: if the model generated fewer tokens than requested.
@@ -210,7 +220,7 @@ def _generate(checkpoint: Checkpoint, prompt: ImagePrompt, placeholder_ids: set[
         suppress_tokens=sorted(placeholder_ids) or None,
         **prompt.images.arguments,
     )
-    logits = torch.cat(output.logits).float()
+    logits = torch.cat(output.logits).float()  # one row for each generated token
     if len(logits) != NUM_STEPS + 1:
         raise UnfitError(f"generate returned {len(logits)} tokens instead of {NUM_STEPS + 1}")
     token_ids = output.sequences[0, -len(logits) : -1].tolist()

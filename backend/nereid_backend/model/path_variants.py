@@ -83,11 +83,13 @@ class PathSpec:
 def path_variants(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> list[tuple[str, Iterator[PathSpec]]]:
-    """Return the name and the variants of each way to run a model, in the order of the trials.
+    """Return the name and the variants of each way to run a model, from the fastest to the slowest.
+
+    The names are packed, rows, padded and single. The caller tries the variants in this order.
 
     Args:
         checkpoint: a loaded model.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
         max_model_len: the setting max_model_len; None if it is not set.
 
     Returns:
@@ -95,23 +97,23 @@ def path_variants(
         it. If the model cannot use the path, the iterator raises an exception.
     """
     return [
-        ("packed", _packed(checkpoint, hook, max_model_len)),
-        ("rows", _rows(checkpoint, hook)),
-        ("padded", _padded(checkpoint)),
-        ("single", _single(checkpoint)),
+        ("packed", _packed_variants(checkpoint, hook, max_model_len)),
+        ("rows", _rows_variants(checkpoint, hook)),
+        ("padded", _padded_variants(checkpoint)),
+        ("single", _single_variants(checkpoint)),
     ]
 
 
 def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
-    """Set the attention implementation of a model.
+    """Let a model call Nereid's attention function (`hook`), or its own attention code.
 
-    A forward path that stores keys and values in blocks needs the engine's attention. The logits
-    of the unmodified model are computed with the model's own attention.
+    A forward path that stores keys and values in blocks needs Nereid's attention function. The
+    logits of the unmodified model are computed with the model's own attention.
 
     Args:
         checkpoint: the model. Mutated.
-        hook: the engine's entry in transformers' attention interface; None selects the model's own
-            attention in torch.
+        hook: Nereid's attention function, which transformers then calls in each layer. None
+            selects the model's own attention in torch.
 
     Raises:
         UnfitError: if the attention of the model cannot be set.
@@ -130,7 +132,7 @@ def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
         raise UnfitError(f"its attention cannot be changed from {actual}")
 
 
-def _packed(
+def _packed_variants(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> Iterator[PathSpec]:
     """Yield the only variant of `packed`, which is a way to run a model; see `packed_spec`.
@@ -141,10 +143,10 @@ def _packed(
 
 
 def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None) -> PathSpec:
-    """Return the description of `packed`, which is a way to run the forward pass of a model.
+    """Return the `PathSpec` of the forward path `packed`, the fastest way to run a model.
 
-    In this path, one row contains the tokens of all sequences, and the engine's attention reads
-    keys and values from blocks. `path_variants` describes the arguments.
+    In this path, one row contains the tokens of all sequences, and Nereid's attention function
+    (`hook`) reads keys and values from blocks. `max_model_len` is the setting, or None.
 
     Mutates: `checkpoint`, because its attention is set.
 
@@ -154,9 +156,9 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None:
         _check_sparse_limit(limit, max_model_len)
-        # Up to this length, sparse attention selects every token, so no token needs to be masked.
-        # The model's code still requests a mask from transformers. transformers then calls the mask
-        # function that is registered under the name of the attention implementation.
+        # Up to this length, sparse attention attends to every token, so no token must be masked.
+        # However, the model's code requests a mask from transformers, which calls the mask function
+        # that is registered under the name of the attention function.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -183,35 +185,37 @@ def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # no
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
-def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
+def _rows_variants(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
     """Yield the variants of `rows` (a way to run a model), from the fastest to the slowest.
 
     This path is for models with convolutions or recurrences. A pass has one row for each sequence.
-    If the engine's attention hook cannot compute the attention of the model, the variants use the
-    model's own attention, which gets copies of the keys and values.
+    If Nereid's attention function (`hook`) cannot compute the attention of the model, the variants
+    use the model's own attention, which gets copies of the keys and values.
     """
     try:
         set_attention(checkpoint, hook)
         layers = probe_rows(checkpoint, hook)
     except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
-        yield from _gathered_rows(checkpoint, error)
+        yield from _rows_variants_with_own_attention(checkpoint, error)
         return
 
     def make_keys(sizes: Sizes) -> RowKeys:
         blocks = make_blocks(checkpoint, layers, sizes) if layers else None
         return HookedKeys(checkpoint.model.config, hook, layers, blocks)
 
-    yield from _row_variants(checkpoint, make_keys, layers, hook)
+    yield from _three_rows_variants(checkpoint, make_keys, layers, hook)
 
 
-def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[PathSpec]:
+def _rows_variants_with_own_attention(
+    checkpoint: Checkpoint, hook_error: Exception
+) -> Iterator[PathSpec]:
     """Yield those variants of `rows` (a way to run a model) that use the model's own attention.
 
-    This attention gets copies of the keys and values in blocks.
+    The keys and values are stored in blocks, and the model's attention gets copies of them.
 
     Args:
         checkpoint: the model.
-        hook_error: the reason why the model cannot use the engine's attention hook.
+        hook_error: the reason why the model cannot use Nereid's attention function.
 
     Raises:
         Exception: `hook_error`, if blocks cannot contain the keys and values of the model, or if
@@ -220,6 +224,7 @@ def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[Pa
     set_attention(checkpoint, None)
     try:
         token_id = plain_token_ids(checkpoint)[0]
+        # Run the model with one token to find out what its cache stores.
         layout = probe_cache(checkpoint, token_id, accepts_states=True)
     except Exception:  # noqa: BLE001 - a model's code can raise any exception
         raise hook_error from None
@@ -232,10 +237,10 @@ def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[Pa
         return GatheredKeys(checkpoint.model.config, layout, kv_cache)
 
     detail = "keys and values are copied from blocks"
-    yield from _row_variants(checkpoint, make_keys, layout.layers, detail=detail)
+    yield from _three_rows_variants(checkpoint, make_keys, layout.layers, detail=detail)
 
 
-def _row_variants(
+def _three_rows_variants(
     checkpoint: Checkpoint,
     make_keys: Callable[[Sizes], RowKeys],
     layers: list[LayerSpec],
@@ -245,13 +250,14 @@ def _row_variants(
     """Yield three variants of `rows` (a way to run a model), from the fastest to the slowest.
 
     The first variant divides prompts into chunks. The second variant computes each prompt in one
-    pass. The third variant also computes a preempted sequence again in the same passes as before.
+    pass. The third variant also computes a preempted sequence again in the same passes as before
+    the preemption: first the prompt, then each output token.
 
     Args:
         checkpoint: the model.
         make_keys: creates the storage of the keys and values.
         layers: the attention layers whose keys and values are stored in blocks.
-        hook: the attention that the model must use, or None for the model's own attention.
+        hook: Nereid's attention function; None for the model's own attention.
         detail: a note about all variants for the log; "" if there is none.
     """
 
@@ -274,20 +280,19 @@ def _row_variants(
     yield replace(whole, build=build_replaying, is_generated=True)
 
 
-def _padded(checkpoint: Checkpoint) -> Iterator[PathSpec]:
+def _padded_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     """Yield the only variant of `padded`, which is a way to run a model."""
     yield _padded_spec(checkpoint, "padded")
 
 
-def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
+def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     """Yield the variants of `single` (a way to run a model), from the fastest to the slowest.
 
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
-    # The first variant works only if the engine can store the model's own cache in blocks.
-    # Otherwise, `_padded_spec` raises one of the errors below. In this case, only the second and
-    # the third variant are yielded.
+    # If the data in the model's cache cannot be stored in blocks, `_padded_spec` raises one of the
+    # errors below. Only the second and the third variant are yielded then.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)
@@ -314,9 +319,9 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
 
 
 def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool = True) -> PathSpec:
-    """Select the model's own attention, and return a `PathSpec` that builds a `PaddedPath`.
+    """Return a `PathSpec` that builds a `PaddedPath`, and select the model's own attention.
 
-    A `PaddedPath` gives the model a cache object that copies keys and values from blocks.
+    A `PaddedPath` passes a cache object to the model, which copies keys and values from blocks.
 
     Args:
         checkpoint: the model. Mutated, because its attention is set.
@@ -340,10 +345,11 @@ def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool =
 def make_blocks(
     checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
 ) -> tuple[KVCache, BatchBuilder]:
-    """Return a KV cache, and an object that builds the input tensors of each forward pass.
+    """Create a KV cache, and an object that builds the input tensors of each forward pass.
 
-    `sizes` contains the number and the size of the blocks. The builder also stores the block tables
-    of the running sequences.
+    `layers` are the attention layers whose keys and values the cache stores. `sizes` contains the
+    number and the size of the blocks, and the data type of the cache (`stored`). The builder also
+    stores the block tables of the running sequences.
     """
     kind = cache_class(checkpoint, layers, sizes.block_size, sizes.stored)
     cache = _make_cache(kind, checkpoint, layers, sizes)
@@ -361,7 +367,9 @@ def make_blocks(
 def cache_class(
     checkpoint: Checkpoint, layers: list[LayerSpec], block_size: int, stored: str
 ) -> type[KVCache]:
-    """Return the fastest KV cache class whose attention computes correct results.
+    """Return the fastest class of KV caches whose attention computes correct results.
+
+    Each class has its own memory layout and attention kernels.
 
     Args:
         checkpoint: the model.

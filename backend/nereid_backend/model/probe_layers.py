@@ -18,7 +18,7 @@ from nereid_backend.paths.model_call import ModelCall, UnfitError
 from nereid_backend.paths.recurrent_cache import make_cache
 
 
-class _Recorder:
+class _AttentionRecorder:
     """An attention function that records its calls in a forward pass over one token.
 
     A single token attends only to itself, so the function returns the value of the token.
@@ -42,10 +42,10 @@ class _Recorder:
         value: Tensor,
         **kwargs: object,
     ) -> Tensor:
-        """Record `module`, which is an attention layer, and return the result of the attention.
+        """Record the properties of an attention layer, and return the result of its attention.
 
-        The pass computes one token, which attends only to itself, so the result of each query head
-        is the value of the token.
+        The pass computes one token, which attends only to itself. The result of each query head is
+        therefore the value of the token.
 
         Args:
             module: the attention layer.
@@ -61,16 +61,19 @@ class _Recorder:
             self.unsupported = "its attention adds a position bias"
         if query.shape[0] != 1 or key.shape[2] != 1:
             self.unsupported = f"it calls attention with keys of shape {tuple(key.shape)}"
-        spec = self._spec(query, key, value, kwargs)
+        spec = self._layer_spec(query, key, value, kwargs)
         self.layers.append(spec)
         num_heads_per_value = spec.num_heads // spec.num_kv_heads
         return value.repeat_interleave(num_heads_per_value, dim=1).transpose(1, 2)
 
-    def _spec(
+    def _layer_spec(
         self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, object]
     ) -> LayerSpec:
-        """Determine the properties of a layer from the arguments of its attention call."""
-        index = len(self.layers)
+        """Determine the properties of a layer from the arguments of its attention call.
+
+        The shapes are those of `__call__`, and `kwargs` contains transformers' other arguments.
+        """
+        index = len(self.layers)  # This layer is the next one after the recorded layers.
         layer_type = self._layer_types[index] if index < len(self._layer_types) else ""
         window_size = kwargs.get("sliding_window")
         if not isinstance(window_size, int) or window_size <= 0:
@@ -102,7 +105,10 @@ class _Recorder:
 
 @torch.inference_mode()
 def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
-    """Run the model on one token without a cache, and return the attention layers in order.
+    """Run the model on one token without a cache, and return the attention layers that it calls.
+
+    The layers are in the order of the calls. The arguments of each call show the properties of the
+    layer, such as the number of heads and the sliding window.
 
     Raises:
         UnfitError: if the model does not use transformers' attention interface, or needs a feature
@@ -115,6 +121,7 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
         "use_cache": False,
     }
     if ModelCall(checkpoint.model).takes("logits_to_keep"):
+        # The index of the token whose logits are needed, as in the forward path `packed`.
         arguments["logits_to_keep"] = torch.zeros(1, dtype=torch.int64, device=checkpoint.device)
     layers = record_layers(checkpoint.text_config, hook, lambda: checkpoint.model(**arguments))
     if not layers:
@@ -127,15 +134,17 @@ def record_layers(
 ) -> list[LayerSpec]:
     """Call `run`, and return the attention layers that it computes, in the order of computation.
 
+    While `run` is called, transformers calls a recorder as the attention function of each layer.
+
     Args:
         config: the config of the layers.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
         run: runs a model, or a part of a model, on one token.
 
     Raises:
         UnfitError: if the model needs a feature that Nereid's attention does not support.
     """
-    recorder = _Recorder(config)
+    recorder = _AttentionRecorder(config)
     with hook.serving(recorder):
         run()
     return recorder.checked()

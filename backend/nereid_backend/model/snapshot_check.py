@@ -34,14 +34,15 @@ _ROUNDING = 1e-4
 def has_exact_snapshots(
     path: RowsPath, trial: Trial, difference: float, dtype: torch.dtype
 ) -> bool:
-    """Return whether a sequence gets the same logits if it continues from a copy of its state.
+    """Return whether a sequence gets the same logits if it continues from a snapshot of its state.
 
-    The logits of single tokens must equal the logits of one pass. Otherwise, a snapshot after an
-    answer would differ from the state that the next turn of the chat computes from the same tokens.
+    A snapshot is a copy of the recurrent state. The check computes the first half of a test
+    sequence and saves a snapshot. It then computes the rest of the sequence three times: once from
+    the state itself, and twice from the snapshot. All bits of the three results must be equal.
 
-    The check also computes the first half of a test sequence and saves a snapshot. It then computes
-    the rest of the sequence three times: once from the state itself, and twice from the snapshot.
-    All bits of the three results must be equal.
+    In addition, token-by-token generation and one pass over a sequence must give equal logits.
+    Otherwise, a snapshot after an answer would differ from the state that the next turn of the chat
+    computes from the same tokens.
 
     Args:
         path: the forward path. The states of its first two rows are overwritten.
@@ -49,12 +50,14 @@ def has_exact_snapshots(
         difference: the relative difference between the logits of `path` and the logits of one pass.
         dtype: the data type of the model.
     """
+    # In float32, a larger difference means that token-by-token generation and one pass differ. In
+    # other data types, rounding alone causes larger differences.
     if dtype == torch.float32 and difference > _ROUNDING:
         return False
     token_ids, _ = trial.sequences[0]
     half_len = len(token_ids) // 2
     if half_len < _MIN_HALF_LEN:
-        return False
+        return False  # The sequence is too short for the check.
     try:
         return _continues_exactly(path, trial, half_len)
     except Exception:  # noqa: BLE001 - a model's code can raise any exception
@@ -64,9 +67,8 @@ def has_exact_snapshots(
 def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
     """Return whether a sequence that continues from a copy of its state has unchanged logits.
 
-    The snapshot is the state of the original sequence after `half_len` tokens. It is restored in
-    another row first, and then in the row that it was saved from. `has_exact_snapshots` describes
-    the other arguments.
+    The copy (the snapshot) is the state of the original sequence after `half_len` tokens. It is
+    restored in another row of the batch first, and then in the row from which it was saved.
     """
     original = _make_sequence(trial, row=0)
     first_half = Chunk(
@@ -94,7 +96,10 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
 def _continue_from(
     path: RowsPath, sequence: Sequence, start: int, snapshots: SnapshotPlan | None
 ) -> Tensor:
-    """Compute the tokens from index `start` on in two passes. The second pass has only one token.
+    """Compute the tokens from index `start` on in two passes, and return the logits.
+
+    The first pass computes all tokens except the last token, and the second pass computes the last
+    token. The check therefore covers passes with several tokens and passes with one token.
 
     Args:
         path: the forward path.

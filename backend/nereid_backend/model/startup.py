@@ -138,7 +138,14 @@ OpenModel = Callable[[EngineConfig, AttentionHook, Progress, StageClock], Opened
 def open_model(
     config: EngineConfig, hook: AttentionHook, progress: Progress, clock: StageClock
 ) -> OpenedModel:
-    """Read the weights of a model, and choose how to run it. `load` describes the arguments."""
+    """Read the weights of a model, and choose how to run texts and images.
+
+    Args:
+        config: the settings.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        progress: called with one line for each slow operation.
+        clock: measures the duration of each stage of loading.
+    """
     device = choose_device(config.device)
     checkpoint = load_weights(config, device, hook, progress)
     adaptable_layers = find_adaptable_layers(checkpoint) if config.lora_memory else {}
@@ -153,6 +160,7 @@ def open_model(
     else:
         images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)
     clock.end("self-check")
+    # A function that returns the memory for the KV cache, given the memory of one step.
     cache_budget = partial(kv_cache_budget, config, device)
     return OpenedModel(checkpoint, chosen, adaptable_layers, images, cache_budget)
 
@@ -167,7 +175,7 @@ def load(
 
     Args:
         config: the settings.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line for each slow operation.
         open_model: reads the weights and chooses the path. By default, this process computes the
             whole model.
@@ -229,7 +237,7 @@ def load(
     )
     return Loaded(
         runner=_make_runner(config, device, steps, progress),
-        info=_describe(config, opened, memory, clock.seconds, num_tokens),
+        info=_engine_info(config, opened, memory, clock.seconds, num_tokens),
         spec=spec,
         groups=plan.groups,
         num_states=memory.num_states if spec.has_snapshots else 0,
@@ -260,7 +268,9 @@ class _CachePlan:
 def _plan_cache(
     config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, progress: Progress
 ) -> _CachePlan:
-    """Measure the memory of a forward pass, and divide the remaining memory into KV cache blocks.
+    """Measure the memory of a forward pass, and determine the number of KV cache blocks.
+
+    The memory of the KV cache is what remains after the weights and one forward pass.
 
     Args:
         config: the settings.
@@ -298,12 +308,14 @@ def _compile_forward(
 ) -> tuple[CompiledForward | None, ForwardSwap | None]:
     """Compile the forward pass now or in the background, according to the setting compile_forward.
 
+    The value "auto" compiles in the background, True compiles now, and False does not compile.
+
     Args:
         config: the settings.
         path: the forward path with the sizes of the engine. Mutated if the forward pass is
             compiled now, or was compiled by an earlier process.
         opened: the model and its forward path.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line about the result.
 
     Returns:
@@ -368,7 +380,7 @@ def _make_runner(
     return Runner(path)
 
 
-def _describe(
+def _engine_info(
     config: EngineConfig,
     opened: OpenedModel,
     memory: MemoryPlan,

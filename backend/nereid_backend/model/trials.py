@@ -86,10 +86,10 @@ class Trial:
 def make_trial(
     checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec], max_len: int, block_size: int
 ) -> Trial:
-    """Return random sequences, and the logits of the model for these sequences.
+    """Return random test sequences, and the logits that the unmodified model computes for them.
 
-    The model computes each whole sequence in a separate pass, and must use its own attention. The
-    logits are those that a correct forward path must compute.
+    A correct forward path must compute the same logits. The model computes each whole sequence in a
+    separate pass, and must use its own attention.
 
     Args:
         checkpoint: the model.
@@ -110,16 +110,14 @@ def make_trial(
 
 @torch.inference_mode()
 def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) -> Trial:
-    """Return test sequences whose tokens and logits come from transformers' generate.
+    """Return test sequences whose tokens and logits come from transformers' `generate`.
 
-    The prompts are random.
+    This trial is for models that cannot compute a whole sequence in one pass, or that compute other
+    logits in one pass than in token-by-token generation. The prompts are random.
 
-    Some models cannot compute a whole sequence in one pass, and some models compute other logits in
-    one pass than in token-by-token generation. This trial is for such models.
-
-    If generate raises an error, perhaps because a prompt is longer than a window, the trial
-    contains only short prompts. Longer prompts then need no test, because they fail with an error
-    and never give wrong logits.
+    If `generate` raises an error, perhaps because a prompt is longer than a window, the trial
+    contains only short prompts. Long prompts then need no test, because requests with long prompts
+    fail with an error, and never get wrong logits.
     """
     try:
         prompts = _random_sequences(checkpoint, (), max_len)
@@ -133,9 +131,10 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
 def _generate_sequences(
     checkpoint: Checkpoint, prompts: list[TrialSequence], block_size: int
 ) -> Trial:
-    """Let transformers' generate continue the prompts, and return the tokens and their logits.
+    """Let transformers' `generate` continue the prompts, and return the tokens and their logits.
 
-    `prompts` has the same form as `Trial.sequences`. The tokens after each prompt are ignored.
+    Each item of `prompts` is a test sequence: the tokens, and the number of prompt tokens. The
+    tokens after the prompt are replaced by the generated tokens.
     """
     model: Any = checkpoint.model
     sequences = []
@@ -161,9 +160,9 @@ def _random_sequences(
 ) -> list[TrialSequence]:
     """Return sequences of random tokens that are not special tokens.
 
-    The first prompt is longer than the windows of the layers. Windows with more than about
-    `_LONGEST_PROMPT` tokens are too long to test. Example: for a window of 64 tokens, the prompts
-    have 70, 5 and 13 tokens, and the sequences have 74, 9 and 17 tokens.
+    The first prompt is longer than the attention windows of the layers, unless a window is too long
+    to test. Example: for a window of 64 tokens, the prompts have 70, 5 and 13 tokens. Each sequence
+    has 4 tokens after the prompt, so the sequences have 74, 9 and 17 tokens.
     """
     prompt_lens = [_len_beyond_windows(checkpoint, layers), *_PROMPT_LENS[1:]]
     token_ids = plain_token_ids(checkpoint)

@@ -21,10 +21,10 @@ _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 
 def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
-    """Return whether the weights must be rounded while they are read, to save memory.
+    """Check that the weights fit into the memory. Return whether they must be rounded for that.
 
-    The result is True if weight_dtype is int8 or int4 and the unrounded weights do not fit into the
-    free memory. If neither the unrounded nor the rounded weights fit, an error is raised.
+    The result is True if weight_dtype is int8 or int4, and only the rounded weights fit into the
+    free memory. The weights must then be rounded while they are read.
 
     Example of a message: "model: the weights need 128.0 GiB as 16-bit numbers, but only 20.1 GiB
     are free. Use a quantised checkpoint of the model, or a smaller model."
@@ -37,8 +37,8 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     if not (folder / "config.json").is_file():
         return False  # load_checkpoint reports what is missing
     counts = count_weights(folder)
-    # The CPU kernels compute with quantised integers. Without these kernels, the integers are
-    # converted to floating-point numbers.
+    # The CPU kernels compute with the integers of quantised weights, which they read from panels
+    # (blocks of a weight matrix). Without these kernels, the integers are dequantised.
     has_panels = config.prepack and device.type == "cpu"
     number_bytes = _number_bytes(folder, config.dtype, device)
     needed_bytes = _weight_bytes(counts, number_bytes, has_panels=has_panels)
@@ -65,9 +65,9 @@ def _remedy(
     *,
     has_panels: bool,
 ) -> str:
-    """Return a sentence that recommends a setting, or another checkpoint.
+    """Return a sentence that recommends a setting with which the weights fit into the memory.
 
-    With the recommended setting, the weights need at most `free_bytes` bytes.
+    If there is no such setting, the sentence recommends another checkpoint.
 
     Args:
         config: the settings.
@@ -92,9 +92,10 @@ def _remedy(
 
 
 def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
-    """Return the memory in bytes that the weights need on a CPU, for each setting.
+    """Return the memory in bytes that the weights need on a CPU, for each setting of the data type.
 
-    A setting that has no effect on the checkpoint is left out.
+    Example: {"dtype=float32": 4000000, "dtype=bfloat16": 2000000, "weight_dtype=int8": 1031250}. A
+    setting that has no effect on the checkpoint is left out.
     """
     sizes = {
         "dtype=float32": _weight_bytes(counts, _FULL_BYTES, has_panels=True),
@@ -127,7 +128,10 @@ def _weight_bytes(counts: WeightCounts, number_bytes: int, *, has_panels: bool) 
 
 
 def _number_bytes(folder: Path, dtype: str, device: torch.device) -> int:
-    """Return the number of bytes of an unquantised weight with the setting `dtype`."""
+    """Return the size of one unquantised number in bytes. `dtype` is the setting dtype.
+
+    Example: the size is 2 for bfloat16. For "auto", config.json contains the data type.
+    """
     dtype_name = dtype
     if dtype == "auto":
         dtype_name = _dtype_in_config(folder)

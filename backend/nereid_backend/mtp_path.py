@@ -55,7 +55,7 @@ class _StoredStates:
         return self.start + len(self.states)
 
     def copy_into(self, rows: Tensor, rows_start: int) -> None:
-        """Copy hidden states into those rows of `rows` with the same positions. Mutates: `rows`.
+        """Copy each hidden state into the row of `rows` for its position. Mutates: `rows`.
 
         `rows_start` is the position of the first row. Example: the object has the hidden states at
         the positions 4 to 9, and `rows` has 5 rows for the positions 2 to 6. The last 3 rows become
@@ -88,7 +88,8 @@ class HiddenStates:
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Run the large model, and return the logits; see `ForwardPath.forward`.
 
-        Also store the hidden states that the decoder of the large model computes.
+        Also store the hidden states that the decoder of the large model computes. The MTP layer,
+        which generates draft tokens, reads them later.
         """
         self._outputs.clear()  # During the forward pass, a hook appends the outputs of the decoder.
         logits = self._path.forward(plan, sampled)
@@ -96,7 +97,7 @@ class HiddenStates:
         # time. The hidden states of such a step are not stored.
         has_one_call = len(self._outputs) == 1
         if has_one_call and self._outputs[0].shape[:2] == (1, plan.num_tokens):
-            self._add(plan.chunks, self._outputs[0][0])
+            self._store_states(plan.chunks, self._outputs[0][0])
         self._outputs.clear()
         return logits
 
@@ -108,8 +109,8 @@ class HiddenStates:
     def take(self, sequence: Sequence, start: int, rows: Tensor) -> None:
         """Copy hidden states of a sequence into `rows`. Delete states that are no longer needed.
 
-        The MTP layer reads the hidden states from left to right. Therefore, stored hidden states
-        are no longer needed if none of them has a position after the last row.
+        The MTP layer reads the hidden states of a sequence from left to right. A part of the stored
+        hidden states is no longer needed if all its positions are before the end of `rows`.
 
         Args:
             sequence: the sequence.
@@ -136,7 +137,7 @@ class HiddenStates:
         """Store the output of the decoder. torch calls this method as a forward hook."""
         self._outputs.append(output.last_hidden_state)
 
-    def _add(self, chunks: list[Chunk], output: Tensor) -> None:
+    def _store_states(self, chunks: list[Chunk], output: Tensor) -> None:
         """Store the hidden states that a forward pass has computed, separately for each sequence.
 
         Args:
@@ -154,12 +155,12 @@ class HiddenStates:
 def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> None:
     """Add new hidden states to the stored hidden states of a sequence.
 
-    The stored hidden states are divided into parts. A part contains the hidden states of
-    consecutive tokens in one tensor. If the last part is short, the new hidden states are appended
-    to this part. Otherwise, they become a new part.
+    The stored hidden states are divided into parts. A part is a tensor with the hidden states of
+    consecutive tokens. If the last part is short, the new hidden states are appended to this part.
+    Otherwise, they become a new part.
 
-    Example: the last part contains the positions 4 to 9, and the new hidden states are those of
-    the positions 8 and 9. The tokens at these positions were rejected draft tokens. The last part
+    Example: the last part contains the positions 4 to 9, and the draft tokens at the positions 8
+    and 9 were rejected. The new hidden states belong to the new tokens at 8 and 9. The last part
     then contains the old hidden states of 4 to 7, and the new hidden states of 8 and 9.
 
     Args:
@@ -212,12 +213,12 @@ class MtpPath:
     ) -> None:
         """Create a path without sequences.
 
-        An MTP layer predicts the next token from the last token and from the large model's hidden
-        state at the previous token. The predicted tokens are draft tokens.
+        An MTP layer predicts the next token from two inputs: the last token, and the hidden state
+        of the large model at the token before it. The predicted tokens are draft tokens.
 
         Args:
             mtp_model: an MtpModel of transformers.
-            hook: the engine's entry in transformers' attention interface.
+            hook: Nereid's attention function, which transformers calls in each layer.
             layers: the attention layers of the first MTP layer.
             cache: the KV cache of the MTP layer.
             builder: builds the tensors of each pass from the block tables of the sequences.
@@ -247,10 +248,11 @@ class MtpPath:
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Compute the logits of the MTP layer in one forward pass; see `ForwardPath.forward`.
 
-        Mutates: `_last_outputs`, because the next pass may need the last output of each sequence.
+        Mutates: `_last_outputs`. The layer needs its own output at the last token of a sequence to
+            generate the next draft token.
         """
         assert sampled is None, "the draft model never plans a pass ahead"
-        output = self._run(plan)
+        output = self._run(plan)  # [num_tokens, hidden_size]
         chunk_outputs = torch.split(output, [chunk.num_tokens for chunk in plan.chunks])
         rows_with_logits = []
         for chunk, chunk_output in zip(plan.chunks, chunk_outputs, strict=True):
@@ -266,7 +268,7 @@ class MtpPath:
         The keys and values of the tokens are stored in the KV cache.
         """
         batch = self._builder.build(plan, self._cache.device)
-        hidden = torch.cat([self._inputs(chunk) for chunk in plan.chunks])
+        hidden = torch.cat([self._previous_hidden_states(chunk) for chunk in plan.chunks])
         attention = PagedForward(self._layers, self._cache, batch.attention)
         with self._hook.serving(attention):
             # The first token of each sequence is left out, so the positions begin at 1.
@@ -277,14 +279,12 @@ class MtpPath:
         """Fill the blocks of a sequence with zeros; see `ForwardPath.clear`."""
         self._cache.clear(sequence.block_table)
 
-    def _inputs(self, chunk: Chunk) -> Tensor:
-        """For each token that is computed, return the hidden state of the previous token.
+    def _previous_hidden_states(self, chunk: Chunk) -> Tensor:
+        """For each token of a chunk, return the hidden state at the token before it.
 
-        The hidden states before known tokens come from the large model. If the large model has no
-        hidden state for a token, the result contains zeros. The hidden state before a draft token
-        is the last output of the MTP layer.
-
-        The shape is [num_tokens, hidden_size].
+        The result is [num_tokens, hidden_size]. The hidden states for known tokens (tokens of the
+        prompt or the answer) come from the large model, or are zeros if they are not stored. The
+        hidden state for a draft token is the last output of the MTP layer.
         """
         target = self._targets[chunk.sequence]
         # The MTP layer leaves out the first token of each sequence. Therefore, the layer knows one
@@ -293,6 +293,7 @@ class MtpPath:
         is_draft_token = chunk.start >= num_known
         if is_draft_token:
             return self._last_outputs[chunk.sequence][None]
+        # The hidden states have the data type and the device of this weight.
         projection = self._model.layers[0].eh_proj.weight
         hidden_size = projection.shape[0]
         hidden_states: Tensor = projection.new_zeros(chunk.num_tokens, hidden_size)
@@ -303,16 +304,20 @@ class MtpPath:
 def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401
     """Run the first MTP layer on consecutive tokens, and return a hidden state for each token.
 
+    An MTP (multi-token prediction) layer combines each token with a hidden state.
+
     Args:
         mtp_model: an MtpModel of transformers.
         input_ids: [1, num_tokens] int64.
-        hidden: [num_tokens, hidden_size], the hidden state before each token.
+        hidden: [num_tokens, hidden_size], the hidden state at the token before each token.
         position_ids: [1, num_tokens] int64.
 
     Returns:
         Hidden states, [1, num_tokens, hidden_size].
     """
+    layer_index = 0
+    cache = None  # The keys and values are stored in the blocks of the engine's KV cache.
     output: Tensor = mtp_model.forward_layer(
-        0, hidden[None], position_ids, None, input_ids=input_ids
+        layer_index, hidden[None], position_ids, cache, input_ids=input_ids
     )
     return output

@@ -29,7 +29,7 @@ class BlockTableRows:
         null_block: int,
         num_groups: int,
     ) -> None:
-        """Create empty block tables.
+        """Create empty block tables. The block table of a sequence lists its KV cache blocks.
 
         Args:
             max_num_seqs: the number of rows, which is the largest number of running sequences.
@@ -63,8 +63,8 @@ class BlockTableRows:
     def update(self, plan: StepPlan) -> Integers:
         """Add the new blocks of each sequence in `plan` to the block tables.
 
-        A plan consists of chunks. A chunk is the tokens of one sequence that the step computes. The
-        block table of a sequence is stored in one row of an array.
+        A plan consists of chunks: the tokens that a step computes for each sequence. The block
+        table of a sequence is stored in one row of an array.
 
         Returns:
             [num_chunks] int64, the row of each chunk.

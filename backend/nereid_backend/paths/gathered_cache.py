@@ -111,7 +111,8 @@ def probe_cache(
 def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN401 - transformers is untyped
     """Append the shapes of a cache layer's tensors to `specs`. Return the indices of these shapes.
 
-    The layer contains one token. A layer can have keys and values, a sparse indexer, or both.
+    The layer contains one token. It can store keys and values, the keys of a sparse indexer (which
+    selects the tokens for sparse attention), or all of these.
 
     Mutates: specs.
     """
@@ -200,11 +201,11 @@ class GatheredStep:
     block_size: int
 
     @classmethod
-    def of(cls, chunks: list[Chunk], cache: KVCache) -> "GatheredStep":
+    def from_chunks(cls, chunks: list[Chunk], cache: KVCache) -> "GatheredStep":
         """Build the tensors for a forward pass. All chunks must have the same number of tokens.
 
-        The model gets a copy of all keys and values of the batch, in which shorter sequences are
-        padded on the left.
+        In the forward pass, the model gets a copy of all keys and values of the sequences. Shorter
+        sequences are padded on the left.
 
         Example: block_size is 4, and two decodes start at the positions 5 and 2, with the block
         tables [7, 3] and [8]. The longest sequence has 6 tokens, including the new token. The slots
@@ -294,18 +295,21 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
     ) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the new tokens. Return the keys and values of all tokens.
 
-        The new keys and values are [num_seqs, num_heads, num_tokens, dim]. The returned keys and
-        values are [num_seqs, num_heads, longest, dim].
+        The model calls this method in each forward pass. The new keys and values are [num_seqs,
+        num_heads, num_tokens, dim]. The returned keys and values are [num_seqs, num_heads, longest,
+        dim], where `longest` is the length of the longest sequence.
         """
         if self._parts.keys is None:
             raise UnfitError(
                 "a layer of the model stores keys and values, but it stored none when it was "
                 "examined at load"
             )
-        return self._exchange(self._parts.keys, key_states, value_states)
+        return self._store_and_read(self._parts.keys, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store the new keys of a sparse indexer, and return the keys of all tokens.
+
+        An indexer selects the tokens to which sparse attention attends.
 
         Args:
             indexer_key_states: [num_seqs, num_tokens, dim].
@@ -322,10 +326,12 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         # for each token. The first half of this key is therefore stored as a key, and the second
         # half is stored as a value.
         first_half, second_half = indexer_key_states[:, None].chunk(2, dim=-1)
-        all_halves = self._exchange(self._parts.indexer, first_half, second_half)
+        all_halves = self._store_and_read(self._parts.indexer, first_half, second_half)
         return torch.cat(all_halves, dim=-1)[:, 0]
 
-    def _exchange(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _store_and_read(
+        self, layer_index: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values in blocks, and return the keys and values of all tokens.
 
         Args:
@@ -350,7 +356,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         num_seqs, longest = step.mask.shape
         if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]
-        # In the gathered tensors, each sequence starts at index 0. The model expects padding on the
+        # In `keys` and `values`, each sequence starts at index 0. The model expects padding on the
         # left, so shorter sequences are moved to the right.
         token_index = step.positions[:, None, :, None]
         padded_keys = torch.take_along_dim(keys, token_index, dim=2)

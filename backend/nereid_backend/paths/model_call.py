@@ -79,7 +79,7 @@ class ModelCall:
     ) -> Tensor:
         """Run the model and return the logits of the last tokens, [batch, num_logits, vocab_size].
 
-        Arguments that the model does not accept are left out.
+        Arguments that the model's forward method does not accept are left out.
 
         Args:
             input_ids: [batch, num_tokens] int64.
@@ -151,9 +151,10 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
 
 
 def token_inputs(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the token ids and positions in `chunks`, which must have equal numbers of tokens.
+    """Return the ids and the positions of the tokens that a forward pass computes.
 
-    The two tensors are copied to the device together, and the CPU does not wait for the copy.
+    All chunks (the tokens of one sequence each) must have the same number of tokens. The two
+    tensors are copied to the device together, and the CPU does not wait for the copy.
 
     Returns:
         The token ids and the positions, both [num_chunks, num_tokens] int64.
@@ -196,9 +197,10 @@ def num_bytes(value: object) -> int:
 
 
 def _num_new_bytes(value: object, seen: set[int]) -> int:
-    """Return the total size of the tensors in a value, in bytes. Skip tensors counted before.
+    """Return the total size in bytes of the tensors in a value that were not counted before.
 
-    Objects whose ids are in `seen` are skipped, because their size has already been added.
+    The value is a tensor, a cache of transformers, or a dict, list or tuple of such values. `seen`
+    contains the ids of the Python objects that were counted before.
 
     Mutates: `seen`. The ids of all objects in the value are added.
     """

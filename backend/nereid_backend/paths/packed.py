@@ -59,11 +59,11 @@ class PackedPath:
         cache: KVCache,
         builder: BatchBuilder,
     ) -> None:
-        """Create a path.
+        """Create a path that runs the model's own code, without CUDA graphs and without images.
 
         Args:
             checkpoint: a model whose attention is `hook`.
-            hook: the engine's entry in transformers' attention interface.
+            hook: Nereid's attention function, which transformers calls in each layer.
             layers: the attention layers of a forward pass, in order.
             cache: the KV cache.
             builder: converts step plans into tensors.
@@ -79,11 +79,12 @@ class PackedPath:
         self._builder = builder
         # The compiled forward pass that `use` has set; None if the model's own code is run.
         self._compiled: CompiledForward | None = None
-        # The caller sets the following attributes if the model and the device support the feature:
-        # the CUDA graphs of decode steps, the CUDA graphs of steps with prefills, and the
-        # computation of steps with images.
+        # The caller sets the following attributes if the model and the device support the feature.
+        # The CUDA graphs of decode steps.
         self.graphs: DecodeGraphs | None = None
+        # The CUDA graphs of steps with prefills.
         self.pieces: PiecewiseGraphs | None = None
+        # Changes the decoder's inputs in steps with images.
         self.images: ImageSteps | None = None
 
     @property
@@ -147,9 +148,13 @@ class PackedPath:
     def run(self, batch: StepBatch, attention: PagedForward | None = None) -> Tensor:
         """Compute a step without CUDA graphs. Return the logits, [num_logits, vocab_size].
 
+        The compiled forward pass computes the step, if there is one. Otherwise, the model's own
+        code computes the step.
+
         Args:
-            batch: the step.
-            attention: the attention function. By default, it uses the KV cache of the path.
+            batch: the inputs of the step.
+            attention: the attention function of all layers. By default, this function reads and
+                writes the KV cache of the path.
 
         Mutates: the KV cache.
         """
@@ -164,7 +169,10 @@ class PackedPath:
         return PagedForward(self._layers, self._cache, batch.attention)
 
     def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:
-        """Compute a step by calling the model itself, not the compiled forward pass; see `run`."""
+        """Compute a step with the model's own code. Return the logits, [num_logits, vocab_size].
+
+        `attention` is the function that the model calls as the attention of each layer.
+        """
         optional = {"logits_to_keep": batch.logits_index} if self._selects_logits else {}
         with self._hook.serving(attention), self._positions.serving(batch.position_ids):
             output = self._model(
@@ -174,8 +182,9 @@ class PackedPath:
                 **optional,
             )
         logits: Tensor = output.logits[0]
-        if not self._selects_logits:
+        if not self._selects_logits:  # The model has returned the logits of all tokens.
             logits = logits[batch.logits_index]
+        # If no logits are needed, `logits_index` still contains one token.
         return logits[: batch.num_logits]
 
     def piecewise_graphs(

@@ -30,12 +30,12 @@ class PaddedPath:
         *,
         batches_sequences: bool,
     ) -> None:
-        """Create a path.
+        """Create a path without sequences.
 
         Args:
             checkpoint: the model.
-            layout: the layout of the model's cache.
-            cache: the KV cache.
+            layout: describes which tensors of the model's own cache are stored in blocks.
+            cache: the KV cache, which consists of blocks.
             batches_sequences: whether several sequences may share a forward pass.
         """
         self._call = ModelCall(checkpoint.model)
@@ -52,9 +52,9 @@ class PaddedPath:
         assert sampled is None
         self._cache.copy_blocks(plan.copies)
         logits_of_chunks: list[Tensor | None] = [None] * len(plan.chunks)
-        for group in self._groups(plan.chunks):
+        for group in self._group_chunks(plan.chunks):
             group_chunks = [plan.chunks[index] for index in group]
-            group_logits = self._run(group_chunks)
+            group_logits = self._compute_group(group_chunks)
             for index, logits in zip(group, group_logits, strict=True):
                 num_unneeded = len(logits) - plan.chunks[index].num_logits
                 logits_of_chunks[index] = logits[num_unneeded:]
@@ -69,18 +69,16 @@ class PaddedPath:
         """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""
         self._cache.clear(sequence.block_table)
 
-    def _groups(self, chunks: list[Chunk]) -> list[list[int]]:
-        """Divide the chunks of a step into groups. One forward pass computes each group.
+    def _group_chunks(self, chunks: list[Chunk]) -> list[list[int]]:
+        """Divide the chunks of a step into groups, each of which one forward pass computes.
 
-        Each group is a list of indices of chunks.
-
-        Decodes (chunks of one token) share a pass if their positions have the same number of bits,
-        so that padding at most doubles the work. Every other chunk is a group of its own. Example:
-        chunks of 1, 1, 1 and 4 tokens that start at 5, 9, 7 and 0 give the groups [[0, 2], [1],
-        [3]], because 5 and 7 have 3 bits, and 9 has 4 bits.
+        Each group is a list of indices of chunks. Decodes (chunks of one token) share a pass if
+        their positions have the same number of bits, so that padding at most doubles the work.
+        Every other chunk is a group of its own. Example: chunks of 1, 1, 1 and 4 tokens that start
+        at 5, 9, 7 and 0 give the groups [[0, 2], [1], [3]], because 5 and 7 have 3 bits, and 9 has
+        4 bits.
         """
-        # Decodes whose positions have the same number of binary digits form one group. The key of
-        # the dict is the number of binary digits.
+        # The key is the number of bits of the positions in the group.
         decode_groups: dict[int, list[int]] = {}
         single_chunks: list[list[int]] = []
         for index, chunk in enumerate(chunks):
@@ -91,7 +89,7 @@ class PaddedPath:
                 single_chunks.append([index])
         return [*decode_groups.values(), *single_chunks]
 
-    def _run(self, chunks: list[Chunk]) -> Tensor:
+    def _compute_group(self, chunks: list[Chunk]) -> Tensor:
         """Compute the logits of one group of chunks in one forward pass.
 
         A chunk is the tokens of one sequence that the step computes. All chunks of a group have the
@@ -102,7 +100,7 @@ class PaddedPath:
             but at least 1.
         """
         ids, positions = token_inputs(chunks, self._device)
-        step = GatheredStep.of(chunks, self._cache)
+        step = GatheredStep.from_chunks(chunks, self._cache)
         # The model returns the logits of at least one token.
         num_logits = max([1, *[chunk.num_logits for chunk in chunks]])
         with self._adapters.serving(chunks), self._positions.serving(positions):

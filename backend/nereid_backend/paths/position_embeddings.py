@@ -54,17 +54,16 @@ def _replace_positions(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the position ids that a call passes to a module. Return the new arguments.
+    """Return the arguments of a module's call with other positions in place of `position_ids`.
 
-    torch calls this function before each call of the module, and passes the last three arguments.
-    The modules accept only positions with one dimension, so all sequences are joined.
-
-    Example: num_before is 2, and the positional arguments are (shape, length, positions). Then the
-    result is (shape, length) and {"position_ids": the new positions}.
+    torch calls this function (a forward pre-hook) before each call of the module, and passes the
+    last three arguments. The module accepts only positions with one dimension, so the positions of
+    all sequences are joined. Example: num_before is 2, and the positional arguments are (shape,
+    length, positions). The result is (shape, length) and {"position_ids": the new positions}.
 
     Args:
-        position_ids: [batch, num_tokens] int64, the positions of the step.
-        num_before: the number of the module's parameters before `position_ids`.
+        position_ids: [batch, num_tokens] int64, the new positions.
+        num_before: the number of the module's parameters before its parameter `position_ids`.
         module: the module.
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.

@@ -88,11 +88,11 @@ class RowsPath:
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
         # Maps the row number of a sequence to the recurrent state of the sequence. The states of
-        # the last batch are in `_batch_cache` instead.
+        # the last batch are stored in `_batch_cache` instead.
         self._states: dict[int, State] = {}
         # Maps the row number of a sequence to the number of tokens that the sequence's recurrent
         # state covers.
-        self._lengths: dict[int, int] = {}
+        self._state_lengths: dict[int, int] = {}
         # The recurrent states of the last batch, merged into one cache; None if the state of every
         # sequence is in `_states`.
         self._batch_cache: _BatchCache | None = None
@@ -102,31 +102,32 @@ class RowsPath:
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Return the logits of one step. `sampled` must be None; see `ForwardPath.forward`.
 
-        Before the computation, load the snapshots of new sequences. After the computation, save
-        the snapshots that the plan requires. A snapshot is a copy of one sequence's state.
+        A snapshot is a copy of a sequence's recurrent state. Before the computation, new sequences
+        with a cached prefix get the state of a snapshot. After the computation, the snapshots that
+        the plan requires are saved.
         """
         assert sampled is None, "only pending chunks need sampled tokens"
         for chunk in plan.chunks:
             if chunk.is_first:
-                # The state of an earlier sequence is still stored for this row number. This state
-                # is deleted.
-                self._forget(_row(chunk))
+                # Delete the state of an earlier sequence, which is still stored for this row.
+                self._delete_state(_row(chunk))
         if plan.snapshots is None:
-            return self._forward(plan)
+            return self._compute_step(plan)
         self._load_snapshots(plan, plan.snapshots)
-        logits = self._forward(plan)
+        logits = self._compute_step(plan)
         for chunk_index, snapshot_id in plan.snapshots.saves:
             row = _row(plan.chunks[chunk_index])
             self._snapshots[snapshot_id] = self._copy_state(row)
         return logits
 
-    def _forward(self, plan: StepPlan) -> Tensor:
+    def _compute_step(self, plan: StepPlan) -> Tensor:
         """Compute all tokens of a step, and return the logits; see `ForwardPath.forward`.
 
-        All decodes are computed in one pass. Each prefill is computed in a pass of its own. A
-        decode is a chunk of one token that continues the state of its sequence.
+        A decode is a chunk of one token that continues the state of its sequence. All decodes are
+        computed in one forward pass. Every other chunk is a prefill, and is computed in a forward
+        pass of its own.
         """
-        # The indices of the decodes and of the prefills among the chunks of the plan.
+        # The indices of the decodes among the chunks of the plan, and those of the prefills.
         decodes: list[int] = []
         prefills: list[int] = []
         for index, chunk in enumerate(plan.chunks):
@@ -159,7 +160,7 @@ class RowsPath:
     def clear(self, sequence: Sequence) -> None:
         """Delete the state of a sequence and set its blocks to zero; see `ForwardPath.clear`."""
         if sequence.row is not None:
-            self._forget(sequence.row)
+            self._delete_state(sequence.row)
         if self._keys.kv_cache is not None:
             self._keys.kv_cache.clear(sequence.all_blocks())
 
@@ -179,7 +180,7 @@ class RowsPath:
         for chunk_index, snapshot_id in snapshots.loads:
             chunk = plan.chunks[chunk_index]
             self._states[_row(chunk)] = copy_state(self._snapshots[snapshot_id])
-            self._lengths[_row(chunk)] = chunk.start
+            self._state_lengths[_row(chunk)] = chunk.start
         for snapshot_id in snapshots.deleted:
             self._snapshots.pop(snapshot_id, None)
 
@@ -199,16 +200,15 @@ class RowsPath:
             Logits, [num_chunks, 1, vocab_size].
         """
         rows = tuple(_row(chunk) for chunk in chunks)
-        # If the forward pass fails, the states may be partly changed. The states are therefore
-        # removed before the forward pass, and stored again only after the forward pass has
-        # succeeded.
+        # If the forward pass fails, the states may be partly changed. They are therefore removed
+        # from this object before the forward pass, and stored again after its success.
         cache = self._take_cache(rows)
-        lengths = [self._lengths.pop(row) for row in rows]
+        lengths = [self._state_lengths.pop(row) for row in rows]
         ids, positions = token_inputs(chunks, self._device)
-        logits = self._run(chunks, ids, positions, cache, num_logits=1)
+        logits = self._run_model(chunks, ids, positions, cache, num_logits=1)
         self._batch_cache = _BatchCache(rows, cache)
         for row, length in zip(rows, lengths, strict=True):
-            self._lengths[row] = length + 1
+            self._state_lengths[row] = length + 1
         return logits
 
     def _take_cache(self, rows: tuple[int, ...]) -> Any:  # noqa: ANN401 - an untyped cache
@@ -218,14 +218,14 @@ class RowsPath:
             self._batch_cache = None
             return cache
         self._split_batch_cache()
-        return self._merge([self._states.pop(row) for row in rows])
+        return self._merged_cache([self._states.pop(row) for row in rows])
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Compute the tokens of `chunk` in a separate forward pass.
+        """Compute the tokens of one chunk in a separate forward pass, unless a later chunk does so.
 
-        Example: the model must compute a prompt in one pass. A prompt of 20 tokens is divided into
-        the chunks 0 to 15 and 16 to 19. For the first chunk, the result is None. The second chunk
-        is extended to the tokens 0 to 19, so that one pass computes the whole prompt.
+        Some models must compute a prompt in one pass. Example: a prompt of 20 tokens is divided
+        into the chunks 0 to 15 and 16 to 19. For the first chunk, the result is None. The second
+        chunk is extended to the tokens 0 to 19, so that one pass computes the whole prompt.
 
         Returns:
             Logits, [num_logits, vocab_size]. None if a later chunk computes the tokens.
@@ -233,15 +233,15 @@ class RowsPath:
         if self._is_computed_later(chunk):
             return None
         if self._can_continue(chunk):
-            return self._continue(chunk)
+            return self._continue_state(chunk)
         # The stored state lacks some earlier tokens, or it covers draft tokens that were rejected.
         # The sequence is therefore computed again from its first token.
-        whole = extend_to_start(chunk)
+        whole = extend_to_start(chunk)  # a chunk that also contains all earlier tokens
         prompt_len = whole.sequence.num_prompt_tokens
         has_output_tokens = whole.num_tokens > prompt_len
         if self._replays_preempted and has_output_tokens:
             return self._replay(whole, prompt_len)
-        return self._continue(whole)
+        return self._continue_state(whole)
 
     def _is_computed_later(self, chunk: Chunk) -> bool:
         """Return whether a later chunk of the sequence will compute the tokens of `chunk`, too."""
@@ -270,39 +270,40 @@ class RowsPath:
         output_positions = range(prompt_len, chunk.num_tokens)
         num_prompt_logits = max(0, chunk.num_logits - len(output_positions))
         prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_prompt_logits)
-        parts = [self._continue(prompt)]
+        parts = [self._continue_state(prompt)]
         for position in output_positions:
             decode = chunk._replace(start=position, num_tokens=1)
             parts.append(self._decode([decode])[0])
         logits = torch.cat(parts)
         return logits[len(logits) - chunk.num_logits :]
 
-    def _continue(self, chunk: Chunk) -> Tensor:
-        """Compute the tokens of `chunk`, starting from the state after the earlier tokens.
+    def _continue_state(self, chunk: Chunk) -> Tensor:
+        """Compute the tokens of a chunk in one pass, and advance the sequence's state by them.
 
-        If the chunk starts at the first token, start from an empty state.
+        The pass starts from the stored state, or from an empty state if the chunk contains the
+        first token.
 
         Returns:
             Logits, [num_logits, vocab_size].
         """
         row = _row(chunk)
-        self._split_batch_cache()
-        # If the forward pass fails, the state may be partly changed. The state is therefore removed
-        # before the forward pass, and stored again only after the forward pass has succeeded.
+        self._split_batch_cache()  # The states of the last batch return to `_states`.
+        # If the forward pass fails, the state may be partly changed. It is therefore removed from
+        # this object before the forward pass, and stored again after its success.
         state = self._states.pop(row, None)
-        self._lengths.pop(row, None)
+        self._state_lengths.pop(row, None)
         earlier_states = [state] if state and chunk.start > 0 else []
-        cache = self._merge(earlier_states)
+        cache = self._merged_cache(earlier_states)
         ids, positions = token_inputs([chunk], self._device)
         # The model always returns the logits of at least one token. If no logits are needed, these
         # logits are dropped below.
         num_logits = max(1, chunk.num_logits)
-        logits = self._run([chunk], ids, positions, cache, num_logits=num_logits)
+        logits = self._run_model([chunk], ids, positions, cache, num_logits=num_logits)
         self._batch_cache = _BatchCache((row,), cache)
-        self._lengths[row] = chunk.start + chunk.num_tokens
+        self._state_lengths[row] = chunk.start + chunk.num_tokens
         return logits[0, : chunk.num_logits]
 
-    def _run(
+    def _run_model(
         self,
         chunks: list[Chunk],
         ids: Tensor,
@@ -331,7 +332,7 @@ class RowsPath:
                 cache=cache,
             )
 
-    def _merge(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
+    def _merged_cache(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
         """Return a cache for a batch of sequences with the states `states`, which may be empty."""
         cache = self._keys.make_cache()
         if states:
@@ -340,14 +341,14 @@ class RowsPath:
 
     def _has_state(self, chunk: Chunk) -> bool:
         """Return whether a sequence's state covers exactly the tokens before `chunk`."""
-        return chunk.start == self._lengths.get(_row(chunk), 0)
+        return chunk.start == self._state_lengths.get(_row(chunk), 0)
 
-    def _forget(self, row: int) -> None:
+    def _delete_state(self, row: int) -> None:
         """Delete the state of a row."""
         if self._batch_cache is not None and row in self._batch_cache.rows:
             self._split_batch_cache()
         self._states.pop(row, None)
-        self._lengths.pop(row, None)
+        self._state_lengths.pop(row, None)
 
     def _split_batch_cache(self) -> None:
         """Split the cache of the last batch into separate states, one for each sequence."""

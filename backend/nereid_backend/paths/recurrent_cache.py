@@ -119,14 +119,15 @@ def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - an 
     """Merge the recurrent states of several sequences into the cache of one batch.
 
     Args:
-        cache: an empty cache. Mutated.
-        states: the state of each row.
+        cache: an empty cache of transformers. Mutated.
+        states: the state of each sequence. A state is a list with one dict for each layer, which
+            maps the names of the layer's attributes to their values.
     """
     # Each sequence's state is a list with one item for each layer. `zip` turns the list of states
     # into one tuple for each layer, with one item for each sequence.
     states_by_layer = zip(*states, strict=True)
     for layer, row_states in zip(cache.layers, states_by_layer, strict=True):
-        for attribute in row_states[0]:
+        for attribute in row_states[0]:  # such as "recurrent_states"
             row_values = [row_state[attribute] for row_state in row_states]
             setattr(layer, attribute, _merge_values(row_values))
 
@@ -146,9 +147,10 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
 
 
 def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return one sequence's part of `value`, which is an attribute of the cache layer of a batch.
+    """Return one sequence's part of `value`, which is an attribute of a cache layer of a batch.
 
-    Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
+    Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8]. A value that is
+    not divided into rows is copied.
     """
     has_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
     if has_rows:

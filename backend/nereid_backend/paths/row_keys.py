@@ -62,11 +62,11 @@ class HookedKeys:
         layers: list[LayerSpec],
         paged: tuple[KVCache, BatchBuilder] | None,
     ) -> None:
-        """Create an object that owns the blocks.
+        """Create a storage of keys and values that only Nereid's attention function reads.
 
         Args:
             config: the config of the model.
-            hook: the engine's entry in transformers' attention interface.
+            hook: Nereid's attention function, which transformers calls in each layer.
             layers: the attention layers of a forward pass, in order.
             paged: the KV cache and the block tables; None if the model has no attention.
         """
@@ -112,10 +112,10 @@ class HookedKeys:
 
 
 class GatheredKeys:
-    """Stores keys and values in blocks, and copies both for the model's own attention code."""
+    """Stores keys and values in blocks, and copies them for the model's own attention code."""
 
     def __init__(self, config: PretrainedConfig, layout: CacheLayout, kv_cache: KVCache) -> None:
-        """Create an object that owns the blocks.
+        """Create a storage of keys and values from which the model's own attention gets copies.
 
         Args:
             config: the config of the model.
@@ -138,7 +138,7 @@ class GatheredKeys:
     @contextmanager
     def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[Tensor]:
         """Return a context manager that lets `cache` read the blocks of `chunks`; see `RowKeys`."""
-        step = GatheredStep.of(chunks, self.kv_cache)
+        step = GatheredStep.from_chunks(chunks, self.kv_cache)
         for layer in cache.layers:
             if isinstance(layer, GatheredLayer):
                 layer.begin(step)
@@ -159,9 +159,10 @@ class RowsForward:
     ) -> Tensor:
         """Compute attention; see `AttentionForward`.
 
-        The batch is either one row of several tokens or several rows of one token. Several rows are
-        converted to one row, and the result is converted back: [num_rows, num_heads, 1, dim] ->
-        [1, num_heads, num_rows, dim].
+        The batch is either one row of several tokens or several rows of one token. `_packed`
+        computes the attention of tokens that are packed into one row. Several rows are therefore
+        packed first ([num_rows, num_heads, 1, dim] becomes [1, num_heads, num_rows, dim]), and the
+        result is converted back.
         """
         if query.shape[0] == 1:
             return self._packed(module, query, key, value, **kwargs)

@@ -44,7 +44,7 @@ class SinglePath:
     """Computes the forward pass of one sequence at a time, and stores each sequence's state."""
 
     def __init__(self, checkpoint: Checkpoint, *, uses_cache: bool) -> None:
-        """Create a path.
+        """Create a path without sequences.
 
         Args:
             checkpoint: the model.
@@ -77,7 +77,7 @@ class SinglePath:
             if chunk.is_first:
                 self._states.pop(row, None)
             with self._adapters.serving_all(chunk.sequence.adapter):
-                parts.append(self._logits(row, chunk))
+                parts.append(self._chunk_logits(row, chunk))
         return join_logits(parts, self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
@@ -89,20 +89,21 @@ class SinglePath:
         """Return the total size of the stored states of all sequences, in bytes."""
         return sum(num_bytes(state.arguments) for state in self._states.values())
 
-    def _logits(self, row: int, chunk: Chunk) -> Tensor | None:
+    def _chunk_logits(self, row: int, chunk: Chunk) -> Tensor | None:
         """Return the logits of the last tokens of a chunk, [num_logits, vocab_size].
 
-        Example: the last chunk of a prompt contains the tokens 6 to 9 and needs 1 logit. One call
-        of the model computes all tokens from 0 to 9, because not every model can continue its cache
-        by several tokens. For earlier chunks of the prompt, the result is None. The next chunk
-        contains only token 10, and continues the cache.
+        Return None for a chunk without logits: a later chunk then computes its tokens, because not
+        every model can continue its cache by several tokens. Example: a prompt is divided into the
+        tokens 0 to 5 and 6 to 9. The first chunk gives None. For the second chunk, one call of the
+        model computes all tokens from 0 to 9. The next chunk, token 10, continues the cache.
         """
         if chunk.num_logits == 0:
             return None
-        # Each call of the model returns the logits after a prefix of the sequence. The lengths of
-        # the needed prefixes are first_len, first_len + 1, ..., last_len.
+        # Each call of the model returns the logits of the last token in a prefix of the sequence.
+        # The lengths of the needed prefixes are first_len, first_len + 1, ..., last_len.
         last_len = chunk.start + chunk.num_tokens
         first_len = last_len - chunk.num_logits + 1
+        # If the stored state does not end before the first of these tokens, compute it again.
         if self._uses_cache and not self._covers(row, first_len - 1):
             self._restore_state(row, chunk.sequence, first_len)
         return torch.stack(
@@ -113,12 +114,12 @@ class SinglePath:
         )
 
     def _restore_state(self, row: int, sequence: Sequence, end: int) -> None:
-        """Compute a preempted sequence's state again, and store the state.
+        """Compute the state of a preempted sequence again, for all tokens before token `end - 1`.
 
         The model is called as before the preemption: once for the prompt, and then once for each
         output token. On some models, one call for all tokens gives different logits. Example: for a
         prompt of 5 tokens and the end 8, the calls compute the tokens 0 to 4, the token 5, and the
-        token 6.
+        token 6. The caller then computes token 7.
 
         Args:
             row: the row of the sequence.
@@ -134,12 +135,11 @@ class SinglePath:
         return state is not None and state.num_tokens == num_tokens
 
     def _logits_after(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
-        """Return the logits of the last token in a prefix of a sequence, [vocab_size].
+        """Return the logits at the token with the index `num_tokens - 1`, [vocab_size].
 
-        The prefix consists of the first `num_tokens` tokens. If the stored state of `row` covers
-        all tokens of the prefix except the last token, the model computes only the last token.
-        Otherwise, the model computes all tokens of the prefix. The calls of the model are those of
-        transformers' `generate`.
+        If the stored state of `row` covers exactly the tokens before this token, the model computes
+        only this token. Otherwise, it computes the first `num_tokens` tokens of the sequence. The
+        model is called in the same way as by transformers' `generate`.
 
         Mutates: the stored state of `row`.
         """
@@ -148,9 +148,10 @@ class SinglePath:
         state = self._states.pop(row, None)
         if state is None or state.num_tokens != num_tokens - 1:
             state = self._first_state(sequence, num_tokens)
-        inputs = self._inputs(state, self._decoder_tokens(sequence, num_tokens))
+        inputs = self._next_arguments(state, self._decoder_tokens(sequence, num_tokens))
         output = self._model(**inputs, return_dict=True)
         if self._uses_cache:
+            # The arguments of the next call, with the new cache and a longer attention mask.
             arguments = self._model._update_model_kwargs_for_generation(
                 output, state.arguments, is_encoder_decoder=self._has_encoder
             )
@@ -158,10 +159,12 @@ class SinglePath:
         logits: Tensor = output.logits[0, -1]
         return logits
 
-    def _inputs(self, state: _SequenceState, token_ids: list[int]) -> dict[str, Any]:
-        """Return the arguments for a call of the model, as `generate` prepares them.
+    def _next_arguments(self, state: _SequenceState, token_ids: list[int]) -> dict[str, Any]:
+        """Return the arguments for the next call of the model, as `generate` prepares them.
 
-        `token_ids` are the tokens that the decoder has read, followed by the new tokens.
+        Args:
+            state: the arguments from the previous call, such as the cache.
+            token_ids: the tokens that the decoder has already read, followed by the new tokens.
         """
         is_first_call = state.num_tokens == 0
         num_new_tokens: int | None = 1
@@ -189,9 +192,10 @@ class SinglePath:
         return _SequenceState(self._first_arguments(ids, sequence.images), num_tokens=0)
 
     def _decoder_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Return the input tokens of the decoder for a sequence of `num_tokens` tokens.
+        """Return the tokens that the decoder reads for the first `num_tokens` tokens of a sequence.
 
-        Example: in an encoder-decoder model whose start token is 2, a prompt of 5 tokens and the
+        In an encoder-decoder model, the encoder reads the prompt, and the decoder reads a start
+        token and the output tokens. Example: if the start token is 2, a prompt of 5 tokens and the
         output tokens 8 and 9 give [2, 8, 9].
         """
         if not self._has_encoder:
@@ -231,7 +235,12 @@ class SinglePath:
         return arguments
 
     def _with_encoder_outputs(self, ids: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Run the encoder. Return a dict of `arguments`, the encoder's outputs and a cache."""
+        """Run the encoder of an encoder-decoder model on a prompt.
+
+        Return `arguments` (the arguments of the decoder's first call) with two additions: the
+        outputs of the encoder, and an empty cache if `uses_cache` is True. `ids` is the prompt,
+        [1, num_tokens].
+        """
         arguments = self._model._maybe_prepare_encoder_kwargs_for_generation(
             ids, arguments, "input_ids", self._generation
         )

@@ -91,10 +91,11 @@ class _PackedChunks:
     logits_index: Integers
 
     @classmethod
-    def of(cls, chunks: list[Chunk], rows: Integers) -> "_PackedChunks":
-        """Join the tokens of the chunks.
+    def from_chunks(cls, chunks: list[Chunk], rows: Integers) -> "_PackedChunks":
+        """Pack the tokens of all chunks into one row. A chunk is the tokens of one sequence.
 
-        `rows` contains the row of each chunk's sequence in the block tables.
+        Example: the chunks start at 20 and 0, and have 1 and 3 tokens. The positions are
+        [20, 0, 1, 2]. `rows` contains the row of each chunk's sequence in the block tables.
         """
         starts = np.array([chunk.start for chunk in chunks])
         counts = np.array([chunk.num_tokens for chunk in chunks])
@@ -103,7 +104,7 @@ class _PackedChunks:
             chunks=chunks,
             num_decodes=int(np.count_nonzero(counts == 1)),
             rows=rows,
-            positions=_joined_ranges(starts, counts),
+            positions=_joined_ranges(starts, counts),  # starts[i], starts[i] + 1, ... of each chunk
             token_rows=rows.repeat(counts),
             # The logits of the last `chunk.num_logits` tokens of each chunk are needed.
             logits_index=_joined_ranges(counts.cumsum() - num_logits, num_logits),
@@ -128,15 +129,15 @@ class BatchBuilder:
         layout: StepLayout | None = None,
         num_groups: int = 1,
     ) -> None:
-        """Create empty block tables.
+        """Create empty block tables. The block table of a sequence lists its KV cache blocks.
 
         Args:
-            max_num_seqs: the number of rows.
+            max_num_seqs: the number of rows, one for each running sequence.
             max_model_len: the largest number of tokens in a sequence.
-            block_size: tokens in one block.
-            null_block: the number of a block that is never written. The unused elements of the
-                tables contain this number. Attention reads the keys of this block and then masks
-                them. Another sequence's block could contain NaN, which masking does not remove.
+            block_size: the number of tokens in one block.
+            null_block: the id of a block that is never written. The unused elements of the tables
+                contain this id. Attention reads the keys of this block and then masks them. The
+                block of another sequence could contain NaN, which masking does not remove.
             layout: adds the arrays that only GPU kernels read; None if no GPU kernel is used.
             num_groups: the number of groups of layers. GPU kernels support only one group.
         """
@@ -171,7 +172,7 @@ class BatchBuilder:
 
         Mutates: the block tables of the plan's sequences.
         """
-        step = _PackedChunks.of(plan.chunks, self._tables.update(plan))
+        step = _PackedChunks.from_chunks(plan.chunks, self._tables.update(plan))
         groups = self._group_by_length(step.positions[: step.num_decodes] + 1)
         arrays = [
             _input_ids(plan.chunks, step.num_decodes),
@@ -196,7 +197,7 @@ class BatchBuilder:
             block_size=self._block_size,
         )
         attention.other_groups = tuple(
-            _with_blocks(attention, tensors) for _ in range(1, self._tables.num_groups)
+            _with_blocks_of_group(attention, tensors) for _ in range(1, self._tables.num_groups)
         )
         if self._layout is not None:
             attention.device_rows = PackedRows(self._layout, list(tensors))
@@ -237,8 +238,12 @@ class BatchBuilder:
     ) -> list[Integers]:
         """Return the slots and blocks for all groups of attention layers except the first group.
 
-        For each group of layers, the arrays are the slots of the tokens, the blocks of each group
-        of decodes, and the blocks of each prefill; see `_with_blocks`.
+        For each of these groups of layers, the arrays are the slots of the tokens, the blocks of
+        each group of decodes, and the blocks of each prefill. `_with_blocks_of_group` reads them.
+
+        Args:
+            step: the tokens of the step.
+            groups: the groups of decodes. The decodes in one group have similar lengths.
         """
         arrays = []
         for group in range(1, self._tables.num_groups):
@@ -249,9 +254,13 @@ class BatchBuilder:
         return arrays
 
     def _kernel_arrays(self, chunks: list[Chunk], groups: list[_DecodeLengths]) -> list[Integers]:
-        """Return the additional arrays that GPU kernels read; see `StepLayout.arrays`.
+        """Return the additional arrays that GPU kernels read; [] if no GPU kernel is used.
 
-        The list is empty if no GPU kernel is used.
+        `StepLayout.arrays` computes the arrays from the shapes of the decodes and the prefills.
+
+        Args:
+            chunks: the chunks of the step. The decodes come before the prefills.
+            groups: the groups of decodes. The decodes in one group have similar lengths.
         """
         if self._layout is None:
             return []
@@ -277,11 +286,11 @@ class BatchBuilder:
     def _decode_groups(
         self, groups: list[_DecodeLengths], tensors: Iterator[Tensor]
     ) -> list[DecodeGroup]:
-        """Build a `DecodeGroup` for each item of `groups` from tensors on the device.
+        """Build a `DecodeGroup` for each group of decodes from tensors on the device.
 
-        `tensors` yields the copies of the arrays that `_decode_arrays` returned, in the same order.
-        This method reads two or three tensors for each group: the blocks, the lengths, and the
-        token indices unless they are a slice.
+        `tensors` yields the tensors in the order in which `_decode_arrays` has returned the arrays:
+        for each group the blocks, the lengths and the token indices. If the token indices are a
+        slice (all decodes form one group), they have no tensor.
         """
         decode_groups = []
         for tokens, _ in groups:
@@ -294,8 +303,8 @@ class BatchBuilder:
     def _group_by_length(self, lens: Integers) -> list[_DecodeLengths]:
         """Divide the decodes of this step into groups whose sequences have similar lengths.
 
-        In one group, each sequence reads as many blocks of the KV cache as the longest sequence.
-        The surplus blocks are padding. With the groups, padding at most doubles the number of
+        In one group, each sequence reads as many blocks of the KV cache as the longest sequence;
+        the surplus blocks are padding. Because of the groups, padding at most doubles the number of
         blocks that long sequences read.
 
         Example: with 16 tokens in a block, the lengths [20, 30, 9000] give the groups [0, 1] and
@@ -333,13 +342,12 @@ def _joined_ranges(starts: Integers, counts: Integers) -> Integers:
 
 
 def _pending_tokens(plan: StepPlan) -> Integers:
-    """Return the indices of the tokens whose ids are still being sampled, [2, num_pending] int64.
+    """Return the indices of pending tokens: the tokens that the previous step is still sampling.
 
-    A pending token is a token that the previous step is still sampling. Its id is copied on the
-    device. Each column belongs to one pending token. The first row contains the index of the token
-    in this step. The second row contains the index of the token among the tokens that the previous
-    step samples. A pending token belongs to a decode. Decodes come first in a step, so the index of
-    the decode is also the index of its token.
+    The result is [2, num_pending] int64, with one column for each pending token. The first row
+    contains the index of the token in this step. The second row contains the index of the token
+    among the tokens that the previous step samples. A pending token belongs to a decode. Decodes
+    come first in a step, so the index of the decode is also the index of its token.
     """
     indices = itertools.chain.from_iterable(plan.pending)
     pairs = np.fromiter(indices, np.int64, 2 * len(plan.pending)).reshape(-1, 2)
@@ -349,8 +357,9 @@ def _pending_tokens(plan: StepPlan) -> Integers:
 def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     """Return the ids of all tokens that a step computes, [num_tokens] int64.
 
-    If the previous step is still sampling the token of a decode, the id of this token is 0. The
-    caller then copies the sampled token on the device. The first `num_decodes` chunks are decodes.
+    The first `num_decodes` chunks are decodes (chunks of one token). If the previous step is still
+    sampling the token of a decode, the id of this token is 0, and the caller copies the sampled
+    token to its index on the device.
     """
     # A list comprehension is faster than a loop with temporary variables.
     token_ids = [
@@ -362,15 +371,13 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     return np.array(token_ids, dtype=np.int64)
 
 
-def _with_blocks(attention: AttentionBatch, tensors: Iterator[Tensor]) -> AttentionBatch:
+def _with_blocks_of_group(attention: AttentionBatch, tensors: Iterator[Tensor]) -> AttentionBatch:
     """Return a copy of `attention` with the slots and blocks of another group of layers.
 
-    Each group of layers has its own block tables and slots. All other metadata is that of the first
-    group, `attention`.
-
-    `tensors` yields the copies of the arrays that `BatchBuilder._arrays_of_other_groups` returned,
-    in the same order. This function reads the slots of the tokens, the blocks of each group of
-    decodes, and the blocks of each prefill.
+    Each group of attention layers has its own block tables and slots. All other metadata is equal
+    in all groups, and is taken from the first group, `attention`. `tensors` yields the slots of the
+    tokens, the blocks of each group of decodes, and the blocks of each prefill;
+    `BatchBuilder._arrays_of_other_groups` has created these tensors' arrays in the same order.
     """
     slots = next(tensors)
     decodes = [

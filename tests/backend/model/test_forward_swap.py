@@ -232,12 +232,12 @@ def test_a_library_on_disk_is_used_from_the_start(checkpoint, monkeypatch):
 def test_a_library_whose_checks_fail_is_not_loaded_again(tmp_path):
     confirmed = CompiledForward(zeros, tmp_path)
     for _ in range(2):
-        library_files.count_check(tmp_path)
+        library_files.begin_check(tmp_path)
     confirmed.confirm()
     for _ in range(3):
-        library_files.count_check(tmp_path)
+        library_files.begin_check(tmp_path)
     with pytest.raises(UnfitError, match=f"the last 3 checks .* in {tmp_path} did not succeed"):
-        library_files.count_check(tmp_path)
+        library_files.begin_check(tmp_path)
 
 
 @pytest.mark.parametrize(

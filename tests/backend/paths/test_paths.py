@@ -126,14 +126,14 @@ def assert_differs(folder, tier):
 
 
 def test_the_self_check_notices_padding_that_is_looked_at(saved, monkeypatch):
-    right = gathered_cache.GatheredStep.of
+    right = gathered_cache.GatheredStep.from_chunks
 
     def wrong(chunks, cache):
         step = right(chunks, cache)
         step.mask.fill_(1)
         return step
 
-    monkeypatch.setattr(gathered_cache.GatheredStep, "of", wrong)
+    monkeypatch.setattr(gathered_cache.GatheredStep, "from_chunks", wrong)
     assert_differs(saved("bloom"), "padded")
 
 
@@ -166,14 +166,14 @@ def _dirty(make):
 
 
 def test_the_self_check_notices_padding_that_is_looked_at_beside_states(saved, monkeypatch):
-    right = gathered_cache.GatheredStep.of
+    right = gathered_cache.GatheredStep.from_chunks
 
     def wrong(chunks, cache):
         step = right(chunks, cache)
         step.mask.fill_(1)
         return step
 
-    monkeypatch.setattr(gathered_cache.GatheredStep, "of", wrong)
+    monkeypatch.setattr(gathered_cache.GatheredStep, "from_chunks", wrong)
     assert_differs(saved("inkling_text"), "rows")
 
 

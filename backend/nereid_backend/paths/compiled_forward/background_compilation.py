@@ -25,7 +25,7 @@ class BackgroundCompilation:
     """
 
     def __init__(self, message: bytes, folder: Path, timeout_s: float = _TIMEOUT_S) -> None:
-        """Start the process. Do not wait for the end of the compilation.
+        """Start a process that compiles a forward pass. Do not wait for the end of the compilation.
 
         Args:
             message: the message that describes the model; see `pack_skeleton`.
@@ -41,7 +41,10 @@ class BackgroundCompilation:
         with child_end:  # The engine closes its copy of this end after the start of the process.
             self._process = _start_process(child_end.fileno(), folder)
         self._thread = threading.Thread(
-            target=self._wait, args=(message, timeout_s), name="forward-compilation", daemon=True
+            target=self._exchange_messages,
+            args=(message, timeout_s),
+            name="forward-compilation",
+            daemon=True,
         )
         self._thread.start()
 
@@ -59,11 +62,11 @@ class BackgroundCompilation:
         self._kill()
         self._thread.join()
 
-    def _wait(self, message: bytes, timeout_s: float) -> None:
-        """Send the model, wait at most `timeout_s` for the result, and end the process.
+    def _exchange_messages(self, message: bytes, timeout_s: float) -> None:
+        """Send the model, wait at most `timeout_s` seconds for the result, and end the process.
 
-        A thread of its own runs this method. The result is stored in `outcome`; it is the reason
-        why there is no library, or "" after a success.
+        A separate thread runs this method. The result is the reason why there is no library, or ""
+        after a success. It is stored in `outcome`.
         """
         reason = f"the compilation took longer than {timeout_s:g} s"
         try:
@@ -90,8 +93,8 @@ def _start_process(connection_fd: int, folder: Path) -> subprocess.Popen[bytes]:
     """Start the process that compiles the model, and return the process.
 
     Args:
-        connection_fd: the file descriptor of the process's end of the connection.
-        folder: the folder for the library.
+        connection_fd: the file descriptor through which the process exchanges messages.
+        folder: the folder for the compiled library.
     """
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, str(connection_fd), str(folder)],

@@ -71,10 +71,15 @@ class TracedModel(nn.Module):
 def build_library(
     model: PreTrainedModel, hook: AttentionHook, folder: Path, *, is_native: bool
 ) -> None:
-    """Compile a model and store the library in `folder`.
+    """Compile the forward pass of a model into a library, and store the library in `folder`.
 
     The library contains the code of the forward pass, but not the weights of the model.
-    `compile_forward` describes the other arguments.
+
+    Args:
+        model: the model, with `hook` as its attention.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        folder: the folder. An existing folder is replaced.
+        is_native: whether attention uses the CPU kernels, which can be called without Python.
 
     Raises:
         TraceError: if torch cannot trace the model's code.
@@ -92,14 +97,16 @@ def build_library(
             program,
             package_path=str(finished / LIBRARY_FILE),
             inductor_configs={
-                "aot_inductor.package_constants_in_so": False,
+                "aot_inductor.package_constants_in_so": False,  # leave out the weights
+                # Compiled code calls these operators of Nereid as C functions, without Python.
                 "aot_inductor.custom_ops_to_c_shims": shims_of(model.device, is_native),
                 # With more threads, torch would start a pool of processes. These processes would
                 # continue to run after the compilation.
                 "compile_threads": 1,
             },
         )
-        literals = _literals(program.constants, tensors_of(traced_model))
+        # The library also does not contain the small tensors that the model's code creates.
+        literals = _constants_of_code(program.constants, tensors_of(traced_model))
         save_literals(literals, finished / LITERALS_FILE)
         if folder.is_dir():
             shutil.rmtree(folder)
@@ -109,7 +116,10 @@ def build_library(
 def _trace(
     traced_model: TracedModel, hook: AttentionHook, device: torch.device
 ) -> torch.export.ExportedProgram:
-    """Trace a model's forward pass so that the numbers of tokens and logits can vary.
+    """Trace a model's forward pass, so that torch can compile it.
+
+    The traced code accepts any number of tokens and any number of logits from `MIN_ROWS` on. The
+    inputs are the token ids, the positions, and the indices of the tokens whose logits are needed.
 
     Raises:
         TraceError: if torch cannot trace the model's code.
@@ -142,8 +152,12 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named.items()}
 
 
-def _literals(constants: dict[str, Any], model_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the constant tensors of the traced code, except the model's parameters and buffers.
+def _constants_of_code(
+    constants: dict[str, Any], model_tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors that the traced code creates itself, without the tensors of the model.
+
+    Example: the code contains `torch.tensor([1.0, 0.5])`.
 
     Args:
         constants: all constants of the trace, by name.

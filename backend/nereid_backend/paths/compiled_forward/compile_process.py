@@ -40,11 +40,12 @@ _LEFTOVER_AGE_S = 3600
 
 
 def main() -> None:
-    """Compile the model that the engine sends, and send the result.
+    """Compile the model that the engine sends, and send the result to the engine.
 
     The result is the reason of a failure, or "" after a success. The arguments of the command line
     are the file descriptor of the connection to the engine, and the folder of the library.
     """
+    # Ctrl+C stops the engine, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _lower_priority()
     connection_fd, folder_name = sys.argv[1:]
@@ -53,20 +54,20 @@ def main() -> None:
     try:
         message = connection.recv_bytes()
     except (EOFError, OSError):
-        return
+        return  # The engine has ended.
     # If the engine ends during the compilation, this thread ends the process.
     threading.Thread(target=_end_with_engine, args=(connection,), daemon=True).start()
-    reason = _failure(message, folder)
+    reason = _compile_or_reason(message, folder)
     with contextlib.suppress(OSError):
         connection.send_bytes(reason.encode())
     # Exit immediately. Python's cleanup would take a second, and would wait for the thread.
     os._exit(0)
 
 
-def _failure(message: bytes, folder: Path) -> str:
+def _compile_or_reason(message: bytes, folder: Path) -> str:
     """Compile the model in `message`. Return the reason of a failure, or "" after a success."""
     try:
-        with _only_one(folder.parent):
+        with _exclusive_lock(folder.parent):
             _compile(message, folder)
     except Exception as error:  # noqa: BLE001 - the process ends here, and the engine must learn why
         return first_line(error) or type(error).__name__
@@ -83,6 +84,8 @@ def _lower_priority() -> None:
 
 def _compile(message: bytes, folder: Path) -> None:
     """Compile the model in `message`, and store the library in `folder`.
+
+    `pack_skeleton` has created the message, which contains the model without large weights.
 
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.
@@ -123,11 +126,11 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Return a context manager that only one process of this machine can enter at a time.
+def _exclusive_lock(folder: Path) -> Iterator[None]:
+    """Let only one process of this machine at a time run the `with` block.
 
-    Other processes wait until this process leaves the context. The context locks a file in
-    `folder`. The operating system releases the lock when the process ends. If the folder does not
+    Other processes wait until this process leaves the block. The lock belongs to a file in
+    `folder`, and the operating system releases the lock if the process dies. If the folder does not
     support locks, several processes compile at the same time.
     """
     with contextlib.ExitStack() as stack:

@@ -77,11 +77,12 @@ def read_trace_error(folder: Path) -> str | None:
         return None
 
 
-def count_check(folder: Path) -> None:
-    """Before a library is checked, record a failed check. `confirm_check` deletes the record.
+def begin_check(folder: Path) -> None:
+    """Record on disk that a check of a library begins. `confirm_check` deletes the records.
 
-    The check is counted before it begins, because a broken library could crash the process. The
-    server would then start the engine again, and the engine would load the same library again.
+    A library could crash the process during the check. The server would then start the engine
+    again, which would check the same library again, and so on. Too many records without a
+    successful check therefore raise an error.
 
     Raises:
         UnfitError: if the last `_MAX_FAILED_CHECKS` checks did not succeed.
@@ -94,11 +95,11 @@ def count_check(folder: Path) -> None:
         )
     # If the folder belongs to another user, this process cannot write the file.
     with contextlib.suppress(OSError), file.open("ab") as opened:
-        opened.write(b".")
+        opened.write(b".")  # The size of the file is the number of checks without success.
 
 
 def confirm_check(folder: Path) -> None:
-    """Record that a check has found the logits of the library correct; see `count_check`."""
+    """Record that a check has found the logits of the library correct; see `begin_check`."""
     with contextlib.suppress(OSError):
         (folder / _CHECKS_FILE).unlink(missing_ok=True)
 
@@ -124,11 +125,11 @@ def load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def shims_of(device: torch.device, is_native: bool) -> Shims:
-    """Return the operators for which compiled code calls a C function instead of Python code.
+    """Return the C functions (shims) that compiled code calls for some of Nereid's operators.
 
-    A shim is a C function that implements one of Nereid's operators. cpu_shim.cpp defines the
-    shims. The result maps each operator to the declaration of its shim. torch's compiler copies
-    this declaration into the compiled code.
+    Without a shim, compiled code would call the Python code of the operator. cpu_shim.cpp defines
+    the shims. The result maps each operator to the C declaration of its shim, which torch's
+    compiler copies into the compiled code.
 
     Args:
         device: the device of the model. Only models on a CPU use shims.
@@ -160,11 +161,12 @@ def shims_of(device: torch.device, is_native: bool) -> Shims:
 
 
 def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
-    """Return a hash that changes whenever the library must be compiled again.
+    """Return a hash that changes whenever the library of a model must be compiled again.
 
-    For example, the hash depends on the version of torch, the config of the model, the shapes of
-    the weights, and the CPU. It depends on the values of very short vectors, because the compiler
-    writes these values into the library. It does not depend on the values of other weights.
+    The hash depends on everything that affects compiled code: the versions of the libraries, the
+    source code, the config and the modules of the model, the shapes of the weights, and the
+    hardware. The compiler writes the values of very short vectors into the library, so the hash
+    depends on these values, too. It does not depend on the values of other weights.
     """
     config = {
         name: value

@@ -25,8 +25,8 @@ from nereid_backend.paths.compiled_forward.build_library import (
 from nereid_backend.paths.compiled_forward.library_files import (
     LIBRARY_FILE,
     LITERALS_FILE,
+    begin_check,
     confirm_check,
-    count_check,
     has_library,
     library_folder,
     load_literals,
@@ -63,7 +63,7 @@ class CompiledForward:
         return logits[: batch.num_logits]
 
     def confirm(self) -> None:
-        """Record on disk that the logits of the library passed a check; see `count_check`."""
+        """Record on disk that the logits of the library passed a check; see `begin_check`."""
         if self._folder is not None:
             confirm_check(self._folder)
 
@@ -76,7 +76,7 @@ def compile_forward(
     Args:
         model: the model, with `hook` as its attention. On a CPU, its linear layers must be packed
             by `prepack_linears`.
-        hook: the engine's entry in transformers' attention interface.
+        hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with a line of text before a compilation starts.
         is_native: whether attention uses the CPU kernels, which can be called without Python.
 
@@ -100,10 +100,10 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
     `CompiledForward.confirm`.
 
     Raises:
-        UnfitError: if the last checks of the library did not succeed; see `count_check`.
+        UnfitError: if the last checks of the library did not succeed; see `begin_check`.
         Exception: of any class, if the library is damaged or does not match the model.
     """
-    count_check(folder)
+    begin_check(folder)
     device = model.device
     # By default, each call of the library takes locks, because several threads may call it. A call
     # that takes locks cannot be captured into a CUDA graph. The engine calls the library from one
@@ -123,7 +123,7 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
     _bind_tensors(library, literals | tensors_of(TracedModel(model)))
 
     def run(*inputs: Tensor) -> Tensor:
-        [logits] = library.boxed_run(list(inputs))
+        [logits] = library.boxed_run(list(inputs))  # a list with one output
         return logits
 
     return CompiledForward(run, folder)
@@ -139,10 +139,10 @@ def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: AN
     if unknown := [name for name in names if name not in tensors]:
         raise UnfitError(NO_PARAMETER.format(name=unknown[0]))
     constants = {name: tensors[name] for name in names}
-    # The arguments after the tensors are use_inactive=False, check_full_update=True (the call
-    # passes all tensors that the compiled code needs), and user_managed=True (the tensors are not
-    # copied).
-    library.load_constants(constants, False, True, True)
+    use_inactive = False
+    check_full_update = True  # The call passes all tensors that the compiled code needs.
+    user_managed = True  # The tensors are not copied.
+    library.load_constants(constants, use_inactive, check_full_update, user_managed)
 
 
 def _extend_to(tensor: Tensor, num_rows: int) -> Tensor:

@@ -38,7 +38,9 @@ class Skeleton(NamedTuple):
 
 
 def pack_skeleton(skeleton: Skeleton) -> bytes:
-    """Convert a model to a message. `unpack_skeleton` restores the model from the message.
+    """Convert a model and its settings to bytes, from which `unpack_skeleton` restores the model.
+
+    The message contains the shapes of all tensors, but not the values of large tensors.
 
     Raises:
         UnfitError: if a part of the model cannot be sent to another process.
@@ -70,16 +72,17 @@ class _SkeletonPickler(pickle.Pickler):
     """A pickler that omits the values of large tensors."""
 
     def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 - any object of the model
-        """Return the function that restores a tensor, and the arguments of this function.
+        """Tell pickle how to store `value`, without the values of large tensors.
 
-        The values of a large tensor are left out. For a value that is not a tensor, return
-        NotImplemented. pickle then uses its default method.
+        pickle calls this method for each object of the model. For a tensor, return the function
+        that restores the tensor, and the arguments of this function. For any other object, return
+        NotImplemented, so that pickle uses its default method.
         """
         if not isinstance(value, Tensor):
             return NotImplemented
         if type(value) not in (Tensor, nn.Parameter):
             raise pickle.PicklingError(f"it has a tensor of the class {type(value).__name__}")
-        memory_size = _memory_size(value)
+        memory_size = _memory_size(value)  # the number of elements between the first and the last
         data = None
         if memory_size <= MAX_LITERAL_ELEMENTS:
             memory = value.detach().as_strided((memory_size,), (1,))
@@ -129,6 +132,7 @@ def _restore_tensor(
     """
     memory = torch.empty(memory_size, dtype=dtype)
     if data:
+        # The bytes are copied to a bytearray first, because torch requires writable memory.
         memory.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     tensor = memory.as_strided(shape, stride)
     return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor

@@ -92,13 +92,13 @@ class GraphCapture:
                 # cannot be captured, so the work runs once before the capture.
                 work(lambda between: between())
                 torch.cuda.synchronize()
-                graph = self._begin()
+                graph = self._begin_capture()
 
                 def cut(between: Callable[[], None]) -> None:
                     nonlocal graph
-                    _end(graph, self._pool)
+                    _end_capture(graph, self._pool)
                     parts.extend((graph.replay, between))
-                    graph = self._begin()
+                    graph = self._begin_capture()
 
                 try:
                     work(cut)
@@ -107,9 +107,9 @@ class GraphCapture:
                     # error. The second error is suppressed, so that the caller gets the first
                     # error.
                     with suppress(RuntimeError):
-                        _end(graph, self._pool)
+                        _end_capture(graph, self._pool)
                     raise
-                _end(graph, self._pool)
+                _end_capture(graph, self._pool)
                 parts.append(graph.replay)
             torch.cuda.synchronize()
 
@@ -119,7 +119,7 @@ class GraphCapture:
 
         return replay
 
-    def _begin(self) -> torch.cuda.CUDAGraph:
+    def _begin_capture(self) -> torch.cuda.CUDAGraph:
         """Begin to capture a CUDA graph on the current stream, and return the graph."""
         graph = torch.cuda.CUDAGraph()
         # With "thread_local", other threads may use the device during the capture.
@@ -154,7 +154,7 @@ def _cached_bytes(device: torch.device) -> int:
     return num_bytes
 
 
-def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torch's handle
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torch's handle
     """End a capture on the current device.
 
     CUDA cancels a capture after a forbidden operation, such as a read from the device. torch's

@@ -71,11 +71,11 @@ class DecodeGraphs:
         device: torch.device,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Create an object without graphs.
+        """Create an object without graphs. The first step of each batch size captures a graph.
 
         Args:
             run: computes a packed step and returns its logits, [num_logits, vocab_size].
-            capture: captures a graph; see `capture_on`.
+            capture: captures the GPU work of a function call as a CUDA graph.
             sizes: the sizes of the path.
             device: the device of the path.
             report: called with a line of text if steps are no longer replayed, or if no more graphs
@@ -98,6 +98,7 @@ class DecodeGraphs:
         # Whether further graphs can be captured. False after a capture has failed, or if too little
         # memory is free.
         self._can_capture = True
+        # The reason why a capture has failed; None if no capture has failed.
         self.failure: str | None = None
         self.num_captures = 0
         self.num_replays = 0
@@ -108,9 +109,9 @@ class DecodeGraphs:
 
         The largest graph comes first, because the smaller graphs can then use its memory.
         """
-        for rows in reversed(self._row_counts):
-            if rows not in self._graphs:
-                self._try_capture(rows)
+        for num_rows in reversed(self._row_counts):
+            if num_rows not in self._graphs:
+                self._try_capture(num_rows)
 
     def forward(self, batch: StepBatch) -> Tensor | None:
         """Compute a step by replaying a CUDA graph. Return the logits, [num_logits, vocab_size].
@@ -121,7 +122,7 @@ class DecodeGraphs:
 
         Mutates: the KV cache, unless the result is None.
         """
-        num_rows = self.rows_of(batch)
+        num_rows = self.graph_size_for(batch)
         if num_rows is None:
             return None
         graph = self._graphs.get(num_rows) or self._try_capture(num_rows, batch)
@@ -134,11 +135,12 @@ class DecodeGraphs:
         # and may run before the caller has read the logits.
         return graph.logits[: batch.num_logits].clone()
 
-    def rows_of(self, batch: StepBatch) -> int | None:
-        """Return the batch size of the CUDA graph for a step; None if there is no such graph.
+    def graph_size_for(self, batch: StepBatch) -> int | None:
+        """Return the batch size of the CUDA graph for a step: its number of sequences, rounded up.
 
-        Return None if the step is not a decode step, if the step has too many rows, or if the
-        logits of some tokens are not needed.
+        Return None if a graph cannot compute the step. This is the case if the step is not a decode
+        step (one token for each sequence), if the step has too many sequences, or if the logits of
+        some tokens are not needed.
         """
         num_decodes = batch.attention.num_decodes
         is_decode_step = num_decodes > 0 and not batch.attention.prefills
@@ -149,17 +151,21 @@ class DecodeGraphs:
                 return num_rows
         return None
 
-    def _try_capture(self, rows: int, batch: StepBatch | None = None) -> "_DecodeGraph | None":
-        """Capture a CUDA graph with the inputs `batch`, or with padding if `batch` is None.
+    def _try_capture(self, num_rows: int, batch: StepBatch | None = None) -> "_DecodeGraph | None":
+        """Capture a CUDA graph for `num_rows` sequences, and store the graph.
 
-        Return None if too little memory is free, or if this capture or an earlier capture fails.
-        After a failed capture, no graph is used, so the kernels of decode steps are launched one by
-        one. If only the memory is too small, the existing graphs are still used.
+        Return None if too little memory is free, or if this capture or an earlier capture has
+        failed. After a failed capture, no graph is used, so the kernels of decode steps are
+        launched one by one. If only the memory is too small, the existing graphs are still used.
+
+        Args:
+            num_rows: the number of sequences.
+            batch: the inputs of the captured step; None for a step of padding.
         """
         if not self._can_capture:
             return None
         try:
-            graph = self._capture_and_check(rows, batch)
+            graph = self._capture_and_check(num_rows, batch)
         except GraphMemoryError as error:
             self._can_capture = False
             self._report(f"No more CUDA graphs are captured: {error}.")
@@ -173,34 +179,34 @@ class DecodeGraphs:
                 f"CUDA graphs are off, because a step could not be captured: {self.failure}"
             )
             return None
-        self._graphs[rows] = graph
+        self._graphs[num_rows] = graph
         self.num_captures += 1
         return graph
 
-    def _capture_and_check(self, rows: int, batch: StepBatch | None) -> "_DecodeGraph":
+    def _capture_and_check(self, num_rows: int, batch: StepBatch | None) -> "_DecodeGraph":
         """Capture a CUDA graph, check the logits that the graph computes, and return the graph.
 
         Args:
-            rows: the number of rows of the graph.
+            num_rows: the number of rows of the graph, one for each sequence.
             batch: the inputs of a step; None if all rows are padding.
 
         Raises:
             GraphMemoryError: if too little memory is free.
             Exception: of any class, if the step cannot be captured.
         """
-        step = StaticStep(rows, self._sizes, self._device)
+        step = StaticStep(num_rows, self._sizes, self._device)
         if batch is None:  # All rows are padding, and all rows are compared.
-            num_compared = rows
+            num_compared = num_rows
         else:
             step.fill(batch)
             num_compared = batch.num_logits
-        # This run uses no graph. The run computes the expected logits, and also compiles kernels
+        # Run the step without a graph, to get the expected logits. This run also compiles kernels
         # that are not compiled yet. This run and the replay of the graph store the same keys and
         # values in the KV cache.
         expected = self._run(step.batch())
         if self._logits is None:
             self._logits = expected.new_empty(self._row_counts[-1], expected.shape[1])
-        logits = self._logits[:rows]
+        logits = self._logits[:num_rows]
 
         def compute_step() -> None:
             logits.copy_(self._run(step.batch()))
@@ -230,31 +236,34 @@ class _DecodeGraph(NamedTuple):
 class StaticStep:
     """The inputs of a decode step, in tensors whose addresses do not change."""
 
-    def __init__(self, rows: int, sizes: Sizes, device: torch.device) -> None:
-        """Create the inputs of a step that contains only padding.
+    def __init__(self, num_rows: int, sizes: Sizes, device: torch.device) -> None:
+        """Create the input tensors of a decode step, filled with padding.
+
+        A CUDA graph reads its inputs always from the same addresses. The inputs of each step are
+        therefore copied into these tensors.
 
         Args:
-            rows: the number of tokens.
+            num_rows: the number of sequences, which is also the number of tokens.
             sizes: the sizes of the path. The block after the last block is the null block, whose
                 content is always zero.
             device: the device on which the tensors are created.
         """
-        self._num_rows = rows
+        self._num_rows = num_rows
         self._block_size = sizes.block_size
         self._null_block = sizes.num_blocks
-        # The token id, position, cache slot and length of a sequence that serves only as padding,
-        # [4, 1].
+        # The token id, position, cache slot and length of a padding sequence, [4, 1]. Nothing is
+        # stored for the slot -1.
         self._padding = torch.tensor([[0], [0], [-1], [1]], device=device)
         # The token id, position, cache slot and length of each sequence, [4, rows]. Each of these
         # four rows starts at an aligned address, because Triton would compile a second kernel for
         # unaligned pointers.
-        num_aligned = math.ceil(rows / _ALIGNED_VALUES) * _ALIGNED_VALUES
-        self._numbers = self._padding.repeat(1, num_aligned)[:, :rows]
+        num_aligned = math.ceil(num_rows / _ALIGNED_VALUES) * _ALIGNED_VALUES
+        self._numbers = self._padding.repeat(1, num_aligned)[:, :num_rows]
         # The block table of each sequence in the batch, [rows, max_blocks].
         max_blocks = math.ceil(sizes.max_model_len / sizes.block_size)
-        self._table = torch.full((rows, max_blocks), self._null_block, device=device)
+        self._table = torch.full((num_rows, max_blocks), self._null_block, device=device)
         # Each sequence has one new token, and the logits of each new token are needed.
-        self._logits_index = torch.arange(rows, device=device)
+        self._logits_index = torch.arange(num_rows, device=device)
         # The metadata that the GPU kernels read. The metadata is copied to the GPU before a CUDA
         # graph is captured, because the graph cannot contain the copy from the CPU.
         self._device_rows = gpu_batch(self._attention())
@@ -265,6 +274,7 @@ class StaticStep:
         The step has at most as many tokens as this object has rows.
         """
         num_tokens = batch.num_logits  # A decode step needs the logits of each of its tokens.
+        # Views of the rows of `_numbers`. `lens` is the length of each sequence.
         tokens, positions, slots, lens = self._numbers
         self._numbers[:, num_tokens:] = self._padding
         self._table.fill_(self._null_block)
@@ -297,8 +307,8 @@ class StaticStep:
                 # The graph also computes the length of the longest sequence. Each replay therefore
                 # uses the longest length in the replayed step.
                 longest=lens.amax(0, keepdim=True),
-                # The kernels must not reuse the intermediate tensors of an earlier run. During the
-                # capture, the kernels allocate new tensors in the memory that all graphs share.
+                # The kernels must not reuse the intermediate tensors of an earlier run, so that
+                # they allocate new tensors in the memory that all graphs share.
                 _workspaces={},
             ),
         )
@@ -314,15 +324,14 @@ class StaticStep:
 
 
 def row_counts(max_rows: int) -> list[int]:
-    """Return the batch sizes for which CUDA graphs are captured: 1, 2, 4, 8, 16, 24, 32, ...
+    """Return the batch sizes for which CUDA graphs are captured: 1, 2, 4, 8, 16, 24, ..., 64, 80.
 
-    A step uses the graph with the next larger number of rows, and fills the rest with padding.
-
-    Up to 8, each number is twice the previous number. Up to 64, the distance between two numbers is
-    8. Above 64, the distance is a quarter of the largest power of two that is not greater than the
-    smaller number. Example: 80 follows 64, and 160 follows 128. In steps of more than 24 rows, at
-    most a quarter of the rows is therefore padding. Smaller steps can have more padding, but they
-    spend more time on reading weights than on multiplying them.
+    A step uses the graph with the next larger number of rows, and fills the rest with padding. Up
+    to 8, each number is twice the previous number. Up to 64, the distance between two numbers is 8.
+    Above 64, the distance is a quarter of the largest power of two that is not greater than the
+    smaller number: 80 follows 64, and 160 follows 128. Steps of more than 24 rows therefore have at
+    most a quarter of padding. Smaller steps can have more padding, but they spend more time on
+    reading weights than on multiplying them.
 
     Args:
         max_rows: the largest number of rows of a step.
@@ -352,6 +361,7 @@ def check_replay(replayed: Tensor, expected: Tensor) -> None:
         UnfitError: if the logits differ.
     """
     difference = _difference(replayed, expected)
+    # `not <=` also refuses NaN.
     if not difference <= _TOLERANCE:
         raise UnfitError(
             "the logits of a replayed CUDA graph differ from the logits of the same step without a "
@@ -363,10 +373,8 @@ def _difference(replayed: Tensor, expected: Tensor) -> float:
     """Compare two tensors of logits row by row. Return the largest relative error of a row.
 
     The relative error of a row is the root mean square of the differences, divided by the standard
-    deviation of the expected logits.
-
-    Rows with logits that are not finite must be the same rows in both tensors. These rows are
-    ignored, because their sequences have already failed. If the rows differ, return NaN.
+    deviation of the expected logits. Rows with NaN or infinity are ignored, because their sequences
+    have already failed. If a row contains NaN or infinity in only one of the tensors, return NaN.
     """
     largest_error = 0.0
     # The rows are compared in slices, because float32 copies of all rows would need much memory.

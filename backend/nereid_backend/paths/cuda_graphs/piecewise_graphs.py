@@ -81,12 +81,13 @@ class PiecewiseGraphs:
         sizes: Sizes,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Create an object without graphs.
+        """Create an object without graphs. `capture_all` captures the graphs.
 
         Args:
-            run: computes a packed step with a given attention, and returns its logits, [num_logits,
-                vocab_size].
-            capture: captures pieces of work; see `GraphCapture.pieces`.
+            run: computes a packed step with a given attention function, and returns its logits,
+                [num_logits, vocab_size].
+            capture: captures the GPU work of a function call as several CUDA graphs; see
+                `GraphCapture.pieces`.
             layers: the attention layers of the model.
             cache: the KV cache of the path.
             sizes: the sizes of the path.
@@ -108,15 +109,17 @@ class PiecewiseGraphs:
         self._buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
         # The attention metadata of the step that the graphs compute; empty before the first step.
         self._attention = AttentionBatch(torch.empty(0), 0, [], [], sizes.block_size)
+        # The reason why a capture has failed; None if no capture has failed.
         self.failure: str | None = None
         self.num_captures = 0
         self.num_replays = 0
 
     @torch.inference_mode()
     def capture_all(self, token_counts: Sequence[int] = TOKEN_COUNTS) -> None:
-        """Capture the graphs for some numbers of tokens, from the largest to the smallest.
+        """Capture the CUDA graphs for some step sizes, from the largest to the smallest.
 
-        In this order, the smaller graphs can use the memory of the larger graphs.
+        In this order, the smaller graphs can use the memory of the larger graphs. If too little
+        memory is free, the smaller graphs are left out. After any other error, no graph is used.
 
         Args:
             token_counts: the numbers of tokens, in ascending order.
@@ -163,10 +166,10 @@ class PiecewiseGraphs:
         return graphs.logits[: batch.num_logits].clone()
 
     def _capture_and_check(self, num_tokens: int) -> "_StepGraphs":
-        """Capture the CUDA graphs for steps of `num_tokens` tokens, and check the computed logits.
+        """Capture the CUDA graphs for steps of `num_tokens` tokens, and check their logits.
 
-        The logits must equal the logits of the same step without graphs. The step consists of
-        padding, for which no attention is computed.
+        The graphs must compute the same logits as the same step without graphs. The captured step
+        consists of padding, for which no attention is computed.
 
         Raises:
             GraphMemoryError: if too little memory is free.
@@ -177,14 +180,14 @@ class PiecewiseGraphs:
         # captured.
         self._attention = static.attention()
         # This run is not captured. The captured graphs must compute the same logits as this run.
-        expected = self._run(static.batch(), self._split_attention(static, _without_cut))
+        expected = self._run(static.batch(), self._attention_between_graphs(static, _without_cut))
         # The largest graph is captured first, so this tensor is large enough for all graphs.
         if self._logits is None:
             self._logits = expected.new_empty(static.num_logits, expected.shape[1])
         logits = self._logits[: static.num_logits]
 
         def compute_step(cut: Cut) -> None:
-            logits.copy_(self._run(static.batch(), self._split_attention(static, cut)))
+            logits.copy_(self._run(static.batch(), self._attention_between_graphs(static, cut)))
 
         replay = self._capture(compute_step)
         logits.zero_()  # Only a replay can write the expected logits.
@@ -192,19 +195,21 @@ class PiecewiseGraphs:
         check_replay(logits, expected)
         return _StepGraphs(static, replay, logits)
 
-    def _split_attention(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
+    def _attention_between_graphs(
+        self, static: "StaticTokens", cut: Cut
+    ) -> "_AttentionBetweenGraphs":
         """Return an attention function. Each call ends one CUDA graph and begins the next."""
-        return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
+        return _AttentionBetweenGraphs(self._layers, self._cache, static.attention(), self, cut)
 
     def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:
-        """Return the buffers that an attention layer with the shapes in `spec` uses.
+        """Return the tensors through which graphs and attention exchange queries and results.
 
-        All layers with these shapes share the buffers. The buffers are created in the first call,
-        with the data type and the device of `like`.
+        All layers with the shapes in `spec` share these tensors. The first call creates them, with
+        the data type and the device of `like`.
         """
         shape = (spec.num_heads, spec.key_dim, spec.value_dim)
         if shape not in self._buffers:
-            num_tokens = TOKEN_COUNTS[-1]
+            num_tokens = TOKEN_COUNTS[-1]  # the largest number of tokens in a captured step
             query = like.new_zeros(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
             out = like.new_zeros(num_tokens, spec.num_heads, spec.value_dim)
             self._buffers[shape] = AttentionBuffers(query, out)
@@ -268,7 +273,10 @@ class StaticTokens:
     """
 
     def __init__(self, num_tokens: int, sizes: Sizes, device: torch.device) -> None:
-        """Create the inputs of a step that contains only padding.
+        """Create the input tensors of a step with prefills, filled with padding.
+
+        CUDA graphs read their inputs always from the same addresses. The inputs of each step are
+        therefore copied into these tensors.
 
         Args:
             num_tokens: the number of tokens, including padding.
@@ -277,7 +285,8 @@ class StaticTokens:
         """
         self.num_logits = min(num_tokens, sizes.max_num_seqs)
         self._block_size = sizes.block_size
-        # The token id, position and cache slot of a padding token, [3, 1].
+        # The token id, position and cache slot of a padding token, [3, 1]. Nothing is stored for
+        # the slot -1.
         self._padding = torch.tensor([[0], [0], [-1]], device=device)
         # The token id, position and cache slot of every token of the step, [3, num_tokens].
         self._numbers = self._padding.repeat(1, num_tokens)
@@ -310,7 +319,7 @@ class StaticTokens:
         return AttentionBatch(self._numbers[2], 0, [], [], self._block_size)
 
 
-class _SplitForward(PagedForward):
+class _AttentionBetweenGraphs(PagedForward):
     """An attention function that ends one CUDA graph and begins the next graph in each call."""
 
     def __init__(
@@ -321,7 +330,9 @@ class _SplitForward(PagedForward):
         graphs: PiecewiseGraphs,
         cut: Cut,
     ) -> None:
-        """Create an attention function that is called while the CUDA graphs are captured.
+        """Create the attention function that the model calls while the CUDA graphs are captured.
+
+        Each call of this function ends one graph and begins the next graph.
 
         Args:
             layers: the attention layers of the model, in order.
@@ -343,11 +354,12 @@ class _SplitForward(PagedForward):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Compute the attention of one layer, after one CUDA graph and before the next graph.
+        """Compute the attention of one layer between two CUDA graphs.
 
-        The graph that ends here stores the keys and values of the layer. No graph contains the
-        attention: `cut` computes it after the graph that ends here, and before the graph that
-        begins here. The arguments and the result are those of `PagedForward.attend`.
+        The graph that ends here stores the keys and values of the layer, and copies the query into
+        a buffer. Each replay then computes the attention, which no graph contains. The graph that
+        begins here reads the result from another buffer. The arguments and the result are those of
+        `PagedForward.attend`.
         """
         spec = self._layers[number]
         layer = (number, spec)
@@ -367,5 +379,8 @@ class _SplitForward(PagedForward):
 
 
 def _without_cut(between: Callable[[], None]) -> None:
-    """Call `between` immediately. This function replaces `cut` in runs without a capture."""
+    """Call `between`, which computes the attention of a layer, immediately.
+
+    This function replaces `cut` in runs that are not captured, because no graph ends there.
+    """
     between()

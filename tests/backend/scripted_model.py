@@ -213,10 +213,10 @@ class ScriptedModel:
 
     @staticmethod
     def _slot(sequence: Sequence, position: int, group: int) -> int:
-        assert position // BLOCK >= sequence.num_dropped_blocks[group], "given back already"
+        assert position // BLOCK >= sequence.num_null_blocks[group], "given back already"
         return sequence.block_tables[group][position // BLOCK] * BLOCK + position % BLOCK
 
 
 def used_blocks(sequence: Sequence) -> list[int]:
-    tables = zip(sequence.block_tables, sequence.num_dropped_blocks, strict=True)
+    tables = zip(sequence.block_tables, sequence.num_null_blocks, strict=True)
     return [block for table, num_dropped in tables for block in table[num_dropped:]]

@@ -137,14 +137,16 @@ class ActiveRequests:
         request = self.of(sequence)
         if _is_queued(request, sequence):
             self.waiting.remove(sequence)
+        # A client takes turns in the queue only while it has a sequence that has not ended.
         self.waiting.unregister(sequence)
         self._remove_from_request(request, sequence)
-        if sequence in request.followers:
+        is_follower = sequence in request.followers
+        if is_follower:
             self._remove_follower(request, sequence)
         elif request.waits_for_prompt:
-            # The removed sequence was supposed to compute the prompt. The next sequence computes
-            # the prompt instead. While the grammar is being compiled, `waits_for_prompt` is false.
-            # In that case, `_enqueue` selects a sequence after the compilation.
+            # The leader has ended, and the followers still wait for the prompt. While the grammar
+            # is being compiled, `waits_for_prompt` is false. In that case, `_enqueue` selects the
+            # leader after the compilation.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 
@@ -168,9 +170,13 @@ class ActiveRequests:
             AssertionError: if a sequence was lost.
         """
         requests = self._requests.values()
-        assert self.num_sequences == sum(len(request.sequences) for request in requests)
+        assert self.num_sequences == sum(len(request.sequences) for request in requests), (
+            "`num_sequences` differs from the number of sequences in the requests."
+        )
         num_held_back = sum(_num_held_back(request) for request in requests)
-        assert self.num_sequences == num_running + len(self.waiting) + num_held_back
+        assert self.num_sequences == num_running + len(self.waiting) + num_held_back, (
+            "A sequence does not run, is not in the queue and is not held back."
+        )
         for sequence in self.waiting:
             assert sequence.row is None, "A waiting sequence has a row."
             assert not any(sequence.block_tables), "A waiting sequence has blocks."

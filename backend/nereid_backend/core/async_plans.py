@@ -28,13 +28,13 @@ class PendingPlans:
 
     Attributes:
         is_planning: whether `plan_next` is making a plan at the moment.
-        leaving: the ended sequences that an uncommitted plan still contains. These sequences keep
-            their rows and blocks.
+        ended_sequences: the ended sequences that an uncommitted plan still contains. These
+            sequences keep their rows and blocks. The dict is used as an ordered set.
     """
 
     def __init__(self) -> None:
         self.is_planning = False
-        self.leaving: dict[Sequence, None] = {}
+        self.ended_sequences: dict[Sequence, None] = {}
         self._plans: list[StepPlan] = []
 
     def __bool__(self) -> bool:
@@ -50,18 +50,19 @@ class PendingPlans:
 
         The row and the blocks are kept until every plan that contains the sequence is committed.
         """
-        self.leaving[sequence] = None
+        self.ended_sequences[sequence] = None
 
     def plan_next(self, before: StepPlan, plan_step: Callable[[], StepPlan]) -> StepPlan:
         """Plan the next step while the current step is still running.
 
         Each sequence that samples in the running step gets a placeholder token until `plan_step`
-        has returned. The plan therefore assumes that the running step adds one token to it.
+        has returned. The plan therefore assumes that the running step adds exactly one token to
+        each of these sequences.
 
-        Example: the running step computes the last known token of a sequence with 20 tokens. The
-        step will sample the token at index 20, so the next plan computes a chunk of one token that
-        starts at 20. The pair (index of the chunk, index of the sampled token) is added to
-        `StepPlan.pending`.
+        Example: the running step computes the last known token of a sequence with 20 tokens, and
+        samples the token at index 20. The next plan gets a chunk with only the token at index 20.
+        The value of this token is not known yet. Therefore, `StepPlan.pending` gets the pair (index
+        of the chunk in the next plan, index of the token among the running step's sampled tokens).
 
         Args:
             before: the plan of the running step. The plan must not contain draft tokens. If the
@@ -82,6 +83,7 @@ class PendingPlans:
             for sequence in sampling_sequences:
                 sequence.token_ids.pop()  # the placeholder
         if plan.chunks:
+            # Without chunks, the next step does not run, so only the running step is unfinished.
             _add_pending_tokens(plan, sampling_sequences)
             self._plans = [before, plan]
         return plan
@@ -89,8 +91,8 @@ class PendingPlans:
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
         """Correct a plan that was made before the result of the previous step was known.
 
-        The plan assumed that the previous step adds exactly one token to each sequence, and it has
-        a chunk of one token for each of these tokens.
+        The plan assumed that the previous step adds exactly one token to each sequence. For each of
+        these tokens, the plan has a chunk of one token.
 
         Example: a sequence had 20 tokens, but the previous step added two tokens, because the
         grammar forced a second token. The sequence now has 22 tokens. The chunk for the token at
@@ -98,8 +100,8 @@ class PendingPlans:
 
         Args:
             plan: the plan that `plan_next` returned.
-            device_token_ids: the tokens that the step of the plan used as its input; see
-                `StepResult.device_token_ids`.
+            device_token_ids: the tokens that the previous step sampled on the device. The step of
+                `plan` uses these tokens as its input, even if a token was replaced afterwards.
 
         Returns:
             The corrected plan, or `plan` if nothing was wrong. If the input token of a chunk was
@@ -107,6 +109,8 @@ class PendingPlans:
             last token of its sequence, the chunk does not sample.
         """
         corrected: dict[int, Chunk] = {}
+        # `chunk_index` is an index into `plan.chunks`. `sampled_index` is the index of the chunk's
+        # only token in `device_token_ids`.
         for chunk_index, sampled_index in plan.pending:
             chunk = plan.chunks[chunk_index]
             token_ids = chunk.sequence.token_ids
@@ -128,15 +132,16 @@ class PendingPlans:
 
     def will_end(self, sequence: Sequence) -> bool:
         """Return whether a sequence has ended or reaches its length limit in the running step."""
-        return sequence in self.leaving or len(sequence.token_ids) >= sequence.max_total_tokens
+        reaches_limit = len(sequence.token_ids) >= sequence.max_total_tokens
+        return reaches_limit or sequence in self.ended_sequences
 
-    def take_free(self) -> list[Sequence]:
-        """Remove and return the sequences in `leaving` that no unfinished step contains."""
-        busy = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
-        free = [sequence for sequence in self.leaving if sequence not in busy]
-        for sequence in free:
-            del self.leaving[sequence]
-        return free
+    def take_releasable(self) -> list[Sequence]:
+        """Remove and return the sequences in `ended_sequences` that no unfinished step contains."""
+        planned = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
+        releasable = [sequence for sequence in self.ended_sequences if sequence not in planned]
+        for sequence in releasable:
+            del self.ended_sequences[sequence]
+        return releasable
 
 
 def _with_chunks(plan: StepPlan, replacements: dict[int, Chunk]) -> StepPlan:

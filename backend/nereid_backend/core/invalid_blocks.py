@@ -22,7 +22,7 @@ class InvalidBlocks:
         pending_plans: PendingPlans,
         planner: StepPlanner,
     ) -> None:
-        """Create an object without blocks.
+        """Create an object without blocks. A block is invalid if its content may be wrong.
 
         Args:
             tables: the block tables, from which invalid blocks are removed.
@@ -51,16 +51,17 @@ class InvalidBlocks:
     def purge(self) -> None:
         """Remove the blocks of failed sequences from the prefix cache and from all block tables.
 
-        If a running sequence shares one of these blocks, preempt the sequence. It then computes all
-        its tokens again. Afterwards, this object contains no blocks.
+        If a running sequence shares one of these blocks, preempt the sequence, so that it computes
+        all its tokens again. Afterwards, this object contains no blocks.
         """
         if not self._blocks:
             return
         invalid_blocks = self._blocks
         self._blocks = set()
+        # A request with several sequences keeps the blocks of its prompt for its waiting sequences.
         self._tables.prompts.drop_with(invalid_blocks)
         for sequence in list(self._running):
-            has_ended = sequence in self._pending_plans.leaving
+            has_ended = sequence in self._pending_plans.ended_sequences
             has_invalid_block = not invalid_blocks.isdisjoint(sequence.all_blocks())
             if has_invalid_block and not has_ended:
                 # The sequence has computed its later tokens from the invalid blocks, so its own

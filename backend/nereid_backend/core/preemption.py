@@ -16,7 +16,8 @@ def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -
     cost. If no sequence comes after `index`, the result is the sequence at `index` itself.
 
     Args:
-        index: the position of the sequence in the order of the running sequences.
+        index: the position, in the order of the running sequences, of the sequence that needs
+            blocks.
         running: the running sequences.
         by_client: whether several clients have requests. If so, the result is the cheapest sequence
             of the client with the largest number of blocks divided by its weight. The sequence at
@@ -49,6 +50,7 @@ def _victim_of_largest_client(
     def sort_key(sequence: Sequence) -> tuple[float, tuple[int, int, int]]:
         client = sequence.params
         weighted_blocks = num_blocks_of_client[client.client_id] / client.client_weight
+        # The largest number of blocks comes first. Then the cheapest sequence comes first.
         return -weighted_blocks, _preemption_cost(sequence)
 
     return min(candidates, key=sort_key)
@@ -58,7 +60,7 @@ def fair_victim(
     sequence: Sequence,
     num_needed: int,
     running: RunningSequences,
-    leaving: Container[Sequence],
+    ended_sequences: Container[Sequence],
     *,
     by_rows: bool,
 ) -> Sequence | None:
@@ -77,7 +79,8 @@ def fair_victim(
         sequence: the waiting sequence.
         num_needed: the number of rows or blocks that the waiting sequence needs.
         running: the running sequences.
-        leaving: ended sequences. They must not be preempted.
+        ended_sequences: sequences that have ended but still have blocks. They must not be
+            preempted.
         by_rows: True to count rows, False to count blocks.
 
     Returns:
@@ -93,14 +96,17 @@ def fair_victim(
     own = sequence.params
     own_share_after_gain = (used_by_client[own.client_id] + num_needed) / own.client_weight
 
-    def may_lose(other: Sequence) -> bool:
+    def can_be_preempted(other: Sequence) -> bool:
         client = other.params
         share_after_loss = (used_by_client[client.client_id] - size(other)) / client.client_weight
         is_other_client = client.client_id != own.client_id
         return is_other_client and share_after_loss >= own_share_after_gain
 
-    all_except_first = running.after(0)
-    candidates = [other for other in all_except_first if other not in leaving and may_lose(other)]
+    candidates = [
+        other
+        for other in running.after(0)  # all running sequences except the first one
+        if other not in ended_sequences and can_be_preempted(other)
+    ]
     return min(candidates, key=_preemption_cost, default=None)
 
 

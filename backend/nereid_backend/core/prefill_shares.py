@@ -27,10 +27,11 @@ class PrefillShares:
         self._remaining = {}
 
     def divide(self, budget: int, sequences: Iterable[Sequence]) -> None:
-        """Divide a token budget among the clients of those `sequences` with uncomputed prompts.
+        """Divide a token budget among the clients whose prompts must still be computed.
 
-        A client with a smaller demand than its share gets only its demand. If fewer than two
-        clients have uncomputed prompts, remove all shares.
+        The demand of a client is its number of uncomputed tokens in `sequences`. A client whose
+        demand is smaller than its share gets only its demand. If fewer than two clients have
+        uncomputed prompts, no client has a share, and `take` allows any number of tokens.
         """
         demands: Counter[str] = Counter()
         weights: dict[str, float] = {}
@@ -48,16 +49,17 @@ class PrefillShares:
     def take(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many of the next `num_tokens` tokens a sequence may compute in this step.
 
-        If there are shares, the tokens are subtracted from the share of the sequence's client. One
-        token is always allowed. Example: the share of the client is 100. The calls with 80 and 80
-        tokens return 80 and 20, and a third call returns 1.
+        If the budget was divided, the tokens are subtracted from the share of the sequence's
+        client. One token is always allowed. Example: the share of the client is 100. The calls with
+        80 and 80 tokens return 80 and 20, and a third call returns 1.
         """
         if num_tokens <= 1 or not self._remaining:
-            # A single token does not count against the limit of the client. The planner has already
-            # reserved one token of the budget for each running sequence.
+            # `_remaining` maps each client to the rest of its share. If it is empty, the budget was
+            # not divided. A single token does not count against the share, because the planner has
+            # already reserved one token of the budget for each running sequence.
             return num_tokens
         client = sequence.params.client_id
-        # `_remaining` contains only clients whose sequences were passed to `divide`. For any other
+        # Only the clients whose sequences were passed to `divide` have a share. For any other
         # client, the first call of `take` allows all tokens.
         remaining = self._remaining.get(client, num_tokens)
         num_allowed = min(num_tokens, max(1, remaining))

@@ -121,7 +121,7 @@ class Scheduler:
         self._endings = SequenceEndings(self._requests, self._pending_plans, self._planner, drafter)
         # The last updates of sequences that ended between two steps, for example because they were
         # aborted. The next call of `commit` or `fail` returns these updates.
-        self._ended_updates: list[RequestUpdate] = []
+        self._unreported_updates: list[RequestUpdate] = []
 
     @property
     def num_preemptions(self) -> int:
@@ -129,18 +129,18 @@ class Scheduler:
         return self._planner.num_preemptions
 
     @property
-    def is_held_up(self) -> bool:
+    def must_wait_for_step(self) -> bool:
         """Whether the last plan is incomplete because it was made before the previous step ended.
 
         The plan is incomplete if it needed a preemption or a block copy. A plan that is made before
         the previous step ends must not contain either of them.
         """
-        return self._planner.is_held_up
+        return self._planner.must_wait_for_step
 
     @property
     def num_running(self) -> int:
         """The number of running sequences. They have a row and blocks, and they have not ended."""
-        return len(self._running) - len(self._pending_plans.leaving)
+        return len(self._running) - len(self._pending_plans.ended_sequences)
 
     @property
     def num_waiting(self) -> int:
@@ -150,7 +150,7 @@ class Scheduler:
     def __contains__(self, request_id: str) -> bool:
         """Return whether a request was added, and its last update was not returned yet."""
         return request_id in self._requests or any(
-            update.request_id == request_id for update in self._ended_updates
+            update.request_id == request_id for update in self._unreported_updates
         )
 
     def adapters(self) -> set[Adapter]:
@@ -163,13 +163,16 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Return whether another step has work to do: tokens to compute, or updates to return."""
-        return bool(self._requests or self._ended_updates or self._pending_plans.leaving)
+        return bool(
+            self._requests or self._unreported_updates or self._pending_plans.ended_sequences
+        )
 
     def add(self, sequence: Sequence, *, is_prepared: bool = True) -> None:
-        """Add a request to the waiting queue.
+        """Add a request with all its sequences to the waiting queue.
 
-        The rank of each sequence is set, which determines the order in which sequences run. The id
-        of the request must be new. The pool must have enough blocks to run each sequence alone.
+        The id of the request must be new. The pool must have enough blocks to run each sequence
+        alone. The call sets the rank of each sequence, which determines the order in which
+        sequences run.
 
         Args:
             sequence: the first sequence of the request. The method creates the other sequences.
@@ -195,10 +198,10 @@ class Scheduler:
 
         Args:
             request_id: a request that was added with is_prepared=False.
-            error: a sentence that describes the error. The updates of the request contain it.
+            error: a sentence that describes the error. The client gets this sentence.
             is_refused: True if the request is invalid, False if the server has failed.
         """
-        self._ended_updates += [
+        self._unreported_updates += [
             self._endings.end(sequence, "error", error=error, is_refused=is_refused)
             for sequence in self._requests.sequences_of(request_id)
         ]
@@ -213,12 +216,12 @@ class Scheduler:
         # End the sequences in reverse order. If the first sequence ended first, the next sequence
         # would be put into the waiting queue to compute the prompt.
         updates = [self._endings.end(sequence, "abort") for sequence in reversed(aborted)]
-        self._ended_updates += reversed(updates)
+        self._unreported_updates += reversed(updates)
 
     def plan(self) -> StepPlan:
         """Return the plan of the next step: the tokens that are computed for each sequence."""
         assert not self._pending_plans, "A step is still running. Call plan_ahead instead of plan."
-        self._planner.is_held_up = False
+        self._planner.must_wait_for_step = False
         return self._plan_step()
 
     def plan_ahead(self, before: StepPlan) -> StepPlan:
@@ -252,23 +255,24 @@ class Scheduler:
         self._endings.release()
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
-        """Append the sampled tokens of a step to the sequences, and return their updates.
+        """Append the sampled tokens of a step to the sequences, and report them in updates.
 
-        The list also contains the last update of each sequence that was aborted or refused after
-        the previous commit. If a sequence ended while the step was running, its tokens are ignored.
+        An update reports the new tokens or the end of one sequence. The result also contains the
+        last update of each sequence that was aborted or refused after the previous commit. If a
+        sequence ended while the step was running, its tokens are ignored.
 
         Args:
             plan: the plan of the step. Each chunk of the plan contains tokens of one sequence.
             result: the tokens that the step has sampled.
         """
-        updates, self._ended_updates = self._ended_updates, []
+        updates, self._unreported_updates = self._unreported_updates, []
         self._pending_plans.remove(plan)
         # The sequences that ended while the step was running.
-        ended_sequences = self._pending_plans.leaving
+        ended_sequences = self._pending_plans.ended_sequences
         for chunk_index, logprobs in result.prompt_logprobs.items():
             plan.chunks[chunk_index].sequence.prompt_logprobs += logprobs
-        # A chunk contains the tokens of one sequence that the step has computed. `result.sampled`
-        # has one entry for each chunk for which the step samples, in the order of the chunks.
+        # `result.sampled` has one entry for each chunk that samples, in the order of the chunks. A
+        # chunk that ends before the last known token of its sequence does not sample.
         remaining_sampled = iter(result.sampled)
         for chunk in plan.chunks:
             sampled = next(remaining_sampled) if chunk.samples else None
@@ -289,16 +293,16 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """End all sequences in the plan of a failed step. Return the last update of each sequence.
 
-        The blocks of these sequences may contain wrong values, so the prefix cache forgets them.
-        The list also contains the last update of each sequence that was aborted or refused after
-        the previous commit.
+        The blocks of these sequences may contain wrong values, so the blocks are removed from the
+        prefix cache. The list also contains the last update of each sequence that was aborted or
+        refused after the previous commit.
         """
-        updates, self._ended_updates = self._ended_updates, []
+        updates, self._unreported_updates = self._unreported_updates, []
         self._pending_plans.remove(plan)
         for chunk in plan.chunks:
             self._invalid_blocks.add(chunk.sequence)
         for chunk in plan.chunks:
-            has_ended_before = chunk.sequence in self._pending_plans.leaving
+            has_ended_before = chunk.sequence in self._pending_plans.ended_sequences
             if not has_ended_before:
                 updates.append(self._endings.end(chunk.sequence, "error", error=error))
         self._invalid_blocks.purge()
@@ -308,18 +312,18 @@ class Scheduler:
     def add_time(self, plan: StepPlan, seconds: float) -> None:
         """Record how many seconds the forward pass and the sampling of a step took together.
 
-        The cost of draft tokens is computed from these times. Steps with prefills are ignored.
+        The cost of draft tokens is computed from these times. Steps that compute prompts are
+        ignored, because their times depend mainly on the lengths of the prompts.
         """
         if self.drafter is None:
             return
         # A chunk contains the tokens of one sequence in a step. After the prompt, a chunk contains
         # the last known token and the draft tokens, and the step needs the logits of all of them. A
         # chunk of prompt tokens needs fewer logits than it has tokens.
-        has_only_decodes = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
-        if has_only_decodes:
+        computes_no_prompt = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
+        if computes_no_prompt:
             num_sequences = len(plan.chunks)
-            # The plan contains one known token for each sequence. All other tokens are draft
-            # tokens.
+            # Each chunk contains one known token. All other tokens are draft tokens.
             num_drafts = plan.num_tokens - num_sequences
             draft_costs = self.drafter.lengths.costs
             draft_costs.add_step(num_sequences, num_drafts, seconds)
@@ -343,10 +347,11 @@ class Scheduler:
         return self._planner.plan()
 
     def _commit_chunk(self, chunk: Chunk, sampled: Sampled | None) -> RequestUpdate | None:
-        """Apply the step's result to the sequence of `chunk`, and return the sequence's update.
+        """Apply the step's result to the sequence of `chunk`, and return an update for the client.
 
-        If the chunk does not sample, `sampled` is None and the method returns None. In both cases,
-        the full blocks of the sequence are added to the prefix cache.
+        The update reports the sampled tokens. If the step has sampled no token for the chunk,
+        `sampled` is None and the method returns None. In both cases, the full blocks of the
+        sequence are added to the prefix cache.
 
         Mutates: the sequence. The tokens of the chunk count as computed, sampled tokens are
             appended, and blocks before an attention window are freed.
@@ -372,8 +377,7 @@ class Scheduler:
         """Append sampled tokens to a sequence, and return an object that reports these tokens.
 
         The sequence ends at a stop token, at its length limit, or if no token could be sampled. The
-        full blocks of the sequence are added to the prefix cache. If the request has several
-        sequences, the other sequences can now reuse the prompt.
+        full blocks of the sequence are added to the prefix cache.
 
         Example: the sampled tokens are [5, 2, 9], and 2 is a stop token. The update reports the
         tokens [5, 2], and its finish_reason is "stop".
@@ -388,6 +392,7 @@ class Scheduler:
         if self.cache is not None:
             self.cache.add(sequence)
         if sequence.params.n > 1:
+            # A token was sampled, so the whole prompt is computed.
             self._requests.share_prompt(sequence)
         # A stop token may have ended the sequence. The log-probabilities of later tokens are not
         # reported.

@@ -49,7 +49,7 @@ class Sequence:
             sequence first got a row; None before that.
         block_tables: one block table for each group of layers (window.py), each with the ids of the
             sequence's blocks in token order. The tables of a waiting sequence are empty.
-        num_dropped_blocks: for each block table, the number of leading blocks that were freed. A
+        num_null_blocks: for each block table, the number of leading blocks that were freed. A
             block is freed when no later token attends to it. The table contains the null block in
             place of each freed block.
         num_tokens_with_blocks: the number of leading tokens for which every block table has an
@@ -57,7 +57,7 @@ class Sequence:
         table_version: a number that changes whenever a block table changes.
         block_hashes: the hashes of the leading full blocks. A hash is appended when it is first
             needed.
-        num_findable_blocks: the number of leading full blocks whose hashes are in the prefix cache.
+        num_blocks_in_cache: the number of leading full blocks whose hashes are in the prefix cache.
         snapshot_id: the snapshot of a recurrent state with which the sequence starts; None if the
             sequence starts without a snapshot. The attributes about snapshots are used only for
             models with a recurrent state (state_snapshots.py).
@@ -117,14 +117,14 @@ class Sequence:
         # These attributes describe the blocks, the computed tokens and the saved states of the
         # sequence.
         self.block_tables: list[list[int]] = [[]]
-        self.num_dropped_blocks: list[int] = [0]
+        self.num_null_blocks: list[int] = [0]
         self.num_tokens_with_blocks = 0
         self.table_version = 0
         self.num_computed_tokens = 0
         self.num_reused_tokens = 0
         self.num_cached_tokens: int | None = None
         self.block_hashes: list[bytes] = []
-        self.num_findable_blocks = 0
+        self.num_blocks_in_cache = 0
         self.snapshot_id: int | None = None
         self.unsaved_snapshot_id: int | None = None
         self.num_snapshot_tokens = 0
@@ -143,7 +143,7 @@ class Sequence:
     @property
     def num_blocks(self) -> int:
         """The total number of blocks that the sequence uses in all its block tables."""
-        return sum(map(len, self.block_tables)) - sum(self.num_dropped_blocks)
+        return sum(map(len, self.block_tables)) - sum(self.num_null_blocks)
 
     def all_blocks(self) -> list[int]:
         """Return all entries of all block tables. An entry is a block id or a placeholder."""
@@ -173,12 +173,16 @@ class Sequence:
         return [self, *copies]
 
     def _copy(self, index: int) -> "Sequence":
-        """Return a copy of this new sequence, with another index and another seed."""
+        """Return a copy of this new sequence, with another index and another seed.
+
+        The sequence must not have been scheduled yet, so it has no blocks that could be copied.
+        """
         copy = Sequence(
             self.request_id,
             self.token_ids,
             self.params,
             max_total_tokens=self.max_total_tokens,
+            # No two sequences of the request get the same seed, because `_SEED_STEP` is odd.
             seed=(self.seed + index * _SEED_STEP) % _NUM_SEEDS,
         )
         copy.index = index

@@ -43,13 +43,13 @@ class SequenceEndings:
         error: str | None = None,
         is_refused: bool = False,
     ) -> RequestUpdate:
-        """Remove an ended sequence, and return the object that reports the end to the caller.
+        """Remove an ended sequence, and return the update that reports the end to the client.
 
         Args:
             sequence: the sequence.
             reason: the reason why the sequence has ended.
-            update: the update with the last tokens of the sequence, to which the reason is added;
-                None if the sequence has no new tokens. Mutated.
+            update: the update with the last tokens of the sequence; None if the sequence has no new
+                tokens. Mutated: the reason and the error are added.
             stop_reason: the stop token that ended the sequence, if there is one.
             error: a sentence that describes the error, if there was one.
             is_refused: whether the request is invalid, so that the client caused the error.
@@ -73,7 +73,7 @@ class SequenceEndings:
             self._drafter.forget(sequence)
         self._requests.remove(sequence)
         if sequence.row is None:
-            return
+            return  # A waiting sequence has no row and no blocks.
         if sequence in self._pending_plans:
             # A running step may still write to the row and the blocks of this sequence.
             self._pending_plans.keep_until_commit(sequence)
@@ -85,6 +85,6 @@ class SequenceEndings:
 
         The other ended sequences keep their blocks, because a running step still uses them.
         """
-        if self._pending_plans.leaving:
-            for sequence in self._pending_plans.take_free():
+        if self._pending_plans.ended_sequences:
+            for sequence in self._pending_plans.take_releasable():
                 self._planner.release(sequence)

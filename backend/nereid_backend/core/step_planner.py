@@ -23,14 +23,14 @@ priority, the planner selects the one with the fewest tokens to compute again. T
 the order is never preempted for another sequence, so it always finishes.
 
 If several clients have requests, each client may use a fair share of the rows, the blocks and the
-token budget. If a client has less than its share, sequences of other clients are preempted or get
-fewer tokens (`_make_room`, and prefill_shares.py). The short request of one client therefore does
-not wait for the long requests of another client.
+token budget. If a client has less than its share, sequences of other clients are preempted
+(`_preempt_other_clients`) or get fewer tokens (prefill_shares.py). The short request of one client
+therefore does not wait for the long requests of another client.
 
 With async scheduling, a step is planned ahead while the previous step is running (async_plans.py).
 A plan that is made ahead never preempts a sequence and never copies a block, because the running
-step may still use the blocks. If such a plan would need a preemption or a copy, `is_held_up` is set
-to True.
+step may still use the blocks. If such a plan would need a preemption or a copy,
+`must_wait_for_step` is set to True.
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +62,8 @@ class StepPlanner:
         whole_prefill: whether every prompt must be computed in one step. If so, a prompt that
             exceeds `max_num_batched_tokens` is computed in a step of its own.
         num_preemptions: the number of preemptions since the start.
-        is_held_up: whether the last plan was made ahead and needed a preemption or a block copy.
+        must_wait_for_step: whether the last plan was made ahead and needed a preemption or a block
+            copy. The next plan must then be made after the running step has ended.
         has_overdue_prompt: whether the next plan must start with the first waiting prompt. This is
             true if the prompt did not fit into the last plan and must be computed in one step.
         shares: limits the prompt tokens of each client in the current step.
@@ -77,7 +78,7 @@ class StepPlanner:
     max_num_batched_tokens: int
     whole_prefill: bool
     num_preemptions: int = 0
-    is_held_up: bool = False
+    must_wait_for_step: bool = False
     has_overdue_prompt: bool = False
     shares: PrefillShares = field(default_factory=PrefillShares)
 
@@ -90,6 +91,7 @@ class StepPlanner:
         Mutates: running sequences can be preempted, and waiting sequences can start to run.
         """
         if self.drafter is not None:
+            # Draft tokens are proposed for all running sequences together.
             self.drafter.prepare(self.running.sequences)
         if self.requests.waiting.has_several_clients:
             chunks = self._plan_fair_chunks()
@@ -99,14 +101,15 @@ class StepPlanner:
         return self._make_plan(chunks)
 
     def _plan_fair_chunks(self) -> list[Chunk]:
-        """Select the tokens of the next step. All clients get a fair part of the token budget.
+        """Select the tokens of the next step so that all clients get a fair part of the budget.
 
-        The tokens of the step are added to the service of their clients. The client with the least
-        service is served next.
+        The budget is the number of tokens that the step may compute. The waiting queue counts the
+        tokens that were computed for each client. The client with the fewest tokens, divided by its
+        weight, comes next.
         """
         waiting = self.requests.waiting
         if waiting:
-            self._make_room(waiting.first())
+            self._preempt_other_clients(waiting.first())
         self._divide_budget()
         chunks = self._plan_chunks()
         for chunk in chunks:
@@ -123,8 +126,9 @@ class StepPlanner:
             return
         sequences = list(self.running)
         if self.running.free_rows:
-            sequences += self.requests.waiting.firsts()
-        # Every running sequence gets at least one token of the budget.
+            # The step can also start waiting sequences.
+            sequences += self.requests.waiting.first_of_each_client()
+        # One token is reserved for each running sequence.
         self.shares.divide(self.max_num_batched_tokens - len(self.running), sequences)
 
     def _make_plan(self, chunks: list[Chunk]) -> StepPlan:
@@ -134,7 +138,7 @@ class StepPlanner:
         recurrent states that the step loads and saves.
         """
         num_tokens = sum([chunk.num_tokens for chunk in chunks])
-        has_long_chunk = num_tokens > len(chunks)
+        has_long_chunk = num_tokens > len(chunks)  # Each chunk has at least one token.
         if has_long_chunk:
             # Move the chunks with one token to the front. The attention kernels process all chunks
             # with one token together.
@@ -147,10 +151,11 @@ class StepPlanner:
     def _plan_chunks(self) -> list[Chunk]:
         """Select the tokens of the next step, first from running and then from waiting sequences.
 
+        Each chunk of the result contains the tokens of one sequence. The budget is the number of
+        tokens that the step may compute.
+
         A prompt is overdue if it must be computed in one step, but did not fit into the previous
-        step. If there is an overdue prompt, the step computes only this prompt. If the free blocks
-        do not suffice for the prompt, the step computes the running sequences, because these
-        sequences free blocks when they end.
+        step. If there is an overdue prompt, the step computes only this prompt.
         """
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
@@ -158,6 +163,8 @@ class StepPlanner:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
+            # The free blocks do not suffice for the overdue prompt. Compute the running sequences,
+            # because these sequences free blocks when they end.
             self._plan_running(chunks, budget)
         return chunks
 
@@ -186,11 +193,13 @@ class StepPlanner:
         """
         index = 0
         running = self.running.sequences
+        # Whether this plan is made while the previous step is still running.
         is_ahead = self.pending_plans.is_planning
         # The length is read in each iteration, because a preemption shortens the list.
         while index < len(running) and budget > 0:
             sequence = running[index]
             if is_ahead and self.pending_plans.will_end(sequence):
+                # The running step computes the last token of this sequence.
                 index += 1
                 continue
             start = sequence.num_computed_tokens
@@ -234,6 +243,7 @@ class StepPlanner:
         num_later = len(self.running) - index - 1
         limit = max(1, budget - num_later)
         sequence = self.running[index]
+        # The number of known tokens that are not computed yet.
         num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
         # With `whole_prefill`, the first step of a sequence computes its whole prompt, and each
         # later step computes one token.
@@ -266,14 +276,13 @@ class StepPlanner:
         other forever.
 
         Stop at the first sequence for which there are not enough rows, blocks or tokens. `budget`
-        is the number of tokens that the step may still compute. A sequence needs at least one of
-        them. With `whole_prefill`, a prompt must be computed in one step, so a sequence needs a
-        budget for all its tokens, unless `chunks` is empty.
+        is the number of tokens that the step may still compute. With `whole_prefill`, a prompt must
+        be computed in one step. Such a prompt may exceed the budget only if `chunks` is empty.
 
         Mutates: `has_overdue_prompt`. It becomes True if a whole prompt does not fit into the
             budget. The next step then starts with this prompt.
         """
-        if self.is_held_up:
+        if self.must_wait_for_step:
             # A running sequence needs more blocks than are free. The previous step is still
             # running, so this plan must not take blocks from another sequence. Start no waiting
             # sequence, because that sequence would use the blocks that are still free.
@@ -326,9 +335,11 @@ class StepPlanner:
         if self.pending_plans.is_planning and may_need_copy:
             # The previous step is still running, so this plan must not copy blocks. The sequence
             # must wait.
-            self.is_held_up = True
+            self.must_wait_for_step = True
             return False
         while not self.tables.try_admit(sequence, request):
+            # Requests with several sequences may keep the blocks of their prompts. Free the blocks
+            # of one such prompt, and try again.
             if not self._free_kept_prompt():
                 return False
         self.requests.admit(sequence)
@@ -348,19 +359,20 @@ class StepPlanner:
         """
         return not self.running and self.tables.prompts.drop_oldest()
 
-    def _make_room(self, sequence: Sequence) -> None:
+    def _preempt_other_clients(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if a waiting sequence needs their rows or blocks.
 
-        A preempted sequence returns to the waiting queue and computes its tokens again later.
-        `fair_victim` selects the sequences so that no client gets less than a fair share. If it
-        returns None, nothing more is preempted.
+        A preempted sequence returns to the waiting queue and computes its tokens again later. No
+        client loses so many sequences that it gets less than its fair share.
         """
-        num_blocks = self.tables.num_first_blocks(sequence)
+        num_blocks = self.tables.num_blocks_to_start(sequence)
+        # `_next_victim` returns None if enough rows and blocks are free, or if no sequence can be
+        # preempted fairly.
         while (victim := self._next_victim(sequence, num_blocks)) is not None:
             if self.pending_plans.is_planning:
                 # The previous step is still running, so this plan must not preempt a running
                 # sequence.
-                self.is_held_up = True
+                self.must_wait_for_step = True
                 return
             self.preempt(victim)
 
@@ -370,7 +382,7 @@ class StepPlanner:
         The waiting sequence needs one row and `num_blocks` blocks. Return None if enough rows and
         blocks are free, or if no sequence can be preempted fairly.
         """
-        ended_sequences = self.pending_plans.leaving
+        ended_sequences = self.pending_plans.ended_sequences
         if not self.running.free_rows:
             return fair_victim(sequence, 1, self.running, ended_sequences, by_rows=True)
         if self.pool.num_free < num_blocks:
@@ -385,14 +397,14 @@ class StepPlanner:
         sequence at `index` or a later sequence. These sequences have no chunk in the current plan.
 
         Returns:
-            False if the sequence at `index` was preempted. Also False if a preemption is needed,
-            but the plan is made ahead.
+            Whether the caller can try again to allocate blocks. False if the sequence at `index`
+            was preempted. Also False if a preemption is needed, but the previous step is running.
         """
         if self.tables.prompts.drop_oldest():
             return True
         if self.pending_plans.is_planning:
             # The previous step is still running, so this plan must not preempt a running sequence.
-            self.is_held_up = True
+            self.must_wait_for_step = True
             return False
         sequence = self.running[index]
         victim = cheapest_victim(

@@ -38,7 +38,8 @@ def count_accepted_drafts(sequence: Sequence, new_token_ids: list[int], drafter:
     """Record how many draft tokens of a sequence were accepted, and clear the draft tokens.
 
     The accepted draft tokens are the longest common prefix of the draft tokens and the new tokens.
-    Example: for the draft tokens [5, 2, 9] and the new tokens [5, 2, 7], 2 tokens are recorded.
+    Example: the draft tokens are [5, 2, 9], and the new tokens are [5, 2, 7]. The function records
+    that 2 of 3 draft tokens were accepted.
 
     Mutates: `sequence.draft_token_ids`, and `sequence.num_computed_tokens`, because the step has
         already computed the keys and values of the accepted draft tokens.
@@ -47,13 +48,13 @@ def count_accepted_drafts(sequence: Sequence, new_token_ids: list[int], drafter:
     sequence.draft_token_ids = []
     num_accepted = common_prefix_len(draft_token_ids, new_token_ids)
     sequence.num_computed_tokens += num_accepted
-    drafter.lengths.learn(sequence, len(draft_token_ids), num_accepted)
+    drafter.lengths.record_draft(sequence, len(draft_token_ids), num_accepted)
 
 
 def make_update(
     sequence: Sequence, new_token_ids: list[int], top: list[TokenLogprobs] | None
 ) -> RequestUpdate:
-    """Create the message to the engine's caller that reports the new tokens of a sequence.
+    """Create an update, which reports the new tokens of a sequence to the engine's caller.
 
     The first update of a sequence also contains the fields about the prompt.
 

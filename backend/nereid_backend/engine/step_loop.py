@@ -154,7 +154,7 @@ class StepLoop:
         The tokens of the next step are sampled later, by `_sample_next`. Return None if the next
         step cannot be planned yet.
         """
-        if self._scheduler.is_held_up:
+        if self._scheduler.must_wait_for_step:
             return None
         plan = self._scheduler.plan_ahead(step.plan)
         if not plan.chunks:

@@ -25,7 +25,7 @@ class ChunkMessage(NamedTuple):
         num_logits: the number of tokens, counted from the end of the chunk, for which the model
             computes logits.
         new_blocks: the blocks that were appended to the block table after the previous message.
-        num_dropped_blocks: the number of leading blocks that were freed.
+        num_null_blocks: the number of leading blocks that were freed.
     """
 
     row: int
@@ -34,7 +34,7 @@ class ChunkMessage(NamedTuple):
     is_first: bool
     num_logits: int
     new_blocks: list[int]
-    num_dropped_blocks: int
+    num_null_blocks: int
 
 
 class StepMessage(NamedTuple):
@@ -78,9 +78,9 @@ class PlanEncoder:
         row = sequence.row
         assert row is not None
         num_sent_blocks = 0 if chunk.is_first else self._num_sent[row]
-        # A block table never becomes shorter, because new blocks are appended, and the null block
-        # replaces a freed block. The receiver gets the number of freed blocks in
-        # `num_dropped_blocks`.
+        # A block table never becomes shorter. New blocks are appended. If a block is freed, the
+        # null block takes its position in the table. The number of freed blocks is in
+        # `num_null_blocks`.
         self._num_sent[row] = max(num_sent_blocks, len(sequence.block_table))
         return ChunkMessage(
             row=row,
@@ -89,7 +89,7 @@ class PlanEncoder:
             is_first=chunk.is_first,
             num_logits=chunk.num_logits,
             new_blocks=sequence.block_table[num_sent_blocks:],
-            num_dropped_blocks=sequence.num_dropped_blocks[0],
+            num_null_blocks=sequence.num_null_blocks[0],
         )
 
 
@@ -124,7 +124,7 @@ class PlanDecoder:
         sequence = self._sequences[message.row]
         sequence.row = message.row
         sequence.block_table += message.new_blocks
-        sequence.num_dropped_blocks = [message.num_dropped_blocks]
+        sequence.num_null_blocks = [message.num_null_blocks]
         # The messages do not contain tokens that were found in the prefix cache. The forward pass
         # does not read these tokens, because it reads only new tokens. Therefore, zeros can replace
         # the missing tokens in `token_ids`.

@@ -123,7 +123,7 @@ class BlockTableRows:
         Mutates: the row, and the numbers of its filled and replaced blocks.
         """
         block_table = sequence.block_tables[group]
-        num_freed = sequence.num_dropped_blocks[group]
+        num_freed = sequence.num_null_blocks[group]
         table_row = self._arrays[group][row]
         num_filled = self._num_filled[group][row]
         num_replaced = self._num_replaced[group][row]

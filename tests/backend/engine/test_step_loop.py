@@ -381,13 +381,13 @@ def test_nothing_is_copied_ahead_of_a_step():
     third = scheduler.plan_ahead(scheduler.settle(second, [7]))
     # The others wait for blocks that the first one writes to.
     assert [len(plan.chunks) for plan in (first, second, third)] == [1, 1, 1]
-    assert scheduler.is_held_up
+    assert scheduler.must_wait_for_step
     for plan in (second, third):
         scheduler.commit(plan, result_of(plan))
     last = scheduler.plan()
     assert len(last.chunks) == 3
     assert len(last.copies) == 2
-    assert not scheduler.is_held_up
+    assert not scheduler.must_wait_for_step
 
 
 def test_nobody_is_preempted_ahead_of_a_step():
@@ -397,7 +397,7 @@ def test_nobody_is_preempted_ahead_of_a_step():
     second = scheduler.plan_ahead(first)
     # One block is left and goes to a, so b has to wait.
     assert [chunk.sequence.request_id for chunk in second.chunks] == ["a"]
-    assert (scheduler.is_held_up, scheduler.num_preemptions) == (True, 0)
+    assert (scheduler.must_wait_for_step, scheduler.num_preemptions) == (True, 0)
     for plan in (first, second):
         scheduler.commit(plan, result_of(plan))
     third = scheduler.plan()

@@ -20,14 +20,14 @@ class RandomPlans:
     """Plans of random sequences, which have the properties of the scheduler's plans.
 
     Attributes:
-        num_dropped_blocks: the number of blocks that left a window.
+        num_null_blocks: the number of blocks that left a window.
         num_rejected_drafts: the number of draft tokens that were replaced.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._sequences: dict[int, Sequence] = {}
-        self.num_dropped_blocks = 0
+        self.num_null_blocks = 0
         self.num_rejected_drafts = 0
 
     def next(self) -> StepPlan:
@@ -75,12 +75,12 @@ class RandomPlans:
             sequence.token_ids += [*drafts[:num_accepted], self._token()]
             sequence.num_computed_tokens += num_accepted
         num_full = sequence.num_computed_tokens // BLOCK_SIZE
-        (num_dropped,) = sequence.num_dropped_blocks
+        (num_dropped,) = sequence.num_null_blocks
         if num_full > num_dropped and self._random.random() < 0.3:
-            sequence.num_dropped_blocks = [num_dropped + 1]
+            sequence.num_null_blocks = [num_dropped + 1]
             sequence.block_table[num_dropped] = NULL_BLOCK
             sequence.table_version += 1
-            self.num_dropped_blocks += 1
+            self.num_null_blocks += 1
 
     def _token(self) -> int:
         return self._random.randrange(300)
@@ -118,7 +118,7 @@ def test_a_decoded_plan_gives_the_tensors_of_the_original_plan():
         assert batch.num_logits == expected.num_logits
         pairs = list(zip(tensors(batch), tensors(expected), strict=True))
         assert all(torch.equal(a, b) for a, b in pairs)
-    assert plans.num_dropped_blocks
+    assert plans.num_null_blocks
     assert plans.num_rejected_drafts
 
 

@@ -79,7 +79,7 @@ class BlockPool:
         num_from_free = min(count, len(self._free))
         blocks = [self._free.pop() for _ in range(num_from_free)]
         while len(blocks) < count:
-            blocks.append(self._evict_idle())
+            blocks.append(self._evict_idle())  # removes the oldest idle block from the prefix cache
         for block in blocks:
             self._ref_counts[block] = 1
         return blocks
@@ -92,7 +92,7 @@ class BlockPool:
             self._on_reuse(block)
         return block
 
-    def hold(self, blocks: Sequence[int]) -> None:
+    def acquire(self, blocks: Sequence[int]) -> None:
         """Increment the reference count of each block.
 
         Call this method before the blocks are added to a block table. Each block must be idle or

@@ -79,8 +79,7 @@ class BlockTables:
 
         A sequence has one block table for each group of layers. In a group with an attention
         window, no token attends to the blocks before the window. The null block (a placeholder)
-        replaces these blocks, and the sequence gets only the new blocks that it needs at the same
-        time.
+        replaces these blocks, and the sequence gets only the blocks for the window and one step.
 
         Example with one group: block_size is 16, and the sequence has 35 tokens. The cache contains
         the first block of the sequence as block 4, and the pool allocates the blocks 9 and 2. The
@@ -98,7 +97,7 @@ class BlockTables:
         num_cached_blocks = len(tables[0])
         num_cached_tokens = num_cached_blocks * self._block_size
         num_new_blocks = [
-            self._num_first_blocks(sequence, num_cached_tokens, window) - num_cached_blocks
+            self._num_blocks_to_start(sequence, num_cached_tokens, window) - num_cached_blocks
             for window in self._windows
         ]
         num_null_blocks = self._count_null_blocks(tables)
@@ -108,13 +107,13 @@ class BlockTables:
         num_available = self._pool.num_free - self._pool.count_idle(shared_blocks)
         if sum(num_new_blocks) > num_available:
             return False
-        self._pool.hold(shared_blocks)
+        self._pool.acquire(shared_blocks)
         for table, num_new in zip(tables, num_new_blocks, strict=True):
             table += self._pool.allocate(num_new)
         sequence.block_tables = tables
-        self._set_reused(sequence, num_cached_tokens, num_null_blocks)
+        self._record_new_tables(sequence, num_cached_tokens, num_null_blocks)
         if self.snapshots is not None:
-            self.snapshots.use(sequence, num_cached_tokens)
+            self.snapshots.start_from(sequence, num_cached_tokens)
         self._count_cached_tokens(sequence)
         return True
 
@@ -150,9 +149,9 @@ class BlockTables:
         """Return whether a sequence has a block for the token at `position` in each block table."""
         return position < sequence.num_tokens_with_blocks
 
-    def num_first_blocks(self, sequence: Sequence) -> int:
-        """Return the number of blocks that a waiting sequence needs if no block is cached."""
-        return sum(self._num_first_blocks(sequence, 0, window) for window in self._windows)
+    def num_blocks_to_start(self, sequence: Sequence) -> int:
+        """Return the number of blocks that a sequence needs to start if no block is cached."""
+        return sum(self._num_blocks_to_start(sequence, 0, window) for window in self._windows)
 
     def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Append blocks to the block tables of a sequence until they suffice for `num_tokens`.
@@ -168,8 +167,8 @@ class BlockTables:
             return True
         num_blocks = self._num_blocks(num_tokens)
         tables = sequence.block_tables
-        # While a prompt is computed, a group of layers with an attention window has fewer blocks
-        # than a group with full attention.
+        # The tables can have different lengths. While a prompt is computed, a group of layers with
+        # an attention window has fewer blocks than a group with full attention.
         num_missing = sum([max(0, num_blocks - len(table)) for table in tables])
         if num_missing > self._pool.num_free:
             return False
@@ -180,7 +179,7 @@ class BlockTables:
         return True
 
     def free_blocks_before_window(self, sequence: Sequence) -> None:
-        """Free the blocks to which no later token of a running sequence attends.
+        """Free the blocks of a running sequence to which the next tokens no longer attend.
 
         Only groups of layers with an attention window have such blocks. The null block (a
         placeholder) replaces each freed block in the block table of the group.
@@ -193,30 +192,31 @@ class BlockTables:
             first_position = window.first_visible(sequence.num_computed_tokens)
             first_needed_block = first_position // self._block_size
             for group in groups:
-                if first_needed_block > sequence.num_dropped_blocks[group]:
-                    self._drop_leading_blocks(sequence, group, first_needed_block)
+                has_unneeded_block = first_needed_block > sequence.num_null_blocks[group]
+                if has_unneeded_block:
+                    self._free_leading_blocks(sequence, group, first_needed_block)
 
-    def _drop_leading_blocks(self, sequence: Sequence, group: int, num_blocks: int) -> None:
+    def _free_leading_blocks(self, sequence: Sequence, group: int, num_blocks: int) -> None:
         """Free the first `num_blocks` blocks of a sequence in one group of layers.
 
         The null block replaces each freed block in the block table of the group.
         """
         table = sequence.block_tables[group]
-        # The number of leading blocks that earlier calls have freed.
-        num_dropped = sequence.num_dropped_blocks[group]
+        # Earlier calls have replaced the first blocks of the table by null blocks.
+        start = sequence.num_null_blocks[group]
         # The block table may end before the window starts, because the block of the next token is
         # not allocated yet.
         end = min(num_blocks, len(table))
-        if end > num_dropped:
-            self._pool.release(table[num_dropped:end])
-            table[num_dropped:end] = [self._pool.null_block] * (end - num_dropped)
-            sequence.num_dropped_blocks[group] = end
+        if end > start:
+            self._pool.release(table[start:end])
+            table[start:end] = [self._pool.null_block] * (end - start)
+            sequence.num_null_blocks[group] = end
             sequence.table_version += 1
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
         """Return the blocks of a sequence, including freed blocks that are still cached."""
-        blocks = set(_used_blocks(sequence.block_tables, sequence.num_dropped_blocks))
-        if self.cache is not None and any(sequence.num_dropped_blocks):
+        blocks = set(_used_blocks(sequence.block_tables, sequence.num_null_blocks))
+        if self.cache is not None and any(sequence.num_null_blocks):
             blocks |= self.cache.cached_blocks(sequence.block_hashes)
         return blocks
 
@@ -226,17 +226,20 @@ class BlockTables:
             self.snapshots.discard(sequence)
         if self.cache is not None and sequence.params.retention_s > 0:
             self.cache.retain(sequence)
-        self._pool.release(_used_blocks(sequence.block_tables, sequence.num_dropped_blocks))
+        self._pool.release(_used_blocks(sequence.block_tables, sequence.num_null_blocks))
         sequence.block_tables = [[] for _ in self._windows]
-        self._set_reused(sequence, 0, [0] * len(self._windows))
+        self._record_new_tables(sequence, 0, [0] * len(self._windows))
 
     def share_prompt(self, request: Request, leader: Sequence) -> None:
         """Let the other sequences of `request` use the prompt blocks that `leader` has computed.
 
         The leader is the sequence that has computed the prompt. The other sequences are called
-        followers. The request keeps the blocks of the prompt until the followers have rows. But if
-        the model has a recurrent state, the blocks are not kept, because they are not sufficient
-        without the state. The followers then use the prefix cache and a snapshot of the state.
+        followers. The request keeps the blocks of the prompt until every follower has started to
+        run.
+
+        If the model has a recurrent state, the request does not keep the blocks, because the blocks
+        are not sufficient without the state. Each follower then looks up the prompt in the prefix
+        cache, which also has a copy of the state.
 
         Mutates: the followers, which get the block hashes of the prompt, and `request`.
         """
@@ -273,7 +276,7 @@ class BlockTables:
         """
         for sequence in running:
             tables = sequence.block_tables
-            assert len(tables) == len(sequence.num_dropped_blocks) == len(self._windows)
+            assert len(tables) == len(sequence.num_null_blocks) == len(self._windows)
             assert self._num_tokens(tables) == sequence.num_tokens_with_blocks
             assert sequence.num_computed_tokens <= sequence.num_tokens_with_blocks
             for group in range(len(tables)):
@@ -285,63 +288,68 @@ class BlockTables:
         In the block table of the group, the leading null blocks represent the freed blocks.
         """
         window = self._windows[group]
-        num_dropped = sequence.num_dropped_blocks[group]
+        num_freed = sequence.num_null_blocks[group]
         for index, block in enumerate(sequence.block_tables[group]):
             is_null = block == self._pool.null_block
-            assert is_null == (index < num_dropped)
+            assert is_null == (index < num_freed), f"{sequence} has a null block in a wrong place."
         first = 0 if window is None else window.first_visible(sequence.num_computed_tokens)
-        assert num_dropped * self._block_size <= first, (
-            f"{sequence} has freed {num_dropped} blocks, but attends to position {first}."
+        assert num_freed * self._block_size <= first, (
+            f"{sequence} has freed {num_freed} blocks, but attends to position {first}."
         )
 
     def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
         """Give a sequence the prompt blocks that its request keeps, and newly allocated blocks.
 
-        A block that the sequence writes to cannot be shared. If the prompt ends within a block,
-        the sequence gets a copy of this block; the copy is added to `_copies`.
+        A block that the sequence writes to cannot be shared. If the reused tokens end within a
+        block, the sequence gets a copy of this block. The copy is added to `_copies`.
 
-        Example with one group: block_size is 4, and the prompt has 10 tokens in the blocks
-        [4, 9, 1]. The sequence computes the last prompt token again, so it reuses 9 tokens. The
-        blocks 4 and 9 are shared. Block 1 is copied to the new block 7. The block table of the
-        sequence becomes [4, 9, 7].
+        Example with one group of layers: block_size is 4, and the prompt has 10 tokens in the
+        blocks [4, 9, 1]. The sequence computes the last prompt token again, so it reuses 9 tokens.
+        The blocks 4 and 9 are shared, and block 1 is copied to the new block 7. The block table of
+        the sequence becomes [4, 9, 7].
 
         Returns:
             Whether enough blocks were free. If False, nothing has changed.
         """
         # The last prompt token is computed again, because its logits are needed.
         num_reused_tokens = sequence.num_prompt_tokens - 1
-        # In each group of layers, the sequence uses the same full blocks for the reused tokens as
-        # the other sequences of the request. These blocks are not copied.
+        # The full blocks of the reused tokens are never written again, so they can be shared.
         num_shared = num_reused_tokens // self._block_size
         num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
-        if num_new * len(self._windows) > self._pool.num_free:
+        num_groups = len(self._windows)
+        if num_new * num_groups > self._pool.num_free:
             return False
+        # `request.block_tables` has one table for each group of layers.
         tables = [table[:num_shared] for table in request.block_tables]
         num_null_blocks = self._count_null_blocks(tables)
-        self._pool.hold(_used_blocks(tables, num_null_blocks))
+        self._pool.acquire(_used_blocks(tables, num_null_blocks))
         for table in tables:
             table += self._pool.allocate(num_new)
         ends_within_block = num_reused_tokens % self._block_size > 0
         if ends_within_block:
-            # The first new block becomes a copy of the block in which the prompt ends.
+            # The first new block becomes a copy of the block in which the reused tokens end.
             for table, prompt_table in zip(tables, request.block_tables, strict=True):
                 self._copies.append((prompt_table[num_shared], table[num_shared]))
         sequence.block_tables = tables
-        self._set_reused(sequence, num_reused_tokens, num_null_blocks)
+        self._record_new_tables(sequence, num_reused_tokens, num_null_blocks)
         return True
 
-    def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: list[int]) -> None:
-        """Set the attributes of a sequence that has just got or released its block tables.
+    def _record_new_tables(
+        self, sequence: Sequence, num_reused: int, num_null_blocks: list[int]
+    ) -> None:
+        """Update the counters of a sequence after `sequence.block_tables` was replaced.
 
         Args:
             sequence: the sequence.
-            num_reused: the number of tokens whose blocks were computed by another sequence.
-            num_dropped: for each group of layers, the number of leading null blocks in its table.
+            num_reused: the number of leading tokens whose keys and values are already in the
+                blocks; 0 if the sequence has released its blocks.
+            num_null_blocks: for each block table, the number of null blocks at its start. A null
+                block is a placeholder for a block before the attention window.
         """
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
-        sequence.num_findable_blocks = num_reused // self._block_size
-        sequence.num_dropped_blocks = num_dropped
+        sequence.num_blocks_in_cache = num_reused // self._block_size
+        sequence.num_null_blocks = num_null_blocks
         self._note_change(sequence)
 
     def _note_change(self, sequence: Sequence) -> None:
@@ -353,22 +361,29 @@ class BlockTables:
         """Return the number of leading tokens for which every block table has an entry."""
         return min(map(len, tables)) * self._block_size
 
-    def _num_first_blocks(
+    def _num_blocks_to_start(
         self, sequence: Sequence, num_cached: int, window: AttentionWindow | None
     ) -> int:
-        """Return how many block table entries a waiting sequence needs for one group of layers.
+        """Return how many block table entries a sequence needs in one group of layers to start.
 
-        `num_cached` is the number of tokens in cached blocks. In a group with an attention window,
-        the first step needs blocks only for the tokens of the window and of the step. Example: a
-        sequence has 1000 tokens, and none of them is cached. The window has 64 tokens, and a step
-        has 100 tokens. The sequence gets blocks for 164 tokens.
+        With full attention, the sequence needs entries for all its tokens. In a group with an
+        attention window, entries for the tokens before and in the window and for the tokens of one
+        step are sufficient, because the blocks before the window are freed after each step.
+
+        Example: a sequence has 1000 tokens, and none of them is cached. The window has 64 tokens,
+        and a step has at most 100 tokens. The sequence needs entries for 164 tokens.
+
+        Args:
+            sequence: the waiting sequence.
+            num_cached: the number of leading tokens that are in cached blocks.
+            window: the attention window of the group; None for full attention.
         """
         num_tokens = len(sequence.token_ids)
         if window is None or self._max_step_tokens is None:
             return self._num_blocks(num_tokens)
         window_start = window.first_visible(num_cached)
-        max_tokens = window.max_visible_tokens + self._max_step_tokens
-        return self._num_blocks(min(num_tokens, window_start + max_tokens))
+        max_used_tokens = window.max_visible_tokens + self._max_step_tokens
+        return self._num_blocks(min(num_tokens, window_start + max_used_tokens))
 
     def _count_null_blocks(self, tables: list[list[int]]) -> list[int]:
         """For each block table, count the null blocks. A null block is only a placeholder."""

@@ -134,17 +134,18 @@ class DiskStore:
         name = self._name(key)
         with self._lock:
             if name in self._pending:
-                # The writer thread has not written or deleted this file yet.
+                # The writer thread has not written or deleted this file yet. `waiting_data` is the
+                # new content of the file; None if the file will be deleted.
                 waiting_data = self._pending[name]
                 return None if waiting_data is None else _split_header(waiting_data)[1]
             if name not in self._sizes:
                 return None
-            self._sizes.move_to_end(name)
+            self._sizes.move_to_end(name)  # the most recently used file is at the end
         data = self._read_file(name)
         if data is None:
             return None
         header, content = _split_header(data)
-        # A header contains a checksum of the content.
+        # The header contains the key, the size and a checksum of the content.
         is_valid = header == self._header(key, content)
         if not is_valid:
             self._delete_damaged(name)
@@ -177,17 +178,20 @@ class DiskStore:
         return data
 
     def write(self, key: bytes, content: bytes) -> bool:
-        """Store bytes under a key. Another thread writes the file in the background.
+        """Store bytes under a key. The writer thread writes the file in the background.
 
         Returns:
-            False if the file is not written, because too many bytes are already waiting.
+            False if too many bytes already wait for the writer thread. In this case, the bytes are
+            not stored.
         """
         name = self._name(key)
         data = self._header(key, content) + b"\n" + content
         with self._lock:
-            is_full = self._pending.num_bytes + len(data) > _MAX_PENDING_BYTES
-            # If no bytes are waiting, a file of any size is written.
-            if is_full and self._pending.num_bytes > 0:
+            num_waiting = self._pending.num_bytes
+            exceeds_limit = num_waiting + len(data) > _MAX_PENDING_BYTES
+            # If no bytes are waiting, a file of any size is accepted. Otherwise, a file that is
+            # larger than the limit could never be written.
+            if exceeds_limit and num_waiting > 0:
                 return False
             self._pending.set(name, data)
         self._queue.put(name)
@@ -223,16 +227,16 @@ class DiskStore:
             self._num_bytes += size
 
     def _write_files(self) -> None:
-        """Write and delete files until the queue contains None. The writer thread runs this method.
+        """Write and delete files until None is taken from the queue. The writer thread runs this.
 
-        The queue contains the names of files. `_pending` contains a task for each of these files:
-        the new bytes of the file, or None if the file must be deleted. If a file gets a new task
-        while an older task of the file waits, the queue contains the name twice, and only the new
-        task is done.
+        The queue contains the names of files. `_pending` maps the name of a file to its task: the
+        new bytes of the file, or None if the file must be deleted.
         """
         while (name := self._queue.get()) is not None:
             with self._lock:
                 if name not in self._pending:
+                    # The file got a second task while the first task was waiting, so the queue
+                    # contained the name twice. The second task is already done.
                     continue
                 data = self._pending[name]
             try:
@@ -243,7 +247,7 @@ class DiskStore:
                     "Further such errors are not reported."
                 )
             with self._lock:
-                self._pending.remove(name, data)
+                self._pending.remove(name, data)  # does not remove a task that was set meanwhile
 
     def _write_or_delete(self, name: str, data: bytes | None) -> None:
         """Write the bytes `data` to the file `name`. If `data` is None, delete the file.
@@ -257,16 +261,17 @@ class DiskStore:
             path.unlink(missing_ok=True)
             self._forget(name)
             return
-        if len(data) > self._max_bytes:
+        is_too_large_for_folder = len(data) > self._max_bytes
+        if is_too_large_for_folder:
             return
-        self._make_room(len(data))
+        self._delete_oldest_files(len(data))
         _write_atomically(path, data)
         self._forget(name)  # The size of a replaced file no longer counts.
         with self._lock:
             self._sizes[name] = len(data)
             self._num_bytes += len(data)
 
-    def _make_room(self, size: int) -> None:
+    def _delete_oldest_files(self, size: int) -> None:
         """Delete the least recently used files until a new file of `size` bytes fits."""
         while True:
             with self._lock:

@@ -81,23 +81,24 @@ class EvictionOrder(Generic[Item]):
     """The idle items of a cache, in the order in which they are evicted."""
 
     def __init__(self, max_retained: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create an order without items. An item is a block or a snapshot of a cache.
+        """Create an order without items. An item is a cached block, or a cached recurrent state.
 
-        An item is idle while no sequence uses the item. Only idle items are evicted. A session is
-        identified by a client and a cache key. The items of a session are evicted after the items
-        without a session, until the session expires.
+        An item is idle while no sequence uses the item. Only idle items are evicted. A session
+        consists of the requests of one client with the same cache key. Until the session expires,
+        its items are evicted after the items without a session.
 
         Args:
-            max_retained: the largest number of idle items of sessions that are evicted after other
-                items. If sessions retain more idle items, the oldest item is evicted first.
+            max_retained: the largest number of idle items that sessions can retain in this way. If
+                sessions have more idle items, the oldest idle item is evicted first, whether it
+                belongs to a session or not.
             clock: returns the time in seconds. The time never decreases.
         """
         self._max_retained = max_retained
         self._clock = clock
         # The time of the next search for expired sessions, as a value of the clock.
         self._expiry_due = clock()
-        # The number of changes so far. It is used as a time stamp, because the clock can return the
-        # same time for two changes.
+        # The number of changes so far. This number is used as a time stamp, because the clock can
+        # return the same time for two changes.
         self._num_changes = 0
 
         # Maps each idle item without a session to the time stamp at which the item became idle. The
@@ -109,9 +110,9 @@ class EvictionOrder(Generic[Item]):
         # Maps each item that belongs to a session to this session. The item may be idle or used.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
-        # The session whose item is evicted next; None if no session has been selected yet. Most
-        # evictions need no new selection, because items of the same session are evicted until it
-        # has fewer idle items than the average session.
+        # The session that loses the next item; None if the session must be selected again. Most
+        # evictions need no selection, because one session loses items until it has fewer idle items
+        # than the average session.
         self._victim: _Session[Item] | None = None
 
     def __contains__(self, item: Item) -> bool:
@@ -193,7 +194,8 @@ class EvictionOrder(Generic[Item]):
         session = self._use_session(key, expires=self._clock() + seconds)
         for item in items:
             owner = self._session_of.get(item)
-            if owner is None or owner.expires < session.expires:
+            expires_later_here = owner is None or owner.expires < session.expires
+            if expires_later_here:
                 self._move(item, session)
         # If other sessions already retain all of `items`, a new session is still empty.
         self._drop_if_empty(session)
@@ -204,7 +206,7 @@ class EvictionOrder(Generic[Item]):
         Create the session if it does not exist. The session expires at `expires`, or at its present
         expiry time if that time is later.
         """
-        self._num_changes += 1
+        self._num_changes += 1  # used as a time stamp
         session = self._sessions.get(key)
         if session is None:
             session = _Session(key, expires, last_use=self._num_changes)
@@ -214,8 +216,8 @@ class EvictionOrder(Generic[Item]):
             session.last_use = self._num_changes
             session.expires = max(session.expires, expires)
         if self._victim is session:
-            # `_victim` is the session from which the next item would be evicted. This session has
-            # just been used, so another session must be selected.
+            # The next item would be evicted from this session. The session has just been used, so
+            # `_next_victim` must select a session again.
             self._victim = None
         return session
 
@@ -264,6 +266,8 @@ class EvictionOrder(Generic[Item]):
         if not self._sessions:
             return
         now = self._clock()
+        # This method is called very often. A search through all sessions in each call would take
+        # too much time.
         if now < self._expiry_due:
             return
         self._expiry_due = now + _EXPIRY_INTERVAL_S

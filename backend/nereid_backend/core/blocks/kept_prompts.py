@@ -46,20 +46,21 @@ class KeptPrompts:
         Mutates: `request.block_tables`.
         """
         request.block_tables = self._prompt_tables(leader)
-        self._pool.hold(self._blocks_of(request))
+        self._pool.acquire(self._blocks_of(request))
         self._requests[id(request)] = request
 
     def _prompt_tables(self, leader: Sequence) -> list[list[int]]:
-        """For each group of layers, return a block table with the prompt blocks of `leader`.
+        """For each group of layers, return a block table with the prompt blocks of a sequence.
 
-        In a group with an attention window, the null block (a placeholder) replaces the blocks
-        before the window.
+        The sequence `leader` has just computed the prompt. In a group with an attention window, the
+        null block (a placeholder) replaces the blocks before the window of the last prompt token.
         """
         num_blocks = -(-leader.num_prompt_tokens // self._block_size)  # rounded up
+        # `leader.block_tables` has one table for each group of layers.
         tables = [table[:num_blocks] for table in leader.block_tables]
-        # The sequences that share the prompt compute only the last prompt token again. Therefore,
-        # they need only the blocks that the last prompt token attends to. These blocks still exist,
-        # because `leader` has just used them for the same token.
+        # The other sequences of the request compute only the last prompt token again. Therefore,
+        # these sequences need only the blocks that the last prompt token attends to. These blocks
+        # still exist, because `leader` has just used them for the same token.
         last_position = leader.num_prompt_tokens - 1
         for window, table in zip(self._windows, tables, strict=True):
             if window is not None:

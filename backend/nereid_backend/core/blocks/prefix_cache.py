@@ -113,9 +113,10 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> list[list[int]]:
         """Find the longest cached prefix of a sequence, and return the blocks of this prefix.
 
-        The result has one block table for each group, and all tables have the same length. The last
-        token is never part of the prefix, because sampling needs the logits of the last token. In a
-        group with an attention window, the null block replaces leading blocks that are not needed.
+        The result has one block table for each group of layers, and all tables have the same
+        length. The last token is never part of the prefix, because sampling needs the logits of the
+        last token. In a group with an attention window, the null block (a placeholder) replaces the
+        blocks before the window.
 
         Example with one group: the sequence has 48 tokens, and block_size is 16. The cache contains
         the first two blocks of the sequence as the blocks 7 and 2, so the result is [[7, 2]]. The
@@ -129,21 +130,22 @@ class PrefixCache:
             return self._find_with_windows(hashes)
         block_table = self._leading_cached_blocks(hashes)
         if self.snapshots is not None:
-            # `branch_position` is the end of the cached blocks. The recurrent state at this
-            # position will be saved. The next request with this prefix can then reuse all these
-            # blocks.
+            # The model has a recurrent state, and `snapshots` contains the hash of each block after
+            # which the state was saved. Let the sequence save its state at the end of the cached
+            # blocks, so that the next request with this prefix can reuse all of them.
             sequence.branch_position = len(block_table) * self._block_size
-            # A recurrent model can continue only from a saved recurrent state. Therefore, the
-            # blocks after the last saved state are computed again.
+            # This sequence can continue only from a saved state. Therefore, the blocks after the
+            # last saved state are computed again.
             while block_table and hashes[len(block_table) - 1] not in self.snapshots:
                 block_table.pop()
         return [block_table]
 
     def _leading_cached_blocks(self, hashes: list[bytes]) -> list[int]:
-        """Return the ids of the blocks before the first block that is not cached.
+        """Return the ids of a sequence's leading blocks up to the first block that is not cached.
 
-        The model must have only one group of layers. `hashes` contains the hashes of the leading
-        blocks of a sequence.
+        `hashes` contains the hashes of the leading blocks. The model must have only one group of
+        layers. Example: the hashes are [a, b, c], and the cache contains a as block 7 and c as
+        block 2. The result is [7].
         """
         cached_blocks = self._blocks[0]
         leading_blocks = []
@@ -155,7 +157,7 @@ class PrefixCache:
         return leading_blocks
 
     def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
-        """Turn on the recording of new blocks, so that the blocks can be saved on disk.
+        """Start to record which blocks are new, so that the caller can save these blocks on disk.
 
         From now on, the hashes of new blocks are added to `disk_changes.unsaved`, and the hashes of
         new snapshots of recurrent states are added to `snapshots.unsaved`. The caller saves these
@@ -163,7 +165,8 @@ class PrefixCache:
         layers.
 
         Args:
-            before_reuse: see `DiskChanges.before_reuse`.
+            before_reuse: called with the hash and the id of an unsaved block before the content of
+                the block is overwritten.
         """
         assert len(self._windows) == 1, "The cache on disk stores one block for each hash."
         self.disk_changes = DiskChanges(before_reuse)
@@ -197,11 +200,11 @@ class PrefixCache:
             The hash and the id of each new block. If there are not enough free blocks, only the
             first blocks are added.
         """
-        cached_blocks = self._blocks[0]
-        # `allocate` can evict cached blocks that no sequence uses. While a block is held, it cannot
-        # be evicted.
-        held_blocks = [cached_blocks[h] for h in hashes if h in cached_blocks]
-        self._pool.hold(held_blocks)
+        cached_blocks = self._blocks[0]  # maps hashes to the blocks of the only group of layers
+        # `allocate` can evict cached blocks that no sequence uses. Until `release` is called, the
+        # acquired blocks cannot be evicted.
+        present_blocks = [cached_blocks[h] for h in hashes if h in cached_blocks]
+        self._pool.acquire(present_blocks)
         missing_hashes = [h for h in hashes if h not in cached_blocks]
         new_hashes = missing_hashes[: self._pool.num_free]
         new_blocks = self._pool.allocate(len(new_hashes))
@@ -209,7 +212,7 @@ class PrefixCache:
             self._mark_cached(cached_blocks, block_hash, block)
         # No sequence uses the blocks yet. Because they are marked as cached, they become idle and
         # keep their content until they are evicted.
-        self._pool.release([*held_blocks, *new_blocks])
+        self._pool.release([*present_blocks, *new_blocks])
         return list(zip(new_hashes, new_blocks, strict=True))
 
     def _mark_cached(self, cached_blocks: dict[bytes, int], block_hash: bytes, block: int) -> None:
@@ -229,13 +232,12 @@ class PrefixCache:
         """Add the computed full blocks of a sequence to the cache, so that requests can reuse them.
 
         Example: block_size is 16, and 40 tokens are computed. The first two blocks are full. If the
-        first block was added by an earlier call, only the second block is added. If there is a
-        cache on disk, record that the new blocks must be written to disk.
+        first block was added by an earlier call, only the second block is added.
 
-        Mutates: `sequence.block_hashes`, and `sequence.num_findable_blocks`, which is the number of
+        Mutates: `sequence.block_hashes`, and `sequence.num_blocks_in_cache`, which is the number of
             leading blocks in the cache.
         """
-        first_new = sequence.num_findable_blocks
+        first_new = sequence.num_blocks_in_cache
         num_full_blocks = sequence.num_computed_tokens // self._block_size
         if num_full_blocks <= first_new:
             return
@@ -249,10 +251,11 @@ class PrefixCache:
                     continue
                 self._mark_cached(cached_blocks, block_hash, table[index])
                 if self.disk_changes is not None:
+                    # There is a cache on disk. `unsaved` is a dict that is used as an ordered set.
                     self.disk_changes.unsaved[block_hash] = None
-        sequence.num_findable_blocks = num_full_blocks
+        sequence.num_blocks_in_cache = num_full_blocks
         if self.snapshots is not None:
-            self.snapshots.add(sequence)
+            self.snapshots.add(sequence)  # the recurrent state, if the last step has copied it
 
     def retain(self, sequence: Sequence) -> None:
         """Let the request's session retain the cached blocks and saved states of a sequence.
@@ -263,19 +266,17 @@ class PrefixCache:
         """
         params = sequence.params
         key = SessionKey(params.client_id, params.prompt_cache_key)
-        hashes = sequence.block_hashes[: sequence.num_findable_blocks]
+        hashes = sequence.block_hashes[: sequence.num_blocks_in_cache]
         retained_blocks: list[int] = []
-        # For each group of layers, `num_dropped` is the number of leading blocks that the sequence
+        # For each group of layers, `num_freed` is the number of leading blocks that the sequence
         # has already freed.
-        for cached_blocks, num_dropped in zip(
-            self._blocks, sequence.num_dropped_blocks, strict=True
-        ):
+        for cached_blocks, num_freed in zip(self._blocks, sequence.num_null_blocks, strict=True):
             # The order is reversed, because the last block of the sequence must be evicted first.
-            last_first = reversed(hashes[num_dropped:])
+            last_first = reversed(hashes[num_freed:])
             retained_blocks += [cached_blocks[h] for h in last_first if h in cached_blocks]
         self._pool.retain(retained_blocks, key, params.retention_s)
         if self.snapshots is not None:
-            first_retained = min(sequence.num_dropped_blocks)
+            first_retained = min(sequence.num_null_blocks)
             self.snapshots.retain(hashes[first_retained:], key, params.retention_s)
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:
@@ -328,30 +329,32 @@ class PrefixCache:
         `hashes` contains the hashes of the leading blocks of the sequence. The result has one block
         table for each group of layers; see `WindowSearch.longest_prefix`.
         """
-        # In these tables, the placeholder `null` replaces the id of each block that is not cached.
+        # For each group, look up the id of each block. The null block is a placeholder for a block
+        # that is not cached.
         null = self._pool.null_block
         tables = [
             [cached_blocks.get(block_hash, null) for block_hash in hashes]
             for cached_blocks in self._blocks
         ]
 
-        def has_snapshot_after(num_blocks: int) -> bool:
-            # A snapshot is a copy of a recurrent state. Only recurrent models have snapshots. A
-            # recurrent model can continue only from a snapshot.
+        def can_end_after(num_blocks: int) -> bool:
+            # A recurrent model can continue only from a snapshot, which is a saved copy of its
+            # recurrent state. Other models have no snapshots and can continue after any block.
             return self.snapshots is None or hashes[num_blocks - 1] in self.snapshots
 
-        return self._window_search.longest_prefix(tables, can_end_after=has_snapshot_after)
+        return self._window_search.longest_prefix(tables, can_end_after)
 
     def _drop(self, block: int) -> None:
-        """Remove a cached block, and the recurrent state after the block. Ignore unknown blocks.
+        """Remove a block from the cache. Do nothing if the cache does not contain the block.
 
-        The pool calls this method before it allocates the block for other tokens. A block that must
-        still be written to disk is therefore saved first.
+        If a recurrent state was saved at the end of the block, delete this state, too.
         """
         block_hash = self._hashes.pop(block, None)
         if block_hash is None:
             return
         if self.disk_changes is not None:
+            # The pool calls this method before the content of the block is overwritten. This is the
+            # last chance to write the block to disk.
             self.disk_changes.save_before_reuse(block_hash, block)
         for cached_blocks in self._blocks:
             if cached_blocks.get(block_hash) == block:

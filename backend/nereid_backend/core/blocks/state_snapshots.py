@@ -106,11 +106,11 @@ class StateSnapshots:
         """Return the number of snapshots."""
         return len(self._ids)
 
-    def use(self, sequence: Sequence, num_reused: int) -> None:
-        """Set the saved recurrent state from which a sequence starts.
+    def start_from(self, sequence: Sequence, num_reused: int) -> None:
+        """Let a sequence start from the snapshot after its first `num_reused` tokens.
 
-        The snapshot is a copy of the recurrent state after the first `num_reused` tokens. If
-        `num_reused` is 0, the sequence starts without a snapshot.
+        A snapshot is a saved copy of a recurrent state. If `num_reused` is 0, the sequence starts
+        without a snapshot.
 
         Mutates: `sequence.snapshot_id` and `sequence.num_snapshot_tokens`.
         """
@@ -122,26 +122,27 @@ class StateSnapshots:
             self._note_use(block_hash)
 
     def chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many tokens of a sequence to compute next, at most `num_tokens`.
+        """Return how many tokens of a sequence the next step computes, at most `num_tokens`.
 
-        A snapshot of the recurrent state can be saved only at the end of a chunk. `_targets`
-        returns the positions at which a snapshot should be saved. If the chunk would include such a
-        position, the chunk therefore ends there. Otherwise, a chunk that does not reach the last
-        known token ends at the end of a block, if possible.
+        A snapshot of the recurrent state can be saved only after the tokens of a step (the chunk).
+        Therefore, the chunk ends at the first position at which a snapshot should be saved.
 
         Example: block_size is 16, the prompt has 1000 tokens, and the first 512 of them are
-        computed. `chunk_length(sequence, 488)` returns 464, because a snapshot is saved after 976
-        tokens.
+        computed. `chunk_length(sequence, 488)` returns 464, because a snapshot should be saved
+        after 976 tokens.
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        targets_in_chunk = [target for target in self._targets(sequence) if start < target < end]
-        if targets_in_chunk:
-            return min(targets_in_chunk) - start
+        snapshot_positions = self._snapshot_positions(sequence)
+        positions_in_chunk = [position for position in snapshot_positions if start < position < end]
+        if positions_in_chunk:
+            return min(positions_in_chunk) - start
         has_last_known_token = end >= len(sequence.token_ids)
         last_block_end = end // self._block_size * self._block_size
         if has_last_known_token or last_block_end <= start:
             return num_tokens
+        # More chunks follow. End this chunk at the end of a block, because only there can a
+        # snapshot be saved.
         return last_block_end - start
 
     def plan(self, chunks: list[Chunk], num_running: int) -> SnapshotPlan:
@@ -157,8 +158,9 @@ class StateSnapshots:
         Mutates: the sequences of the chunks. If the state of a sequence is saved,
             `unsaved_snapshot_id` is set to the id of the new snapshot.
         """
-        # Running sequences need one state each. The rest of the memory is used for snapshots.
+        # Each running sequence needs one state. The rest of the memory is used for snapshots.
         self._max_snapshots = self._num_states - num_running
+        # The pairs contain the index of a chunk and the id of a snapshot.
         loads: list[tuple[int, int]] = []
         saves: list[tuple[int, int]] = []
         for chunk_index, chunk in enumerate(chunks):
@@ -183,22 +185,24 @@ class StateSnapshots:
         return deleted
 
     def add(self, sequence: Sequence) -> None:
-        """If the last step has copied the recurrent state of a sequence, store this copy.
+        """If the last step has saved the recurrent state of a sequence, let requests use this copy.
 
-        Later requests can then continue from this snapshot, which is found by the hash of the last
-        block before it. `sequence.block_hashes` must contain this hash. If the block already has a
-        snapshot, delete the new snapshot. A new snapshot of an answer replaces the previous one.
+        The copy (a snapshot) is stored under the hash of the last block before the snapshot. If
+        another sequence has already stored a snapshot under this hash, the new snapshot is deleted.
 
         Mutates: `sequence.unsaved_snapshot_id` and `sequence.num_snapshot_tokens`.
         """
         snapshot_id = sequence.unsaved_snapshot_id
         if snapshot_id is None:
-            return
+            return  # The last step has not saved the state of this sequence.
         sequence.unsaved_snapshot_id = None
         position = sequence.num_computed_tokens
         block_hash = self._hash_before(sequence, position)
         self._set_snapshot(block_hash, snapshot_id)
-        if position <= sequence.num_prompt_tokens:
+        is_in_prompt = position <= sequence.num_prompt_tokens
+        if is_in_prompt:
+            # A snapshot of the answer will probably be replaced soon. It is written to disk only
+            # when the sequence ends; see `discard`.
             self._write_to_disk_later(block_hash)
         self._delete_previous_of_answer(sequence)
         sequence.num_snapshot_tokens = position
@@ -226,11 +230,10 @@ class StateSnapshots:
             self._order.add(block_hash)
 
     def discard(self, sequence: Sequence) -> None:
-        """If the running step saves the recurrent state of a sequence, delete this saved state.
+        """Discard the unfinished snapshot of a sequence, because its blocks are being released.
 
-        The blocks of the sequence are being released, so the snapshot cannot be used. If the
-        sequence has an earlier snapshot of its answer, write that snapshot to the cache on disk
-        later, because no newer snapshot of the answer can replace it.
+        A snapshot is a saved copy of the recurrent state. It is unfinished while the step that
+        saves it is running. The last finished snapshot of the answer is written to disk later.
 
         Example: a prompt has 1000 tokens, the last snapshot was saved after 1184 tokens, and the
         running step saves a snapshot after 1200 tokens. The snapshot after 1200 tokens is deleted,
@@ -239,10 +242,11 @@ class StateSnapshots:
         if sequence.unsaved_snapshot_id is not None:
             self._deleted.append(sequence.unsaved_snapshot_id)
             sequence.unsaved_snapshot_id = None
-        # The method `add` has already put snapshots of the prompt into `unsaved`. A snapshot of the
-        # answer is put into `unsaved` here.
         last_position = sequence.num_snapshot_tokens
-        if last_position > sequence.num_prompt_tokens:
+        is_in_answer = last_position > sequence.num_prompt_tokens
+        if is_in_answer:
+            # No newer snapshot of the answer can replace this snapshot any more. Snapshots of the
+            # prompt need no action here, because `add` has marked them for writing.
             self._write_to_disk_later(self._hash_before(sequence, last_position))
 
     def id_of(self, block_hash: bytes) -> int | None:
@@ -250,10 +254,13 @@ class StateSnapshots:
         return self._ids.get(block_hash)
 
     def insert(self, block_hash: bytes) -> int | None:
-        """Insert a saved recurrent state that was read from disk, and return its id.
+        """Reserve memory for a recurrent state that was read from disk, and return its id.
 
-        If the memory is full, the snapshots that come first in the eviction order are deleted. The
-        caller must store the state under the returned id before the next step.
+        The caller must store the state under the returned id before the next step. If the memory is
+        full, the oldest saved states are deleted.
+
+        Args:
+            block_hash: the hash of the last block before the state.
 
         Returns:
             The id; None if running sequences use the whole memory for states.
@@ -310,7 +317,7 @@ class StateSnapshots:
         if self.unsaved is not None:
             self.unsaved[block_hash] = None
 
-    def _targets(self, sequence: Sequence) -> list[int]:
+    def _snapshot_positions(self, sequence: Sequence) -> list[int]:
         """Return the positions in the prompt after which the recurrent state should be saved."""
         if sequence.images is not None:
             return []
@@ -325,9 +332,9 @@ class StateSnapshots:
     def _is_worth_saving(self, chunk: Chunk) -> bool:
         """Return whether the recurrent state after the tokens of `chunk` must be saved.
 
-        A state can be saved only at the end of a block. In an answer, it is saved at the end of
-        every block. In a prompt, it is saved at the positions of `_targets`, and also if many
-        blocks were computed since the last snapshot.
+        A state can be saved only at the end of a block. In an answer, the state is saved at the end
+        of every block. In a prompt, the state is saved at the end of the cached prefix, near the
+        end of the prompt, and if many blocks were computed since the last saved state.
         """
         sequence = chunk.sequence
         chunk_end = chunk.start + chunk.num_tokens
@@ -337,4 +344,4 @@ class StateSnapshots:
             return False
         is_in_answer = chunk_end > sequence.num_prompt_tokens
         is_far_from_last = chunk_end - sequence.num_snapshot_tokens >= self._interval_tokens
-        return is_in_answer or is_far_from_last or chunk_end in self._targets(sequence)
+        return is_in_answer or is_far_from_last or chunk_end in self._snapshot_positions(sequence)

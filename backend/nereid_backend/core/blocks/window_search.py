@@ -49,13 +49,16 @@ class WindowSearch:
             tables: for each group, the cached blocks of the sequence in token order. The null block
                 replaces each block that is not cached.
             can_end_after: a function that returns whether the prefix may have a given number of
-                blocks. Example: a recurrent model can continue only after a block with a snapshot.
+                blocks. Example: a recurrent model can continue only after a block at whose end its
+                state was saved.
         """
         last_missing = self._last_missing_by_window(tables)
         max_blocks = len(tables[0])
         if None in last_missing:
-            # A group of layers with full attention needs all blocks of the prefix.
+            # The key None stands for full attention. With full attention, the next token needs all
+            # blocks of the prefix, so the prefix ends before the first missing block.
             max_blocks = _num_leading_cached(last_missing[None])
+        # Try the longest prefix first.
         for num_blocks in range(max_blocks, 0, -1):
             if can_end_after(num_blocks) and self._has_visible_blocks(last_missing, num_blocks):
                 return self._prefix_tables(tables, num_blocks)
@@ -76,10 +79,12 @@ class WindowSearch:
     ) -> dict[AttentionWindow | None, list[int]]:
         """For each attention window and each block, find the last missing block up to that block.
 
-        Several groups of layers can have one window. A block is missing if one of their tables
-        contains the null block. Element i of a list is the largest index j <= i of a missing block;
-        -1 if there is none. Example: two groups have the same window and the tables [4, null, 9]
-        and [null, 3, 6]. The list is [0, 1, 1].
+        `tables` has one table for each group of layers. The groups with one window share one list.
+        A block is missing if a table of these groups contains the null block. Element i of the list
+        is the largest index j <= i of a missing block; -1 if there is none.
+
+        Example: two groups have the same window and the tables [4, null, 9] and [null, 3, 6]. The
+        list is [0, 1, 1].
         """
         by_window: dict[AttentionWindow | None, list[int]] = {}
         for window, table in zip(self.windows, tables, strict=True):
@@ -94,13 +99,17 @@ class WindowSearch:
     ) -> bool:
         """Return whether the cache has all blocks that the first token after a prefix needs.
 
-        The prefix has `num_blocks` blocks. Its last block must be cached, too, even if the token
-        does not attend to it. The dict is the result of `_last_missing_by_window`.
+        The token needs the blocks from the start of its attention window to the end of the prefix,
+        at least the last block. This must be true for every attention window of the model.
+
+        Args:
+            last_missing_by_window: the result of `_last_missing_by_window`.
+            num_blocks: the number of blocks in the prefix.
         """
         last_block = num_blocks - 1
         for window, last_missing in last_missing_by_window.items():
             first_needed = min(self._first_visible_block(window, num_blocks), last_block)
-            # The blocks after the last missing block are cached.
+            # All blocks of the prefix after the last missing block are cached.
             first_cached = last_missing[last_block] + 1
             if first_cached > first_needed:
                 return False

@@ -79,81 +79,88 @@ class _History:
 
     Attributes:
         rate: the share of accepted draft tokens.
-        pause: the number of remaining steps in which the sequence gets no draft.
+        num_paused_steps: the number of remaining steps in which the sequence gets no draft.
         next_pause: the length of the next pause in steps.
     """
 
     rate: _Rate
-    pause: int = 0
+    num_paused_steps: int = 0
     next_pause: int = _FIRST_PAUSE
 
 
 @dataclass(slots=True)
-class _Measured:
+class _StepTimes:
     """The measured times of steps with about the same number of sequences.
 
     Attributes:
-        plain: for each measured step without drafts, its duration in seconds divided by its number
-            of sequences.
-        ratios: for each measured step with drafts, its cost ratio.
-        drafting: for each measured step, the seconds in which a draft model generated one token.
-        num_since_plain: the number of steps with drafts since the last step without drafts.
+        plain_s: for each measured step without drafts (a plain step), its duration in seconds
+            divided by its number of sequences.
+        cost_ratios: for each measured step with drafts, its cost ratio.
+        drafting_s: for each measured step, the seconds in which a draft model generated one token.
+        num_steps_since_plain: the number of steps with drafts since the last plain step.
     """
 
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_MEASUREMENTS))
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_MEASUREMENTS))
-    drafting: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_MEASUREMENTS))
-    num_since_plain: int = 0
+    plain_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_MEASUREMENTS))
+    cost_ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_MEASUREMENTS))
+    drafting_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_MEASUREMENTS))
+    num_steps_since_plain: int = 0
 
 
 class StepCosts:
     """Measures the cost of draft tokens. The cost depends on the number of sequences in a step."""
 
     def __init__(self) -> None:
-        self._measured: dict[int, _Measured] = {}
+        self._measured: dict[int, _StepTimes] = {}
 
     def add_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """Record the duration of a step. The cost of a draft token is computed from durations.
+        """Record the duration of a step, from which the cost ratio of draft tokens is computed.
 
-        In the step, the model computed one known token for each sequence, and `num_drafts` draft
-        tokens in total. The cost of a draft token is its additional time, divided by the time that
-        a step without drafts needs for one sequence.
+        The cost ratio is the additional time for one draft token, divided by the time that a step
+        without drafts needs for one sequence.
 
         Example: a step with 4 sequences takes 20 ms without drafts, which is 5 ms for one sequence.
-        With 4 draft tokens, it takes 24 ms, so each draft token takes 1 ms. The cost ratio is 0.2.
+        With 4 draft tokens, the step takes 24 ms, so each draft token takes 1 ms. The cost ratio is
+        1 / 5 = 0.2.
+
+        Args:
+            num_sequences: the number of sequences in the step. The model computed one known token
+                for each of them.
+            num_drafts: the number of draft tokens of all sequences together.
+            seconds: the duration of the step.
         """
-        measured = self._of(num_sequences)
+        times = self._times_of(num_sequences)
         if num_drafts == 0:
-            measured.plain.append(seconds / num_sequences)
-            measured.num_since_plain = 0
+            times.plain_s.append(seconds / num_sequences)
+            times.num_steps_since_plain = 0
             return
-        measured.num_since_plain += 1
-        if measured.plain:
-            plain_s_per_sequence = statistics.median(measured.plain)
+        times.num_steps_since_plain += 1
+        if times.plain_s:
+            # At least one step without drafts was measured before.
+            plain_s_per_sequence = statistics.median(times.plain_s)
             additional_s = seconds - plain_s_per_sequence * num_sequences
-            measured.ratios.append(additional_s / num_drafts / plain_s_per_sequence)
+            times.cost_ratios.append(additional_s / num_drafts / plain_s_per_sequence)
 
     def add_drafting(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Record that a draft model took `seconds` seconds to generate `num_drafts` tokens."""
-        self._of(num_sequences).drafting.append(seconds / num_drafts)
+        self._times_of(num_sequences).drafting_s.append(seconds / num_drafts)
 
     def ratio(self, num_sequences: int) -> float:
         """Return the cost of a draft token, divided by the cost of one sequence in the step."""
-        measured = self._of(num_sequences)
-        is_known = len(measured.ratios) >= _MIN_MEASUREMENTS
-        ratio = statistics.median(measured.ratios) if is_known else _FIRST_RATIO
+        times = self._times_of(num_sequences)
+        is_known = len(times.cost_ratios) >= _MIN_MEASUREMENTS
+        ratio = statistics.median(times.cost_ratios) if is_known else _FIRST_RATIO
         ratio = min(_MAX_RATIO, max(_MIN_RATIO, ratio))
-        if measured.plain and measured.drafting:
-            ratio += statistics.median(measured.drafting) / statistics.median(measured.plain)
+        if times.plain_s and times.drafting_s:
+            ratio += statistics.median(times.drafting_s) / statistics.median(times.plain_s)
         return ratio
 
     def needs_plain_step(self, num_sequences: int) -> bool:
         """Return whether it is time to measure a step without drafts."""
-        measured = self._of(num_sequences)
-        period = _MEASURE_EVERY if measured.plain else _MEASURE_AFTER
-        return measured.num_since_plain >= period
+        times = self._times_of(num_sequences)
+        period = _MEASURE_EVERY if times.plain_s else _MEASURE_AFTER
+        return times.num_steps_since_plain >= period
 
-    def _of(self, num_sequences: int) -> _Measured:
+    def _times_of(self, num_sequences: int) -> _StepTimes:
         """Return the measurements for steps with about `num_sequences` sequences.
 
         If a step has at least 16 sequences, steps with slightly different numbers of sequences
@@ -161,7 +168,7 @@ class StepCosts:
         and steps with 64 to 71 sequences share another list.
         """
         shift = max(0, num_sequences.bit_length() - 4)
-        return self._measured.setdefault(num_sequences >> shift << shift, _Measured())
+        return self._measured.setdefault(num_sequences >> shift << shift, _StepTimes())
 
 
 class DraftLengths:
@@ -183,9 +190,9 @@ class DraftLengths:
         self.num_proposed = 0
         self.num_accepted = 0
         self._histories: dict[Sequence, _History] = {}
-        self._overall = _Rate(_FIRST_RATE * _FIRST_WEIGHT, _FIRST_WEIGHT)
-        self._ratio = _FIRST_RATIO
-        self._is_plain_step = False
+        self._overall_rate = _Rate(_FIRST_RATE * _FIRST_WEIGHT, _FIRST_WEIGHT)
+        self._cost_ratio = _FIRST_RATIO
+        self._measures_plain_step = False
 
     def begin_step(self, num_sequences: int) -> None:
         """Prepare for the next step, which computes about `num_sequences` sequences.
@@ -193,71 +200,71 @@ class DraftLengths:
         The cost of a draft token depends on this number.
         """
         if num_sequences > 0:
-            self._ratio = self.costs.ratio(num_sequences)
-            self._is_plain_step = self.costs.needs_plain_step(num_sequences)
+            self._cost_ratio = self.costs.ratio(num_sequences)
+            self._measures_plain_step = self.costs.needs_plain_step(num_sequences)
 
     def next_length(self, sequence: Sequence) -> int:
         """Return the largest number of draft tokens for a sequence in the next step.
 
-        Let p be the share of accepted draft tokens. The n-th draft token is accepted with the
-        probability p ** n. The result is the largest n for which p ** n is above the cost ratio.
-        The cost ratio is the time of a draft token, divided by the time that an accepted draft
-        token saves.
+        Let p be the share of the sequence's draft tokens that were accepted. The n-th draft token
+        is accepted with the probability p ** n. The result is the largest n for which p ** n is
+        above the cost ratio: the time of a draft token, divided by the time that an accepted draft
+        token saves. Example: max_tokens is 4, the cost ratio is 0.25, and p is 0.6. The result is
+        2, because 0.6 ** 2 is above 0.25, but 0.6 ** 3 is below.
 
-        Call this method once for each step of the sequence. A sequence whose drafts cost more time
-        than they save gets no drafts during a pause, and each call shortens the pause by one step.
-
-        Example: max_tokens is 4, the cost ratio is 0.25, and 60 % of the sequence's draft tokens
-        were accepted. The result is 2, because 0.6 ** 2 is above 0.25, but 0.6 ** 3 is below.
+        Call this method once for each step of the sequence, because each call shortens a pause by
+        one step. `record_draft` starts a pause when the drafts cost more time than they save.
         """
         history = self._history_of(sequence)
-        if history.pause > 0:
-            history.pause -= 1
+        if history.num_paused_steps > 0:
+            history.num_paused_steps -= 1
             return 0
-        if self._is_plain_step:
+        if self._measures_plain_step:
+            # The time of a step without drafts must be measured again.
             return 0
         acceptance_rate = history.rate.value
-        if acceptance_rate <= self._ratio:
-            # The pause is over, or this is the first draft of the sequence. Try one token, unless
-            # `max_tokens` is 0.
+        if acceptance_rate <= self._cost_ratio:
+            # No length saves time. Nevertheless, try one token, because a pause is over or this is
+            # the first draft of the sequence. If `max_tokens` is 0, the result is 0.
             return min(1, self.max_tokens)
         if acceptance_rate >= 1:
             return self.max_tokens
-        # The solution n of the equation `acceptance_rate ** n == ratio`.
-        break_even_length = math.log(self._ratio) / math.log(acceptance_rate)
+        # The solution n of the equation `acceptance_rate ** n == cost ratio`.
+        break_even_length = math.log(self._cost_ratio) / math.log(acceptance_rate)
         return min(self.max_tokens, math.ceil(break_even_length) - 1)
 
     def _history_of(self, sequence: Sequence) -> _History:
         """Return the record of a sequence's drafts. If no record exists, create and store one."""
         history = self._histories.get(sequence)
         if history is None:
-            num_accepted = self._overall.value * _FIRST_WEIGHT
+            num_accepted = self._overall_rate.value * _FIRST_WEIGHT
             history = _History(_Rate(num_accepted, _FIRST_WEIGHT))
             self._histories[sequence] = history
         return history
 
-    def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
+    def record_draft(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """Record that `num_accepted` of `num_proposed` draft tokens of a sequence were accepted.
 
         If the acceptance rate of the sequence is now too low to save time, a pause begins. During
-        the pause, the sequence gets no drafts. Each further pause is twice as long.
+        the pause, the sequence gets no drafts. Each further pause is twice as long, up to a limit.
 
         Mutates: the counters, the acceptance rate of all sequences, and the history of the
-            sequence. A sequence that has ended has no history.
+            sequence.
         """
         self.num_drafts += 1
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted
-        self._overall.add(num_proposed, num_accepted, _OVERALL_DECAY)
+        self._overall_rate.add(num_proposed, num_accepted, _OVERALL_DECAY)
         history = self._histories.get(sequence)
         if history is None:
-            return
+            return  # The sequence has ended.
         history.rate.add(num_proposed, num_accepted, _DECAY)
-        saves_time = history.rate.value > self._ratio
-        if saves_time:
+        drafts_save_time = history.rate.value > self._cost_ratio
+        if drafts_save_time:
+            # A later pause must be short again.
             history.next_pause = _FIRST_PAUSE
         else:
-            history.pause = history.next_pause
+            history.num_paused_steps = history.next_pause
             history.next_pause = min(2 * history.next_pause, _LONGEST_PAUSE)
 
     def forget(self, sequence: Sequence) -> None:

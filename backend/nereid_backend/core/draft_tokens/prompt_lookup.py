@@ -71,6 +71,7 @@ class PromptLookup:
 
         Mutates: the index of the sequence's n-grams, to which the new n-grams are added.
         """
+        # `next_length` limits the draft to a length that probably saves time.
         num_drafts = min(limit, self.lengths.next_length(sequence))
         token_ids = sequence.token_ids
         if num_drafts <= 0 or len(token_ids) <= _NGRAM:
@@ -78,14 +79,15 @@ class PromptLookup:
         index = self._indices.setdefault(sequence, _Index())
         index.add(token_ids)
         last_ngram = tuple(token_ids[-_NGRAM:])
-        continuation = index.ends.get(last_ngram)
-        if continuation is None:
+        # `index.ends` maps each earlier n-gram to the index of the token after the n-gram.
+        start = index.ends.get(last_ngram)
+        if start is None:
             return []
         # If fewer than `num_drafts` tokens follow the earlier n-gram, the sequence probably repeats
         # these tokens, so the draft repeats these tokens, too. Example: the tokens are
         # [1, 2, 1, 2, 1, 2], and num_drafts is 5. The last n-gram is [2, 1, 2]. The tokens [1, 2]
-        # follow its earlier occurrence, so the draft is [1, 2, 1, 2, 1].
-        following_tokens = token_ids[continuation : continuation + num_drafts]
+        # follow the earlier occurrence of this n-gram, so the draft is [1, 2, 1, 2, 1].
+        following_tokens = token_ids[start : start + num_drafts]
         return list(islice(cycle(following_tokens), num_drafts))
 
     def forget(self, sequence: Sequence) -> None:

@@ -94,7 +94,7 @@ class FairQueue:
         client = min(self._queues, key=self._turn)
         return self._queues[client][0]
 
-    def firsts(self) -> list[Sequence]:
+    def first_of_each_client(self) -> list[Sequence]:
         """Return the first waiting sequence of every client."""
         return [queue[0] for queue in self._queues.values()]
 

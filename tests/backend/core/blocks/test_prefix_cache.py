@@ -21,10 +21,10 @@ def find(cache: PrefixCache, sequence: Sequence) -> list[int]:
 def computed(pool: BlockPool, cache: PrefixCache, sequence: Sequence) -> list[int]:
     """Run a request to the end of what it knows and let it go; returns the blocks it had."""
     found = find(cache, sequence)
-    pool.hold(found)
+    pool.acquire(found)
     count = -(-len(sequence.token_ids) // BLOCK)
     sequence.block_table = found + pool.allocate(count - len(found))
-    sequence.num_findable_blocks = len(found)
+    sequence.num_blocks_in_cache = len(found)
     sequence.num_computed_tokens = len(sequence.token_ids)
     cache.add(sequence)
     blocks = list(sequence.block_table)

@@ -27,7 +27,7 @@ def run(lengths: DraftLengths, rate: float, num_steps: int, seed: int = 0) -> li
             num_accepted = 0
             while num_accepted < length and rng.random() < rate:
                 num_accepted += 1
-            lengths.learn(sequence, length, num_accepted)
+            lengths.record_draft(sequence, length, num_accepted)
     lengths.forget(sequence)
     return chosen
 
@@ -116,5 +116,5 @@ def test_steps_without_drafts_are_measured_again_and_again():
         num_plain += length == 0
         lengths.costs.add_step(1, length, 1.0 + 0.1 * length)
         if length:
-            lengths.learn(sequence, length, length)
+            lengths.record_draft(sequence, length, length)
     assert 4 <= num_plain <= 8

@@ -41,7 +41,7 @@ def test_a_request_whose_guesses_are_wrong_pauses_and_tries_again_later():
         proposed = lookup.propose(sequence, 2)
         tries.append(bool(proposed))
         if proposed:
-            lookup.lengths.learn(sequence, len(proposed), 0)
+            lookup.lengths.record_draft(sequence, len(proposed), 0)
     assert all(tries[:4])
     assert 1 <= sum(tries[8:]) <= 2
     assert lookup.lengths.num_accepted == 0
@@ -53,6 +53,6 @@ def test_guesses_that_are_right_go_on():
     for _ in range(50):
         proposed = lookup.propose(sequence, 2)
         assert proposed == [4, 1]
-        lookup.lengths.learn(sequence, 2, 2)
+        lookup.lengths.record_draft(sequence, 2, 2)
     assert lookup.lengths.num_accepted == lookup.lengths.num_proposed == 100
     assert lookup.lengths.num_drafts == 50

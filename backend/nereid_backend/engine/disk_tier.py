@@ -32,18 +32,19 @@ class _PrefixRead:
     Attributes:
         hashes: the hashes of the blocks in the available prefix of the request. These blocks are in
             memory or on disk.
-        missing: the hashes of the blocks that must be read from disk, in the order of the tokens.
+        missing_hashes: the hashes of the blocks that must be read from disk, in the order of the
+            tokens.
         needs_snapshot: whether the snapshot of the last block must be read, too.
         deadline: the request waits until this time at the latest (time.monotonic()).
-        contents: the bytes of the blocks that have been read, in the order of `missing`. The thread
-            appends to this list.
+        contents: the bytes of the blocks that have been read, in the order of `missing_hashes`. The
+            thread appends to this list.
         state: the bytes of the snapshot; None if the snapshot was not read.
         is_cancelled: whether the thread should stop.
         future: a future that is done when the thread has finished.
     """
 
     hashes: list[bytes]
-    missing: list[bytes]
+    missing_hashes: list[bytes]
     needs_snapshot: bool
     deadline: float
     contents: list[bytes] = field(default_factory=list)
@@ -59,13 +60,13 @@ class _PrefixRead:
     def has_all_files(self) -> bool:
         """Whether the files of all missing blocks and of a required snapshot were read."""
         has_snapshot = not self.needs_snapshot or self.state is not None
-        return has_snapshot and len(self.contents) == len(self.missing)
+        return has_snapshot and len(self.contents) == len(self.missing_hashes)
 
     def contents_by_hash(self) -> dict[bytes, bytes]:
         """Return the blocks that have been read, as a dict from block hashes to bytes."""
         # Copy the list, because the thread may still append to the list.
         contents = list(self.contents)
-        return dict(zip(self.missing, contents, strict=False))
+        return dict(zip(self.missing_hashes, contents, strict=False))
 
 
 class DiskTier:
@@ -91,10 +92,15 @@ class DiskTier:
         # The cache calls `_save_block` before the content of an unsaved block is overwritten.
         cache.save_on_disk(before_reuse=self._save_block)
 
-    def begin(self, sequence: Sequence) -> bool:
-        """Start to read the prefix of a request from disk. Return True if a read was started.
+    def start_reading(self, sequence: Sequence) -> bool:
+        """Start to read the prefix of a request from disk in another thread.
 
-        Return False if there is nothing to read, for example because all blocks are in memory.
+        `sequence` is the first sequence of the request. `finish_reading` adds the blocks that were
+        read to the prefix cache in memory.
+
+        Returns:
+            Whether a read was started. False if there is nothing to read, for example because all
+            blocks are in memory.
         """
         if sequence.params.prompt_logprobs is not None:
             # Log-probabilities of the prompt are computed from the prompt's logits. The cache
@@ -108,19 +114,23 @@ class DiskTier:
         return True
 
     def _plan_read(self, sequence: Sequence) -> _PrefixRead | None:
-        """Return the blocks to read from disk, and whether a recurrent state must be read, too.
+        """Decide what to read from disk for a sequence. Return None if nothing must be read.
 
-        Return None if the available prefix is empty, or is completely in memory.
+        The available prefix consists of the leading blocks that are in memory or on disk. Nothing
+        must be read if this prefix is empty, or is completely in memory.
         """
         hashes = self._available_prefix(sequence)
         if not hashes:
             return None
-        missing = [block_hash for block_hash in hashes if not self._is_in_memory(block_hash)]
+        missing_hashes = [block_hash for block_hash in hashes if not self._is_in_memory(block_hash)]
+        # A snapshot is a copy of a recurrent state. A recurrent model can continue a prefix only
+        # from the snapshot after the last block. Other models have no snapshots.
         snapshots = self._cache.snapshots
         needs_snapshot = snapshots is not None and hashes[-1] not in snapshots
-        if not missing and not needs_snapshot:
+        if not missing_hashes and not needs_snapshot:
             return None
-        return _PrefixRead(hashes, missing, needs_snapshot, time.monotonic() + _MAX_WAIT_S)
+        deadline = time.monotonic() + _MAX_WAIT_S
+        return _PrefixRead(hashes, missing_hashes, needs_snapshot, deadline)
 
     def _available_prefix(self, sequence: Sequence) -> list[bytes]:
         """Return the block hashes of a sequence. Stop before the first block that is not available.
@@ -142,10 +152,10 @@ class DiskTier:
         now = time.monotonic()
         ready = [request_id for request_id, read in self._reads.items() if read.is_ready(now)]
         for request_id in ready:
-            self.finish(request_id)
+            self.finish_reading(request_id)
         return ready
 
-    def finish(self, request_id: str) -> None:
+    def finish_reading(self, request_id: str) -> None:
         """Finish the disk read of a request. Add the blocks that were read to the cache in memory.
 
         Do nothing if no files were being read for the request.
@@ -159,7 +169,8 @@ class DiskTier:
             # continue only if it has the snapshot and all blocks.
             return
         self._insert_blocks(read.hashes, read.contents_by_hash())
-        # Some blocks may not be in memory, because there was not enough space for all blocks.
+        # If the memory has too few free blocks, some blocks were not inserted. Without these
+        # blocks, the snapshot cannot be used.
         has_all_blocks = all(self._is_in_memory(block_hash) for block_hash in read.hashes)
         if read.state is not None and has_all_blocks:
             self._insert_snapshot(read.hashes[-1], read.state)
@@ -181,6 +192,7 @@ class DiskTier:
         # The cache can use a block only if all earlier blocks are in the cache, too. Therefore,
         # only the blocks before the first missing block are added.
         usable_hashes = list(itertools.takewhile(is_available, hashes))
+        # `insert` returns the hash and the id of each block that was not in memory.
         new_blocks = self._cache.insert(usable_hashes)
         self._prefixes.write_blocks(
             [block for _, block in new_blocks],
@@ -208,41 +220,46 @@ class DiskTier:
         changes = self._cache.disk_changes
         assert changes is not None
         for block_hash in changes.invalid:
-            self._store.delete(_block(block_hash))
-            self._store.delete(_state(block_hash))
+            self._store.delete(_block_key(block_hash))
+            self._store.delete(_snapshot_key(block_hash))
         changes.invalid.clear()
         if self._save_blocks(changes.unsaved):
             self._save_snapshots()
 
     def _save_blocks(self, unsaved: dict[bytes, None]) -> bool:
-        """Pass the new blocks, whose hashes are the keys of `unsaved`, to the writer thread.
+        """Pass new blocks to the thread that writes them to disk.
 
-        Return False if too many bytes are waiting to be written. The next call then passes the
-        remaining blocks.
+        The keys of `unsaved` are the hashes of the new blocks. The values have no meaning.
+
+        Returns:
+            Whether all blocks were passed. False if too many bytes already wait for the thread. The
+            next call then passes the remaining blocks.
 
         Mutates: `unsaved`. Each block that was passed is removed.
         """
         while unsaved:
             block_hash = next(iter(unsaved))  # the oldest block
-            block = self._cache.block_of(block_hash)
+            block = self._cache.block_of(block_hash)  # None if the block was evicted
             if block is not None and not self._save_block(block_hash, block):
                 return False
             del unsaved[block_hash]
         return True
 
     def _save_snapshots(self) -> None:
-        """Pass the new copies of recurrent states to the thread that writes files.
+        """Pass the new snapshots to the thread that writes them to disk.
 
-        Stop if too many bytes are waiting to be written. The next call passes the other snapshots.
+        A snapshot is a copy of a recurrent state. `snapshots.unsaved` contains the hashes of the
+        new snapshots. Stop if too many bytes already wait for the thread. The next call then passes
+        the remaining snapshots.
 
         Mutates: `unsaved` of the snapshots. Each snapshot that was passed is removed.
         """
         snapshots = self._cache.snapshots
         if snapshots is None:
-            return
+            return  # The model has no recurrent state.
         while snapshots.unsaved:
             block_hash = next(iter(snapshots.unsaved))  # the oldest snapshot
-            key = _state(block_hash)
+            key = _snapshot_key(block_hash)
             snapshot_id = snapshots.id_of(block_hash)  # None if the snapshot was evicted
             if snapshot_id is not None and key not in self._store:
                 is_written = self._store.write(key, self._prefixes.read_snapshot(snapshot_id))
@@ -270,7 +287,7 @@ class DiskTier:
         return (
             not self._prefixes.has_blocks
             or self._is_in_memory(block_hash)
-            or _block(block_hash) in self._store
+            or _block_key(block_hash) in self._store
         )
 
     def _is_in_memory(self, block_hash: bytes) -> bool:
@@ -281,13 +298,13 @@ class DiskTier:
         """Return whether the recurrent state saved for a block is in memory or on disk."""
         snapshots = self._cache.snapshots
         assert snapshots is not None
-        return block_hash in snapshots or _state(block_hash) in self._store
+        return block_hash in snapshots or _snapshot_key(block_hash) in self._store
 
     def _save_block(self, block_hash: bytes, block: int) -> bool:
         """Pass a block to the writer thread. Return False if the queue is full, else True."""
-        if not self._prefixes.has_blocks or _block(block_hash) in self._store:
+        if not self._prefixes.has_blocks or _block_key(block_hash) in self._store:
             return True
-        return self._store.write(_block(block_hash), self._prefixes.read_block(block))
+        return self._store.write(_block_key(block_hash), self._prefixes.read_block(block))
 
     def _insert_snapshot(self, block_hash: bytes, state: bytes) -> None:
         """Add a recurrent state that was read from disk to the saved states in memory."""
@@ -302,20 +319,21 @@ class DiskTier:
     def _read_files(self, read: _PrefixRead) -> None:
         """Read the files of a request into `read.state` and `read.contents`.
 
-        This method runs in a reader thread.
-
-        A block after a damaged block cannot be used, so its content is not stored. Such a block is
-        read nevertheless, because `DiskStore.read` deletes damaged files. The engine then writes
-        these files again.
+        This method runs in a reader thread. If a file is damaged, the blocks after this file cannot
+        be used, so their contents are not stored.
         """
         if read.needs_snapshot:
-            read.state = self._store.read(_state(read.hashes[-1]))
+            # The snapshot is the recurrent state after the last block. Without the snapshot, the
+            # blocks cannot be used.
+            read.state = self._store.read(_snapshot_key(read.hashes[-1]))
             if read.state is None:
                 return
         has_damaged_block = False
-        for block_hash in read.missing:
+        for block_hash in read.missing_hashes:
             if read.is_cancelled:
                 return
+            # The blocks after a damaged block are read, too, because `DiskStore.read` deletes
+            # damaged files. The engine then writes these files again.
             content = self._read_block(block_hash)
             if content is None:
                 has_damaged_block = True
@@ -326,14 +344,14 @@ class DiskTier:
         """Return the bytes of a block on disk; None if its file is missing or damaged."""
         if not self._prefixes.has_blocks:
             return b""  # The blocks of a model without a KV cache contain no data.
-        return self._store.read(_block(block_hash))
+        return self._store.read(_block_key(block_hash))
 
 
-def _block(block_hash: bytes) -> bytes:
+def _block_key(block_hash: bytes) -> bytes:
     """Return the key under which a block is stored on disk."""
     return b"block" + block_hash
 
 
-def _state(block_hash: bytes) -> bytes:
+def _snapshot_key(block_hash: bytes) -> bytes:
     """Return the key under which the recurrent state after a block is stored on disk."""
     return b"state" + block_hash

@@ -80,12 +80,12 @@ class Engine:
         """
         parts = self._parts
         if parts.ranks is not None:
-            parts.ranks.check()
-        parts.advance_swap()
+            parts.ranks.check()  # raises an error if another process of the model has ended
+        parts.advance_compilation()
         parts.preparation.start_prepared()
         updates = parts.loop.step()
         if parts.disk is not None:
-            parts.disk.save()
+            parts.disk.save()  # copies the new blocks of the prefix cache to disk
         if not updates and parts.scheduler.num_running == 0:
             # All requests are still being prepared. Wait here. Otherwise, the caller would call
             # `step` in a busy loop.
@@ -112,6 +112,7 @@ class Engine:
             CapacityError: if max_num_waiting requests are waiting already.
         """
         parts = self._parts
+        # `create` validates the request, and returns the first of its n sequences.
         sequence = parts.new_sequences.create(
             request_id, prompt_token_ids, params or SamplingParams(), images
         )
@@ -187,7 +188,9 @@ class Engine:
         """
         parts = self._parts
         parts.scheduler.abort(request_id, index)
-        if not parts.scheduler.is_preparing(request_id):
+        # If only one sequence was aborted, the other sequences may still need the grammar.
+        needs_grammar = parts.scheduler.is_preparing(request_id)
+        if not needs_grammar:
             parts.preparation.cancel(request_id)
 
     def has_work(self) -> bool:

@@ -123,7 +123,7 @@ class EngineParts:
             return TextProcessor(folder, self.images.reason)
         return ChatProcessor(folder, self.images.config)
 
-    def advance_swap(self) -> None:
+    def advance_compilation(self) -> None:
         """Load, check or activate the compiled forward pass, if the compiler has finished.
 
         Mutates: `swap`, which becomes None when no work is left.
@@ -134,8 +134,11 @@ class EngineParts:
                 self.swap = None
 
     def load_lora(self, name: str, path: str) -> None:
-        """Load a LoRA adapter; see `Engine.load_lora`."""
-        # The setting lora_adapters contains names and paths in the form name=path,name=path.
+        """Load a LoRA adapter, so that requests can select the adapter with `name`.
+
+        `Engine.load_lora` documents the arguments and the errors.
+        """
+        # A name must be valid in the setting lora_adapters, which has the form name=path,name=path.
         has_separator = "=" in name or "," in name
         if not name or has_separator:
             raise RequestError(
@@ -192,7 +195,10 @@ def _load(
 def _make_scheduler(
     config: EngineConfig, loaded: Loaded, pool: BlockPool, report: Report
 ) -> Scheduler:
-    """Return the scheduler for a loaded model."""
+    """Create the scheduler for a loaded model.
+
+    `report` is called with a line of text if speculative decoding was requested but is impossible.
+    """
     return Scheduler(
         pool,
         block_size=loaded.info.block_size,
@@ -208,14 +214,21 @@ def _make_scheduler(
 
 
 def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Drafter | None:
-    """Return the object that proposes draft tokens; None if speculative decoding is off."""
+    """Return the object that proposes draft tokens; None if speculative decoding is off.
+
+    A draft model is used if one is loaded. Otherwise, prompt lookup searches the tokens of the
+    sequence for earlier occurrences of the last tokens.
+    """
     if loaded.draft is not None:
         return loaded.draft
-    # On a GPU, prompt lookup has not been measured. Async scheduling is impossible with drafts.
-    is_default = loaded.info.device == "cpu" and not config.async_scheduling
-    if config.max_draft_tokens == 0 or not (config.requests_drafts or is_default):
+    # By default, prompt lookup is used only on a CPU, because it has not been measured on a GPU.
+    # Async scheduling is impossible with draft tokens.
+    is_used_by_default = loaded.info.device == "cpu" and not config.async_scheduling
+    is_wanted = config.requests_drafts or is_used_by_default
+    if config.max_draft_tokens == 0 or not is_wanted:
         return None
     if loaded.spec.removes_tokens:
+        # Rejected draft tokens can be removed from the KV cache.
         return PromptLookup(config.max_draft_tokens)
     if config.requests_drafts:
         report(
@@ -228,9 +241,9 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
 def _can_be_async(
     config: EngineConfig, loaded: Loaded, scheduler: Scheduler, report: Report
 ) -> bool:
-    """Return whether async scheduling is used.
+    """Return whether async scheduling is used: each step is planned while the previous one runs.
 
-    If async scheduling was requested but is impossible, report the reason.
+    If the settings request async scheduling but it is impossible, report the reason.
     """
     if not config.async_scheduling:
         return False
@@ -261,7 +274,10 @@ def _open_disk(
     path: ForwardPath,
     report: Report,
 ) -> DiskTier | None:
-    """Return the prefix cache on disk; None if the cache is not configured or not possible."""
+    """Open the prefix cache on disk. Return None if the settings do not request this cache.
+
+    If the settings request this cache but it is impossible, report the reason and return None.
+    """
     if config.prefix_cache_disk is None:
         return None
     off = "The prefix cache on disk (prefix_cache_disk) is off, because"

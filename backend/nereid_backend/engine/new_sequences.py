@@ -32,7 +32,7 @@ class NewSequences:
         images: ImageSupport,
         place_images: Callable[[ImageInputs], ImageInputs],
     ) -> None:
-        """Store the limits on requests.
+        """Create an object that validates requests. It has no request yet.
 
         Args:
             config: the settings, including the limit on waiting requests and the seed.
@@ -68,7 +68,7 @@ class NewSequences:
                 "another id."
             )
         if images is None:
-            self._check_needs_no_images()
+            self._check_needs_no_images()  # Some models compute only prompts with images.
         token_ids = self._check_prompt(prompt_token_ids)
         check_token_ids(params, self._info.vocab_size)
         self._check_prompt_logprobs(params)
@@ -107,7 +107,12 @@ class NewSequences:
     def _make_sequence(
         self, request_id: str, token_ids: list[int], params: SamplingParams
     ) -> Sequence:
-        """Create the first sequence of a request. The prompt and the parameters must be valid."""
+        """Create the first sequence of a request. The prompt and the parameters must be valid.
+
+        Raises:
+            RequestError: if the request selects an unknown LoRA adapter.
+            CapacityError: if the adapter does not fit into the memory for adapters.
+        """
         max_total_tokens = self._info.max_model_len
         if params.max_tokens is not None:
             max_total_tokens = min(max_total_tokens, len(token_ids) + params.max_tokens)
@@ -123,6 +128,7 @@ class NewSequences:
             seed=seed % 2**64,
         )
         if params.lora_name:
+            # `acquire` reads the adapter from disk if the adapter is not in memory.
             sequence.adapter = self._adapters.acquire(params.lora_name)
         return sequence
 

@@ -70,15 +70,18 @@ def generate(
 def _add_requests(
     add_request: AddRequest, requests: deque[tuple[str, Sequence[int], SamplingParams]]
 ) -> None:
-    """Add requests to the engine until the waiting queue is full or all requests are added.
+    """Add requests to the engine until the engine's waiting queue is full.
 
-    The added requests are removed from `requests`.
+    Args:
+        add_request: adds one request to the engine.
+        requests: the id, the prompt's token ids and the parameters of each request. Mutated: the
+            requests that were added are removed.
     """
     while requests:
         try:
             add_request(*requests[0])
         except CapacityError:
-            return
+            return  # The waiting queue is full. The caller tries again after the next step.
         requests.popleft()
 
 

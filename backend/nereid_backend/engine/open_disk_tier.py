@@ -52,6 +52,8 @@ def open_disk_tier(
     """
     assert config.prefix_cache_disk is not None
     prefixes = StoredPrefixes(path)
+    # Files are reused only by an engine with the same identity, because the keys and values depend
+    # on all of these facts.
     identity = {
         "model": f"{info.architecture} {model_digest(info.model)}",
         "dtype": f"{info.dtype}, weights {config.weight_dtype}",

@@ -36,8 +36,10 @@ class PrefixSessions:
     def statistics(self, client_id: str | None = None) -> dict[str, Any]:
         """Return the counters of the prefix cache and a list of its sessions.
 
-        Example of a session: `{"client_id": "team-a", "prompt_cache_key": "chat-1", "num_tokens":
-        4096, "expires_in_s": 287.5}`.
+        A session consists of the requests of one client with the same `prompt_cache_key`. The cache
+        retains the blocks of a session for some time. Example of a session in the list:
+        `{"client_id": "team-a", "prompt_cache_key": "chat-1", "num_tokens": 4096, "expires_in_s":
+        287.5}`.
 
         Args:
             client_id: the client whose sessions are listed; None lists the sessions of all clients.
@@ -76,7 +78,7 @@ class PrefixSessions:
             prompt_cache_key: the key of the session.
             seconds: the time in seconds.
         """
-        sessions = self._matching(client_id, prompt_cache_key)
+        sessions = self._matching(client_id, prompt_cache_key)  # empty if there is no cache
         for session in sessions:
             assert self._cache is not None, "without a cache, there are no sessions"
             self._cache.extend_session(session.key, seconds)

@@ -36,7 +36,9 @@ class PartsOwner:
         self._tokenizer_files = read_tokenizer_files(config.model)
 
     def reload(self, path: str, report: Report) -> None:
-        """Replace the weights; see `Engine.reload` for the arguments and the errors.
+        """Replace the weights of the model by the weights of the checkpoint at `path`.
+
+        `Engine.reload` documents the arguments and the errors.
 
         Mutates: `parts`, which is replaced by the objects of the new model.
         """
@@ -49,13 +51,14 @@ class PartsOwner:
             old_config, model=path or old_config.model, max_model_len=info.max_model_len
         )
         _check_reload(self.parts, new_config, self._tokenizer_files)
-        has_guides = self.parts.preparation.has_guides
+        has_grammar_libraries = self.parts.preparation.has_guides
         needed_bytes = info.weights_bytes + info.kv_cache_bytes
-        if info.device == "cpu" and needed_bytes < available_memory():
+        fits_next_to_old_model = info.device == "cpu" and needed_bytes < available_memory()
+        if fits_next_to_old_model:
             self._load_then_release(new_config, report)
         else:
             self._release_then_load(new_config, old_config, report)
-        if has_guides:
+        if has_grammar_libraries:
             # The grammar libraries were loaded for the old model. Load them for the new model now,
             # so that the next request with a grammar does not wait.
             self.parts.preparation.warm_up()
@@ -133,6 +136,7 @@ def _check_reload(
         RequestError: if the new checkpoint cannot replace the loaded model.
     """
     _check_replaceable(parts, new_config)
+    # The layout of a checkpoint is the name, the shape and the dtype of each of its tensors.
     assert parts.layout is not None, "`_check_replaceable` has checked this"
     try:
         check_same_layout(parts.layout, read_layout(new_config.model))
@@ -140,7 +144,7 @@ def _check_reload(
         check_same_tokenizer(tokenizer_files, read_tokenizer_files(new_config.model))
     except ModelError as error:
         raise RequestError(f"path: {error}") from error
-    is_unknown = architecture == ""
+    is_unknown = architecture == ""  # The configuration of the checkpoint names no architecture.
     if not is_unknown and architecture != parts.info.architecture:
         raise RequestError(
             f"path: the new checkpoint has the architecture {architecture}, but the served "

@@ -35,7 +35,7 @@ class RequestPreparation:
     def __init__(
         self, config: EngineConfig, info: EngineInfo, scheduler: Scheduler, disk: DiskTier | None
     ) -> None:
-        """Store the objects that prepare requests.
+        """Create an object that compiles the grammars of requests, and reads their cached prefixes.
 
         Args:
             config: the settings of the grammar library.
@@ -66,7 +66,7 @@ class RequestPreparation:
         `sequence` is the first sequence of the request. If the request has a grammar, the grammar
         is compiled. If a prefix of the request is stored on disk, the prefix is read.
         """
-        is_reading = self._disk is not None and self._disk.begin(sequence)
+        is_reading = self._disk is not None and self._disk.start_reading(sequence)
         needs_guide = _needs_guide(sequence.params)
         if needs_guide:
             future = self._load_guides().prepare(sequence.params, sequence.stop_token_ids)
@@ -107,12 +107,14 @@ class RequestPreparation:
             self.compiled.append((request_id, compilation.time_added, time.monotonic()))
             if self._disk is not None:
                 # The request starts now, even if only a part of its prefix has been read from disk.
-                self._disk.finish(request_id)
+                self._disk.finish_reading(request_id)
             error = compilation.future.exception()
             if error is None:
-                self._scheduler.start(request_id, compilation.future.result())
+                guide = compilation.future.result()  # applies the grammar to the tokens
+                self._scheduler.start(request_id, guide)
             else:
-                # Any other error is a failure of the server.
+                # A RequestError means that the grammar is invalid, so the client has caused the
+                # error. Any other error is a failure of the server.
                 is_refused = isinstance(error, RequestError)
                 self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
 

@@ -66,7 +66,8 @@ class StepLoop:
                 If True, the scheduler must not propose draft tokens, and the runner's forward path
                 must support pending chunks (see `StepPlan.pending`).
         """
-        # Each call of `step` creates a new list, because callers may still use the previous list.
+        # The id and the start time of each request that the last call of `step` has started. Each
+        # call of `step` creates a new list, because callers may still use the previous list.
         self.started: list[tuple[str, float]] = []
         self._scheduler = scheduler
         self._runner = runner
@@ -114,6 +115,8 @@ class StepLoop:
         self._record_start(plan)
         self._start_time = time.perf_counter()
         try:
+            # On a GPU, `start` launches the forward pass and `sample` launches the sampling. Both
+            # calls return before the GPU has finished. `_finish` waits for the tokens.
             step = self._runner.start(plan)
             self._runner.sample(step, plan)
         except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
@@ -151,18 +154,21 @@ class StepLoop:
     def _start_next(self, step: RunningStep) -> _NextStep | None:
         """Plan and start the next step while the step `step` is still running.
 
-        The tokens of the next step are sampled later, by `_sample_next`. Return None if the next
-        step cannot be planned yet.
+        Only the forward pass is started. `_sample_next` samples the tokens later. Return None if
+        the next step cannot be planned yet.
         """
         if self._scheduler.must_wait_for_step:
+            # The last plan needed a preemption or a block copy, which is impossible while a step is
+            # running.
             return None
         plan = self._scheduler.plan_ahead(step.plan)
         if not plan.chunks:
-            return None
+            return None  # No sequence has a token to compute.
         self._record_start(plan)
         try:
             return _NextStep(plan, self._runner.start(plan, step))
         except Exception as error:  # noqa: BLE001 - `_sample_next` ends the requests of the step
+            # The error is stored, because the running step must be committed first.
             return _NextStep(plan, error)
 
     def _sample_next(
@@ -190,6 +196,7 @@ class StepLoop:
             # The forward pass of the next step used tokens that were not sampled correctly.
             self._scheduler.drop(step.plan)
             return []
+        # The plan was made before the tokens of the previous step were known. Correct the plan.
         plan = self._scheduler.settle(step.plan, previous_result.device_token_ids)
         try:
             self._runner.sample(step.running, plan)

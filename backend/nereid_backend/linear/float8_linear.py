@@ -63,13 +63,14 @@ class Float8Product:
             weight: [out_features, in_features] e4m3.
             weight_scales: the scales of the weight, as `rounded` returned them.
         """
-        numbers, scales = self.rounded(rows)
+        rounded_rows, row_scales = self.rounded(rows)
         if self.has_row_scales:
+            # The weight is transposed, so its scales must be transposed, too.
             weight_scales = weight_scales.t()
         # With one scale for each row, torch supports only bfloat16 results.
         dtype = torch.bfloat16 if self.has_row_scales else rows.dtype
         product: Tensor = torch._scaled_mm(
-            numbers, weight.t(), scale_a=scales, scale_b=weight_scales, out_dtype=dtype
+            rounded_rows, weight.t(), scale_a=row_scales, scale_b=weight_scales, out_dtype=dtype
         )
         return product.to(rows.dtype)
 
@@ -100,10 +101,10 @@ class Float8Linear(nn.Linear):
 
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | None:
-    """Return the most accurate method of matrix multiplication that works on a device.
+    """Return the most accurate way to multiply e4m3 matrices that works on a device.
 
-    Return None if no method works. Each method is tested: a small product is computed and compared
-    with the exact product.
+    e4m3 is an 8-bit floating-point format. Each way is tested: a small product is computed and
+    compared with the exact product. Return None if no way works.
 
     Args:
         device: the device that computes the product.
@@ -114,13 +115,15 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
     rows = torch.randn(_NUM_TEST_ROWS, num_inputs, generator=generator).to(device, dtype)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).to(device, dtype)
     exact = rows.float() @ weight.float().t()
+    # One scale for each row is more accurate than one scale for the whole matrix.
     for product in (Float8Product(has_row_scales=True), Float8Product(has_row_scales=False)):
         try:
             result = product.multiply(rows, *product.rounded(weight)).float()
         except (RuntimeError, NotImplementedError):
             # The device or this version of torch does not support the method, so try the next one.
             continue
-        if bool((result - exact).norm() <= _TOLERANCE * exact.norm()):
+        is_accurate = bool((result - exact).norm() <= _TOLERANCE * exact.norm())
+        if is_accurate:
             return product
     return None
 
@@ -146,8 +149,11 @@ def store_linears_as_float8(model: nn.Module, product: Float8Product) -> int:
     for module in model.modules():
         if type(module) is not nn.Linear or module is output_layer:
             continue
-        sizes = (module.in_features, module.out_features)
-        if module.weight.data_ptr() in shared or any(size % _MULTIPLE for size in sizes):
+        is_shared = module.weight.data_ptr() in shared
+        has_supported_sizes = (
+            module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+        )
+        if is_shared or not has_supported_sizes:
             continue
         _convert(module, product)
         count += 1

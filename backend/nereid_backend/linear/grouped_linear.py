@@ -94,8 +94,8 @@ class GroupedLinear(nn.Linear):
         _check(values, scales, zeros, group_size, bits)
         # On the device `meta`, the constructor of nn.Linear allocates no memory for a weight.
         layer = cls(in_features, out_features, bias=False, device="meta")
-        # The expanded tensor needs almost no memory, because it stores a single number for all
-        # elements.
+        # The layer computes its output from the packed integers. The attribute `weight` only has
+        # the right shape. It stores a single NaN for all elements, so it needs almost no memory.
         weight = torch.full((1, 1), float("nan")).expand(out_features, in_features)
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
@@ -112,7 +112,10 @@ class GroupedLinear(nn.Linear):
         *,
         bits: int,
     ) -> None:
-        """Pack and store the integers, scales and zeros of all outputs; see `from_quantised`."""
+        """Pack the integers, scales and zeros of all outputs, and store them in the layer.
+
+        `from_quantised` documents the arguments. Mutates: the layer.
+        """
         self.allocate_panels(values.shape[1], group_size, bits=bits, has_zeros=zeros is not None)
         # The outputs are processed in slices, so that the temporary copies need little memory.
         for start in range(0, len(values), _SLICE_ROWS):
@@ -131,13 +134,14 @@ class GroupedLinear(nn.Linear):
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features)
-        # If a group of weights is too large for the kernel, it is divided into `_repeats` smaller
-        # groups. The smaller groups all have the scale of the large group.
-        self._repeats = _divide_up(min(group_size, in_features), self.group_size)
-        num_panels = _divide_up(self.out_features, LANES)
+        # A group of the checkpoint that is too large for the kernel is divided into
+        # `_num_subgroups` smaller groups. All of them have the scale of the large group.
+        self._num_subgroups = _divide_up(min(group_size, in_features), self.group_size)
+        num_panels = _divide_up(self.out_features, LANES)  # a panel has LANES outputs
         num_groups = _divide_up(in_features, self.group_size)
-        inputs_per_unit = UNIT if bits == 4 else UNIT // 2
-        num_units = num_groups * self.group_size // inputs_per_unit
+        # Four adjacent bytes contain eight inputs of 4 bits, or four inputs of 8 bits.
+        inputs_per_four_bytes = 8 if bits == 4 else 4
+        num_units = num_groups * self.group_size // inputs_per_four_bytes
         values = torch.empty(num_panels, num_units, LANES, 4, dtype=torch.uint8)
         scales = torch.empty(num_panels, num_groups, LANES, dtype=torch.float16)
         self.register_buffer("values", values, persistent=False)
@@ -146,16 +150,17 @@ class GroupedLinear(nn.Linear):
         self.register_buffer("zeros", zeros, persistent=False)
 
     def store_rows(self, start: int, values: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-        """Pack and store the integers, scales and zeros of several outputs, from `start` on.
+        """Pack and store the integers, scales and zeros of several consecutive outputs.
 
+        `from_quantised` documents the other arguments, which here contain only some outputs.
         Mutates: the layer.
 
         Args:
             start: the index of the first output. It must be a multiple of 16. The number of outputs
                 must also be a multiple of 16, unless the call stores the last outputs of the layer.
-            values: see `from_quantised`.
-            scales: see `from_quantised`.
-            zeros: see `from_quantised`.
+            values: [num_rows, in_features].
+            scales: [num_rows, groups].
+            zeros: [num_rows, groups]; None if the layer has no zeros.
         """
         first_panel = start // LANES
         panels = slice(first_panel, first_panel + _divide_up(len(values), LANES))
@@ -177,9 +182,9 @@ class GroupedLinear(nn.Linear):
 
         A number is repeated for each smaller group into which a group of the checkpoint is divided.
         """
-        repeated = of_groups.repeat_interleave(self._repeats, dim=1)
-        # `_repeats` is the number of copies for a complete group. The last group can be incomplete
-        # and then needs fewer copies. The slice removes the unneeded copies.
+        repeated = of_groups.repeat_interleave(self._num_subgroups, dim=1)
+        # Each scale is copied once for each smaller group of a complete group. The last group can
+        # be incomplete and then needs fewer copies. The slice removes the unneeded copies.
         num_stored_groups = self.scales.shape[1]
         return _panels_of_groups(repeated[:, :num_stored_groups])
 
@@ -196,6 +201,7 @@ class GroupedLinear(nn.Linear):
         if bias is not None and bias.dtype != input.dtype:
             bias = bias.to(input.dtype)
         if not is_available():
+            # This processor has no kernel for integer weights, so torch computes the layer.
             return functional.linear(input, self.dequantised().to(input.dtype), bias)
         arguments = (self.values, self.scales, self.zeros, bias)
         sizes = (self.bits, self.group_size, self.out_features)
@@ -289,8 +295,8 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
 
     16 outputs form one panel. The outputs are padded with zeros to whole panels, and the inputs are
     padded with zeros to whole groups. With 8 bits, the result is [panels, inputs / 4, 16, 4], so
-    four inputs of one output are adjacent. With 4 bits, the result is [panels, inputs / 8, 16, 4].
-    Each byte then contains two of eight inputs: input j in the lower half of the byte, and input
+    that four inputs of one output are adjacent. With 4 bits, the result is [panels, inputs / 8, 16,
+    4], and each byte contains two integers: input j of eight inputs in the lower half, and input
     j + 4 in the upper half.
 
     Example: with 4 bits, the inputs [1, 2, 3, 4, 5, 6, 7, 8] of one output become the bytes
@@ -299,13 +305,13 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
     # `pad` copies the values, so it is called only if padding is needed.
     padded = functional.pad(values, padding) if any(padding) else values.contiguous()
-    # A panel contains the integers of 16 outputs. The new shape is [panels, inputs / 4, 16, 4]. The
-    # last two dimensions contain the integers of four consecutive inputs for all 16 outputs.
-    units = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
+    # [panels, inputs / 4, 16, 4]: four consecutive inputs for all 16 outputs of a panel.
+    quadruples = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 8:
-        return units.contiguous()
-    lower_halves = units[:, 0::2]
-    upper_halves = units[:, 1::2] << 4
+        return quadruples.contiguous()
+    # Combine inputs 0 to 3 with inputs 4 to 7, inputs 8 to 11 with inputs 12 to 15, and so on.
+    lower_halves = quadruples[:, 0::2]
+    upper_halves = quadruples[:, 1::2] << 4
     return (lower_halves | upper_halves).contiguous()
 
 
@@ -328,27 +334,30 @@ def dequantise_rows(
     bits: int,
     group_size: int,
 ) -> Tensor:
-    """Return some rows of a packed weight. A row contains the weights of one output.
+    """Return some rows of a packed weight as floating-point numbers.
+
+    A row contains the weights of one output. A weight is (integer - zero) * scale, with one zero
+    and one scale for each group of `group_size` consecutive inputs.
 
     Args:
         indices: the indices of the rows, an integer tensor of any shape [...].
-        values: see `GroupedLinear`.
-        scales: see `GroupedLinear`.
-        zeros: see `GroupedLinear`.
-        bits: see `GroupedLinear`.
-        group_size: see `GroupedLinear`.
+        values: the packed integers; see `pack_values`.
+        scales: [panels, groups, 16]. A panel contains 16 rows.
+        zeros: [panels, groups, 16]. None means that every zero is 2 ** (bits - 1).
+        bits: the number of bits of an integer, 4 or 8.
+        group_size: the number of inputs in a group.
 
     Returns:
         float32 [..., groups * group_size]. The last inputs may be padding.
     """
-    panels, lanes = indices // LANES, indices % LANES
-    units = values[panels, :, lanes]  # [..., units, 4]
+    panels, lanes = indices // LANES, indices % LANES  # a lane is the index of a row in its panel
+    packed = values[panels, :, lanes]  # [..., n, 4], the bytes of each row
     if bits == 4:
         # A byte contains input j in its lower half, and input j + 4 in its upper half.
-        units = torch.stack((units & 15, units >> 4), dim=-2).flatten(-3, -2)
-    groups = units.float().reshape(*indices.shape, -1, group_size)
+        packed = torch.stack((packed & 15, packed >> 4), dim=-2).flatten(-3, -2)
+    integers = packed.float().reshape(*indices.shape, -1, group_size)
     zero = 2.0 ** (bits - 1) if zeros is None else zeros[panels, :, lanes].float().unsqueeze(-1)
-    rows: Tensor = (groups - zero) * scales[panels, :, lanes].float().unsqueeze(-1)
+    rows: Tensor = (integers - zero) * scales[panels, :, lanes].float().unsqueeze(-1)
     return rows.flatten(-2)
 
 
@@ -364,18 +373,20 @@ def _panels_of_groups(of_groups: Tensor) -> Tensor:
 def _used_group_size(group_size: int, in_features: int) -> int:
     """Return the number of inputs that share a scale in the stored layer.
 
-    The checkpoint has groups of `group_size` inputs. A group of more than 128 inputs is divided
-    into smaller groups of equal size. Their size is a multiple of 8. Each smaller group gets a copy
-    of the scale. If one group covers the whole row, it is divided into groups of 128 inputs, and
-    the last of these groups may be incomplete.
+    The checkpoint has groups of `group_size` inputs. The kernels need groups of at most 128 inputs,
+    whose size is a multiple of 8. A larger group is therefore divided into smaller groups of equal
+    size, and each of them gets a copy of the scale.
 
     Examples: groups of 192 inputs are stored as groups of 96 inputs. A row with one group of 300
     inputs is stored in groups of 128 inputs. A row with one group of 20 inputs is padded to 24.
     """
-    if group_size >= in_features:
+    has_one_group = group_size >= in_features
+    if has_one_group:
+        # The last of the smaller groups may be incomplete.
         padded_row = _divide_up(in_features, UNIT) * UNIT
         return min(_MAX_GROUP_SIZE, padded_row)
     num_parts = _divide_up(group_size, _MAX_GROUP_SIZE)
+    # Increase the number of parts until the size of a part is a multiple of `UNIT` (8).
     while group_size % (num_parts * UNIT):
         num_parts += 1
     return group_size // num_parts

@@ -28,7 +28,10 @@ Ranks = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True, eq=False)
 class JoinedGroup:
-    """Linear layers with the same input, and the concatenated `lora_A` matrices of their adapters.
+    """A group of linear layers that get the same input, and the matrices of their LoRA adapters.
+
+    An adapter has two matrices for a layer, lora_A (down) and lora_B (up). The group stores the
+    concatenated lora_A matrices of all its layers and adapters.
 
     Attributes:
         down: a layer whose weight contains the first matrices of all linear layers and adapters.
@@ -63,20 +66,22 @@ class JoinedLayer:
 
 
 def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
-    """Concatenate the matrices of several adapters for linear layers with the same input.
+    """Concatenate the matrices of several LoRA adapters for linear layers with the same input.
 
-    The first matrices (`down`) of all linear layers are concatenated to one matrix. The second
-    matrices (`up`) are concatenated separately for each linear layer. Example: two adapters with
-    the ranks 2 and 3 change q_proj and k_proj. The joined first matrix has 10 rows, and each joined
-    second matrix has 5 columns.
+    An adapter changes the output of a layer by up @ (down @ x). The matrices `down` of all layers
+    are concatenated to one matrix. The matrices `up` are concatenated separately for each layer.
+
+    Example: two adapters with the ranks 2 and 3 change q_proj and k_proj. The joined `down` has
+    2 * (2 + 3) = 10 rows, and each joined `up` has 5 columns.
 
     Args:
-        pairs: one list for each linear layer. The list contains the matrices of each adapter, or
-            None for each adapter that does not change the layer.
+        pairs: one list for each linear layer. The list contains the two matrices of each adapter,
+            or None for each adapter that does not change the layer.
 
     Returns:
         The joined matrices of each linear layer.
     """
+    # The same lists without None.
     present = [[pair for pair in layer_pairs if pair is not None] for layer_pairs in pairs]
     joined_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
     joined_ups = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
@@ -116,9 +121,12 @@ class AdapterStep:
     def __init__(self, row_adapters: Tensor, chunk_adapters: NDArray[np.int64]) -> None:
         """Create the description of a step.
 
+        A chunk contains the rows of one sequence. An adapter is represented by its index among the
+        adapters whose matrices are concatenated. -1 means that no adapter is used.
+
         Args:
-            row_adapters: the adapter of each row, [num_rows] int64. A single number applies to all
-                rows.
+            row_adapters: the adapter of each row, [num_rows] int64. A tensor with a single number
+                applies to all rows.
             chunk_adapters: the adapter of each chunk, [num_chunks] int64.
         """
         self._row_adapters = row_adapters
@@ -130,12 +138,16 @@ class AdapterStep:
     def mask(self, ranks: Ranks, num_rows: int) -> Tensor:
         """Return a boolean mask of the numbers that must be set to 0. Compute each mask only once.
 
-        A number is masked if its row does not use the adapter to which its column belongs. Example:
-        the rows have the adapters [0, 1], and `ranks` is ((1, 2),). The mask is
+        The mask applies to the product of a layer's input and the concatenated matrices `down` of
+        several adapters. The product has one column for each rank of each adapter. A number is
+        masked if its row does not use the adapter to which its column belongs.
+
+        Example: the rows use the adapters [0, 1], and `ranks` is ((1, 2),). Column 0 belongs to
+        adapter 0, and the columns 1 and 2 belong to adapter 1. The mask is
         [[False, True, True], [True, False, False]].
 
         Args:
-            ranks: the ranks of the joined adapters, for each linear layer of a group.
+            ranks: for each linear layer of a group, the ranks of the adapters.
             num_rows: the number of rows that the layer computes.
 
         Returns:
@@ -169,15 +181,23 @@ def _adapters_of_columns(ranks: tuple[int, ...]) -> Tensor:
     return torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks))
 
 
-def masked_down(group: JoinedGroup, layer_input: Tensor, step: AdapterStep) -> Tensor:
-    """Return the product of `layer_input` and the `lora_A` matrices, with 0 for unused adapters.
+def masked_hidden(group: JoinedGroup, layer_input: Tensor, step: AdapterStep) -> Tensor:
+    """Multiply the input of a layer by the first matrices (lora_A) of several LoRA adapters.
 
-    The layers of a group have the same input, so the product is computed for the first layer, and
-    stored in `group` for the other layers. Mutates: `group`.
+    The layers of a group have the same input. Therefore, the product is computed only for the first
+    layer, and stored in `group` for the other layers.
+
+    Args:
+        group: the layers, with their concatenated lora_A matrices. Mutated.
+        layer_input: [..., in_features], the input of the layers.
+        step: contains the adapter that each row uses.
+
+    Returns:
+        [num_rows, sum of ranks]. The columns of the adapters that a row does not use are 0.
     """
     if group.input is layer_input and group.hidden is not None:
         return group.hidden
-    down = group.down
+    down = group.down  # a linear layer whose weight contains the concatenated matrices
     hidden = product(down, layer_input.reshape(-1, down.in_features).to(down.weight.dtype))
     # Set the masked numbers to 0. A multiplication by 0 would turn NaN and infinity into NaN.
     hidden.masked_fill_(step.mask(group.ranks, len(hidden)), 0)

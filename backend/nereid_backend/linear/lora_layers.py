@@ -43,7 +43,7 @@ from nereid_backend.linear.joined_adapters import (
     AdapterStep,
     JoinedLayer,
     join_group,
-    masked_down,
+    masked_hidden,
     product,
 )
 from nereid_backend.linear.native_adapters import (
@@ -123,22 +123,30 @@ class LoraLayers:
         )
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Store the matrices of an adapter, and register forward hooks in the layers that need one.
+        """Store the matrices of an adapter, and register the forward hooks that apply the adapter.
 
-        The keys of `weights` are the names of linear layers.
+        The CPU kernels apply the adapter to most layers without a hook. A layer that the kernels do
+        not compute has a hook, which adds the adapter's product to the output of the layer.
+
+        Args:
+            adapter: the adapter.
+            weights: the two matrices for each changed linear layer, by the name of the layer.
         """
-        native = {name: pair for name, pair in weights.items() if name in self._native}
-        other = {name: pair for name, pair in weights.items() if name not in self._native}
-        native_hooked = [name for name in native if self._native.needs_hook(name)]
-        self._native.add(adapter, native)
+        # `_native` stores the matrices for which the kernels compute the products. torch computes
+        # the products of all other matrices.
+        for_kernels = {name: pair for name, pair in weights.items() if name in self._native}
+        for_torch = {name: pair for name, pair in weights.items() if name not in self._native}
+        # Layers that the kernels do not compute, but whose adapter products the kernels compute.
+        kernel_hooks = [name for name in for_kernels if self._native.needs_hook(name)]
+        self._native.add(adapter, for_kernels)
         self._loaded[adapter] = _LoadedAdapter(
-            weights=other,
-            total_rank=sum(len(pair.down) for pair in other.values()),
-            hooked_layers=[*other, *native_hooked],
+            weights=for_torch,
+            total_rank=sum(len(pair.down) for pair in for_torch.values()),
+            hooked_layers=[*for_torch, *kernel_hooks],
         )
-        for name in other:
+        for name in for_torch:
             self._add_hook(name, self._add_product)
-        for name in native_hooked:
+        for name in kernel_hooks:
             self._add_hook(name, self._native.adapt)
 
     def _add_hook(self, name: str, add_product: Callable[..., None]) -> None:
@@ -158,41 +166,46 @@ class LoraLayers:
 
     @contextmanager
     def serving(self, chunks: Iterable[Chunk]) -> Iterator[bool]:
-        """Let the forward pass in the `with` block apply the adapter of each request.
+        """Return a context manager in which the forward pass applies the adapter of each request.
 
         Args:
-            chunks: the chunks of one forward pass, in the order of its rows.
+            chunks: the chunks of one forward pass, in the order of its rows. A chunk contains the
+                tokens of one sequence.
 
         Yields:
             True if any layer needs a forward hook, so the modules of the model must be called. If
             False, the CPU kernels add all products, and a compiled model may be used.
         """
         chunks = list(chunks)
-        owners = [chunk.sequence.adapter for chunk in chunks]
-        adapters = tuple(dict.fromkeys(owner for owner in owners if owner is not None))
-        if not adapters:
+        chunk_adapters = [chunk.sequence.adapter for chunk in chunks]  # None: no adapter
+        distinct = tuple(dict.fromkeys(one for one in chunk_adapters if one is not None))
+        if not distinct:
             yield False
             return
-        counts = [chunk.num_tokens for chunk in chunks]
-        loaded = [self._loaded[adapter] for adapter in adapters]
+        chunk_lengths = [chunk.num_tokens for chunk in chunks]
+        loaded = [self._loaded[adapter] for adapter in distinct]
         if any(one.weights for one in loaded):
-            self._use(adapters)
-            self._step = self._make_step(owners, counts)
+            # torch computes the products of some layers, from the joined matrices of all adapters.
+            self._ensure_joined(distinct)
+            self._step = self._make_step(chunk_adapters, chunk_lengths)
         try:
-            with self._native.serving(owners, counts):
+            with self._native.serving(chunk_adapters, chunk_lengths):
                 yield any(one.hooked_layers for one in loaded)
         finally:
             self._end_step()
 
     @contextmanager
     def serving_all(self, adapter: Adapter | None) -> Iterator[None]:
-        """Let every forward pass in the `with` block apply the LoRA adapter `adapter`."""
+        """Return a context manager in which each forward pass applies one adapter to all its rows.
+
+        If `adapter` is None, the forward passes apply no adapter.
+        """
         if adapter is None:
             yield
             return
         if self._joined_adapters != (adapter,):
             self._join((adapter,))
-        # There is only one adapter, and it has the index 0. All rows of an input use this adapter.
+        # There is only one adapter, and it has the index 0. The single 0 applies to all rows.
         row_adapters = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._step = AdapterStep(row_adapters, np.zeros(1, dtype=np.int64))
         try:
@@ -201,23 +214,27 @@ class LoraLayers:
         finally:
             self._end_step()
 
-    def _make_step(self, owners: list[Adapter | None], counts: list[int]) -> AdapterStep:
+    def _make_step(
+        self, chunk_adapters: list[Adapter | None], chunk_lengths: list[int]
+    ) -> AdapterStep:
         """Return an `AdapterStep`, which contains the adapter of each input row and each sequence.
 
         Args:
-            owners: the adapter of each chunk; None for a chunk without an adapter.
-            counts: the number of rows of each chunk.
+            chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
+            chunk_lengths: the number of rows of each chunk.
         """
         indices: dict[Adapter | None, int] = {None: -1}
         indices |= {adapter: index for index, adapter in enumerate(self._joined_adapters)}
-        chunk_adapters = np.array([indices[owner] for owner in owners], dtype=np.int64)
-        return AdapterStep(upload(chunk_adapters.repeat(counts), self._device), chunk_adapters)
+        chunk_indices = np.array([indices[adapter] for adapter in chunk_adapters], dtype=np.int64)
+        row_indices = chunk_indices.repeat(chunk_lengths)
+        return AdapterStep(upload(row_indices, self._device), chunk_indices)
 
-    def _use(self, adapters: tuple[Adapter, ...]) -> None:
+    def _ensure_joined(self, adapters: tuple[Adapter, ...]) -> None:
         """Concatenate the matrices of `adapters`, unless suitable concatenated matrices exist."""
         if set(adapters) <= set(self._joined_adapters):
             needed_rank = sum(self._loaded[adapter].total_rank for adapter in adapters)
             joined_rank = sum(self._loaded[adapter].total_rank for adapter in self._joined_adapters)
+            # The time of a step depends on the joined rank, so few unused adapters are acceptable.
             if joined_rank <= _MAX_UNUSED * needed_rank:
                 return
         self._join(adapters)
@@ -235,18 +252,22 @@ class LoraLayers:
             self._joined.update(zip(names, join_group(pairs), strict=True))
 
     def _names_by_input(self, adapters: tuple[Adapter, ...]) -> Iterable[list[str]]:
-        """Return the names of the layers that the adapters change.
+        """Return the names of the layers that the adapters change, grouped by the layers' input.
 
-        The names of layers with the same input are in one list.
+        Example: the adapters change q_proj, k_proj and o_proj. q_proj and k_proj are merged layers,
+        which have the same input. The result is [["q_proj", "k_proj"], ["o_proj"]].
         """
         names = dict.fromkeys(
             name for adapter in adapters for name in self._loaded[adapter].weights
         )
-        groups: dict[object, list[str]] = {}
+        names_of_group: dict[object, list[str]] = {}
         for name in names:
+            # Merged layers with the same input have one object as their attribute `group`. Any
+            # other layer has no such attribute, and forms a group of its own.
             group = getattr(self._model.get_submodule(name), "group", None)
-            groups.setdefault(name if group is None else id(group), []).append(name)
-        return groups.values()
+            key = name if group is None else id(group)
+            names_of_group.setdefault(key, []).append(name)
+        return names_of_group.values()
 
     def _end_step(self) -> None:
         """Delete the data that this object has stored for the last forward pass."""
@@ -262,6 +283,6 @@ class LoraLayers:
         joined = self._joined.get(name)
         if self._step is None or joined is None:
             return
-        hidden = masked_down(joined.group, inputs[0], self._step)[:, joined.columns]
+        hidden = masked_hidden(joined.group, inputs[0], self._step)[:, joined.columns]
         up = joined.up
         output.view(-1, up.out_features).add_(product(up, hidden))

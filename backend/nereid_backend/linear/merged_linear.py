@@ -41,15 +41,15 @@ class _Call(NamedTuple):
     input: Tensor
 
 
-class _Group:
+class _MergedGroup:
     """Linear layers that the model calls one after the other with the same input.
 
-    The first layer computes the outputs of all layers with `compute`. Each layer then gets its own
-    output from `take`.
+    The first layer computes the outputs of all layers with `compute_outputs`. Each layer then gets
+    its own output from `take_output`.
     """
 
     def __init__(self, sizes: list[int], *, is_native: bool) -> None:
-        """Create a group without stored outputs.
+        """Create a group of layers that one product computes. No outputs are stored yet.
 
         Args:
             sizes: the number of outputs of each layer.
@@ -57,50 +57,52 @@ class _Group:
         """
         self._sizes = sizes
         self._is_native = is_native
-        # `_input` is the argument `x` of the last call of `compute`. `_outputs` contains the
-        # outputs of the layers. `take` replaces an output by None when it returns the output.
+        # `_input` is the argument `x` of the last call of `compute_outputs`. `_outputs` contains
+        # the outputs of the layers. `take_output` replaces an output by None when it returns the
+        # output.
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
-    def compute(self, x: Tensor, merged: Tensor, bias: Tensor | None) -> None:
-        """Compute the outputs of several linear layers in one product, and store the outputs.
+    def compute_outputs(self, x: Tensor, merged: Tensor, bias: Tensor | None) -> None:
+        """Compute the outputs of all layers of the group in one product, and store the outputs.
 
-        The layers form a group: they have the same input.
+        Each layer then gets its own output from `take_output`.
 
         Args:
-            x: [..., in_features], the input.
-            merged: the merged weights.
-            bias: the merged biases; None if no layer has a bias.
+            x: [..., in_features], the input of all layers.
+            merged: the concatenated weights of the layers.
+            bias: the concatenated biases; None if no layer has a bias.
         """
-        size = sum(self._sizes)
+        size = sum(self._sizes)  # `_sizes` contains the number of outputs of each layer.
         output: Tensor
         if not self._is_native:
             output = functional.linear(x, merged, bias)
         elif torch.compiler.is_compiling():
+            # torch.export cannot trace `linear`, because `linear` calls a C function.
             output = torch.ops.nereid.packed_linear(x, merged, bias, size)
         else:
             output = linear(x, merged, bias, size)
-        # `take` checks whether its argument `x` is this tensor object.
+        # `take_output` checks whether its argument `x` is this tensor object.
         self._input = x
         self._outputs = list(torch.split(output, self._sizes, dim=-1))
 
-    def take(self, place: int, x: Tensor) -> Tensor | None:
-        """Remove the output of one layer from the outputs that `compute` has stored, and return it.
+    def take_output(self, position: int, x: Tensor) -> Tensor | None:
+        """Return the output of one layer that `compute_outputs` has stored, and delete this output.
 
         Return None if `x` is not the tensor object for which the outputs were computed, or if the
         output was already returned. The layer must then compute its output itself.
 
         Args:
-            place: the index of the layer in the group. After the last layer, the group forgets the
-                input and the outputs, so that their memory is freed.
+            position: the index of the layer in the group.
             x: the input of the layer.
         """
         if self._input is not x:
             return None
-        output = self._outputs[place]
-        self._outputs[place] = None
-        is_last_layer = place == len(self._sizes) - 1
+        output = self._outputs[position]
+        self._outputs[position] = None
+        is_last_layer = position == len(self._sizes) - 1
         if is_last_layer:
+            # Free the memory of the input, and of outputs that were not needed.
             self._input = None
             self._outputs = []
         return output
@@ -116,21 +118,21 @@ class _Merged(nn.Linear):
 
     Attributes:
         group: the group of the layer.
-        place: the index of the layer in its group.
+        position: the index of the layer in its group.
         merged: the weights of all layers of the group. Only the first layer has this buffer.
         merged_bias: the biases of all layers of the group. Only the first layer has this buffer.
     """
 
-    group: _Group
-    place: int
+    group: _MergedGroup
+    position: int
     merged: Tensor
     merged_bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute the output [..., out_features] of the layer for an input [..., in_features]."""
-        if self.place == 0:
-            self.group.compute(input, self.merged, self.merged_bias)
-        output = self.group.take(self.place, input)
+        if self.position == 0:
+            self.group.compute_outputs(input, self.merged, self.merged_bias)
+        output = self.group.take_output(self.position, input)
         return super().forward(input) if output is None else output
 
 
@@ -145,9 +147,12 @@ class MergedNativeLinear(_Merged, NativeLinear):
 def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
     """Merge the linear layers that get the same input in a forward pass of a model.
 
+    Merged layers are computed in one matrix product. Example: q_proj, k_proj and v_proj get the
+    same hidden states, so one product computes the outputs of all three layers.
+
     Args:
         model: the model. Its layers may have been packed by `prepack_linears`. Mutated.
-        run: runs the model once.
+        run: runs the model once, so that the inputs of the layers can be compared.
 
     Returns:
         The number of groups of merged layers.
@@ -159,8 +164,9 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def _record_calls(model: nn.Module, run: Callable[[], object]) -> list[_Call]:
-    """Run the model with `run`, and return the calls of linear layers in the order of the calls."""
+    """Call `run`, which runs the model, and return the calls of linear layers in their order."""
     calls: list[_Call] = []
+    # The hooks append to `calls`. `name.rpartition` gives the name of the layer's parent module.
     hooks = [
         module.register_forward_pre_hook(_call_recorder(calls, name.rpartition(".")[0]))
         for name, module in model.named_modules()
@@ -175,37 +181,40 @@ def _record_calls(model: nn.Module, run: Callable[[], object]) -> list[_Call]:
 
 
 def _merge(layers: list[nn.Linear]) -> None:
-    """Merge the weights of layers with the same input, and change the class of each layer.
+    """Merge the weights of layers with the same input, so that one product computes all layers.
 
     Afterwards, the first layer contains the merged weights, and the weight of each layer is a view
-    into the merged weights. Mutates: the layers.
+    into the merged weights. The first layer computes the outputs of all layers, and each other
+    layer returns its own output. Mutates: the layers.
     """
     is_native = isinstance(layers[0], NativeLinear)
     merged_class: type[_Merged] = MergedNativeLinear if is_native else MergedLinear
-    group = _Group([layer.out_features for layer in layers], is_native=is_native)
+    group = _MergedGroup([layer.out_features for layer in layers], is_native=is_native)
     weights = [_weight_of(layer) for layer in layers]
     merged = torch.cat(weights)
     merged_bias = _merged_bias(layers)
     views = torch.split(merged, [len(weight) for weight in weights])
-    for place, (layer, view) in enumerate(zip(layers, views, strict=True)):
+    for position, (layer, view) in enumerate(zip(layers, views, strict=True)):
         _set_weight(layer, view)
         merged_layer = change_class(layer, merged_class)
         merged_layer.group = group
-        merged_layer.place = place
+        merged_layer.position = position
     # The tensors are registered as buffers, so that torch.export treats them as part of the model.
     layers[0].register_buffer("merged", merged, persistent=False)
     layers[0].register_buffer("merged_bias", merged_bias, persistent=False)
 
 
 def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
-    """Return the groups of layers that can be merged.
+    """Return the groups of layers that can be merged, from the calls of one forward pass.
 
-    Each group has at least two layers, in the order of their calls. If a layer of a group is called
-    twice, the group is omitted, because the inputs of the two calls may differ in a later run.
+    Each group has at least two layers, which were called one after the other with the same input.
+    If a layer of a group was called twice, the group is omitted, because the inputs of the two
+    calls may differ in a later run.
     """
     groups: list[list[_Call]] = []
     for call in calls:
-        if groups and _can_merge(groups[-1][-1], call):
+        continues_group = bool(groups) and _can_merge(groups[-1][-1], call)
+        if continues_group:
             groups[-1].append(call)
         else:
             groups.append([call])
@@ -221,7 +230,7 @@ def separate_linears(model: nn.Module) -> None:
     """Undo `merge_linears`. Mutates: the model."""
     for module in model.modules():
         if isinstance(module, _Merged):
-            if module.place == 0:
+            if module.position == 0:
                 del module.merged, module.merged_bias
             del module.group
             change_class(module, NativeLinear if isinstance(module, NativeLinear) else nn.Linear)
@@ -245,23 +254,25 @@ def _call_recorder(
     return record
 
 
-def _can_merge(last: _Call, call: _Call) -> bool:
-    """Return whether two layers can be merged.
+def _can_merge(first: _Call, second: _Call) -> bool:
+    """Return whether the layers of two consecutive calls can be merged.
 
-    This is the case if their calls have the same input, and if their weights can be concatenated.
+    This is the case if the calls have the same input, and if the weight of the second layer can be
+    appended to the weight of the first layer.
     """
-    weight = _weight_of(last.layer)
-    next_weight = _weight_of(call.layer)
-    return (
-        last.parent == call.parent
-        and last.input is call.input
-        and type(last.layer) is type(call.layer)
-        and weight.dtype == next_weight.dtype
-        and weight.device == next_weight.device
-        # The CPU kernels read a weight in panels of `LANES` outputs. The first output of each
-        # merged layer must be the first output of a panel.
-        and (not isinstance(last.layer, NativeLinear) or last.layer.out_features % LANES == 0)
+    weight = _weight_of(first.layer)
+    second_weight = _weight_of(second.layer)
+    have_same_input = first.parent == second.parent and first.input is second.input
+    have_same_type = (
+        type(first.layer) is type(second.layer)
+        and weight.dtype == second_weight.dtype
+        and weight.device == second_weight.device
     )
+    # The CPU kernels read a weight in panels of `LANES` outputs. The second weight can be appended
+    # only if the first weight ends at the end of a panel.
+    is_packed = isinstance(first.layer, NativeLinear)
+    ends_with_panel = not is_packed or first.layer.out_features % LANES == 0
+    return have_same_input and have_same_type and ends_with_panel
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:

@@ -68,12 +68,12 @@ class NativeAdapters:
     """Stores LoRA adapters in the layout that the CPU kernels read."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Create an object without adapters.
+        """Create an object without adapters for the linear layers of a model.
 
         The memory addresses of the model's weights must not change afterwards. If the model is not
         on a CPU, or if this CPU has no kernels, the object contains no layers.
         """
-        groups = _groups(model)
+        groups = _layers_by_product(model)
         layers = {name: layer for group in groups for name, layer in group.items()}
         # Maps the name of each layer to its number. Layers that one matrix product computes
         # together have consecutive numbers.
@@ -81,8 +81,8 @@ class NativeAdapters:
         # The number of outputs of each layer, in the order of the layer numbers.
         sizes = [_num_outputs(layer) for layer in layers.values()]
         self._layer_outputs = (ctypes.c_int64 * len(sizes))(*sizes)
-        # Maps the name of each layer that needs a forward hook to a key. The kernels identify the
-        # layer by this key.
+        # A layer that the kernels do not compute needs a forward hook. This dict maps the name of
+        # each such layer to the number by which the kernels identify the layer.
         self._hook_keys = {
             name: _kernel_key(layer) for name, layer in layers.items() if _address(layer) is None
         }
@@ -104,10 +104,10 @@ class NativeAdapters:
     def adapt(
         self, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
     ) -> None:
-        """Add the products of the adapters to the output of a layer. Mutates: `output`.
+        """Add the products of the LoRA adapters to the output of a layer. Mutates: `output`.
 
-        The forward hook of a layer calls this method. If no step with adapters is running, the
-        output stays unchanged.
+        The forward hook of a layer calls this method if the kernels do not compute the layer
+        itself. If no step with adapters is running, the output stays unchanged.
 
         Args:
             name: the name of the layer. `needs_hook` must be True for this layer.
@@ -136,6 +136,7 @@ class NativeAdapters:
         )
         is_copy = out.data_ptr() != output.data_ptr()
         if is_copy:
+            # `to` or `contiguous` has created a copy, so `output` does not have the result yet.
             output.copy_(out)
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
@@ -146,11 +147,13 @@ class NativeAdapters:
             weights: the matrices of the adapter. This object must contain all their layers.
         """
         matrices = [_kernel_layout(pair) for pair in weights.values()]
+        # One struct for each layer. The struct of a layer that the adapter does not change is zero.
         structs = (NativeAdapterMatrices * len(self._layer_outputs))()
         for name, pair in zip(weights, matrices, strict=True):
             structs[self._layer_numbers[name]] = NativeAdapterMatrices(
                 down=pair.down.data_ptr(), up=pair.up.data_ptr(), rank=len(pair.down)
             )
+        # The structs contain only addresses, so the matrices must stay in memory.
         self._stored[adapter] = _StoredAdapter(structs, matrices)
         if matrices:
             # The matrices of all adapters have the data type of the model.
@@ -161,22 +164,28 @@ class NativeAdapters:
         del self._stored[adapter]
 
     @contextmanager
-    def serving(self, owners: Sequence[Adapter | None], counts: Sequence[int]) -> Iterator[None]:
-        """Let layers that this thread runs in the `with` block use the adapter of each sequence.
+    def serving(
+        self, chunk_adapters: Sequence[Adapter | None], chunk_lengths: Sequence[int]
+    ) -> Iterator[None]:
+        """Return a context manager in which the kernels apply the adapter of each sequence.
+
+        The context applies only to layers that this thread runs.
 
         Args:
-            owners: the adapter of each chunk; None for a chunk without an adapter.
-            counts: the number of rows of each chunk.
+            chunk_adapters: the adapter of each chunk; None for a chunk without an adapter. A chunk
+                contains the rows of one sequence.
+            chunk_lengths: the number of rows of each chunk.
 
         Raises:
             RuntimeError: if a layer has computed a number of rows that cannot be divided over the
                 chunks. In this case, the outputs of the step are wrong.
         """
         if not self._layer_numbers:
+            # The kernels compute no layer of the model.
             yield
             return
         # The buffers must stay in memory during the step, because the struct has their addresses.
-        struct, _buffers = self._describe_step(owners, counts)
+        struct, _buffers = self._describe_step(chunk_adapters, chunk_lengths)
         kernels().nereid_serve_adapters(ctypes.byref(struct))
         self._is_serving = True
         try:
@@ -187,32 +196,36 @@ class NativeAdapters:
         if struct.unfit_rows:
             raise RuntimeError(
                 f"a linear layer has computed {struct.unfit_rows} rows, which cannot be divided "
-                f"over the {len(owners)} chunks of the step, so the rows of each adapter are not "
-                "known"
+                f"over the {len(chunk_adapters)} chunks of the step, so the rows of each adapter "
+                "are not known"
             )
 
     def _describe_step(
-        self, owners: Sequence[Adapter | None], counts: Sequence[int]
+        self, chunk_adapters: Sequence[Adapter | None], chunk_lengths: Sequence[int]
     ) -> tuple[NativeAdapterStep, tuple[object, ...]]:
-        """Return a struct that tells the kernels the adapter of each row, and the struct's buffers.
+        """Build the C struct with which the kernels find the adapter of each row.
 
-        `serving` describes the arguments. Example of the buffers: the chunks have the adapters
-        [a, None, b] and the counts [1, 1, 2]. The owners of the chunks are [0, -1, 1], and the
-        owners of the rows are [0, -1, 1, 1].
+        `serving` documents the arguments. Example: the chunks have the adapters [a, None, b] and
+        the lengths [1, 1, 2]. The distinct adapters are [a, b]. The struct contains the indices
+        [0, -1, 1] for the chunks, and [0, -1, 1, 1] for the rows.
+
+        Returns:
+            The struct, and the arrays to which its pointers point. The caller must keep the arrays
+            in memory.
         """
-        adapters = [adapter for adapter in dict.fromkeys(owners) if adapter is not None]
+        distinct = [adapter for adapter in dict.fromkeys(chunk_adapters) if adapter is not None]
         indices: dict[Adapter | None, int] = {None: -1}
-        indices |= {adapter: index for index, adapter in enumerate(adapters)}
-        chunk_owners = np.array([indices[owner] for owner in owners], dtype=np.int64)
-        row_owners = chunk_owners.repeat(counts)
-        addresses = [ctypes.addressof(self._stored[adapter].structs) for adapter in adapters]
-        pointers = (ctypes.c_void_p * len(adapters))(*addresses)
+        indices |= {adapter: index for index, adapter in enumerate(distinct)}
+        chunk_owners = np.array([indices[adapter] for adapter in chunk_adapters], dtype=np.int64)
+        row_owners = chunk_owners.repeat(chunk_lengths)
+        addresses = [ctypes.addressof(self._stored[adapter].structs) for adapter in distinct]
+        pointers = (ctypes.c_void_p * len(distinct))(*addresses)
         struct = NativeAdapterStep(
             products=ctypes.addressof(self._products),
             num_products=len(self._products),
             layer_outputs=ctypes.addressof(self._layer_outputs),
             adapters=ctypes.addressof(pointers),
-            num_adapters=len(adapters),
+            num_adapters=len(distinct),
             is_bfloat16=self._is_bfloat16,
             owners=row_owners.ctypes.data,
             chunk_owners=chunk_owners.ctypes.data,
@@ -229,11 +242,12 @@ def adapter_bytes(pair: LayerPair) -> int:
 
 
 def _kernel_layout(pair: LayerPair) -> LayerPair:
-    """Convert matrices to the layout of `AdapterMatrices` in cpu_kernels.h.
+    """Convert the matrices of one layer to the layout that the CPU kernels read.
 
     Example: `down` has the shape [3, 20] and is padded with zeros to [4, 32]. `up` has the shape
     [20, 3] and becomes [2, 4, 16], which contains two panels of 16 outputs.
     """
+    # The kernels support only these two data types.
     dtype = torch.bfloat16 if pair.down.dtype == torch.bfloat16 else torch.float32
     rank, inputs, outputs = _padded_sizes(pair)
     down = pair.down.new_zeros(rank, inputs, dtype=dtype)
@@ -250,12 +264,14 @@ def _padded_sizes(pair: LayerPair) -> tuple[int, int, int]:
     return (-(-rank // _RANKS) * _RANKS, -(-inputs // LANES) * LANES, -(-outputs // LANES) * LANES)
 
 
-def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
-    """Return the linear layers of a model in groups. One matrix product computes a whole group.
+def _layers_by_product(model: nn.Module) -> list[dict[str, nn.Module]]:
+    """Return the linear layers of a model, grouped by the matrix product that computes them.
 
-    A group maps the names of layers to the layers. Merged layers are in the order in which they
-    were merged. Every other layer has its own group. Example: `[{"q_proj": q, "k_proj": k,
-    "v_proj": v}, {"o_proj": o}]`. The list is empty if the kernels cannot be used.
+    Merged layers are computed by one product, so they form one group, in the order in which they
+    were merged. Every other layer has its own group. A group maps the name of each layer to the
+    layer. Example: `[{"q_proj": q, "k_proj": k, "v_proj": v}, {"o_proj": o}]`.
+
+    The list is empty if the kernels cannot be used.
     """
     device = next(model.parameters()).device
     if device.type != "cpu" or not native_linear.is_available():
@@ -276,21 +292,22 @@ def _merge_position(item: tuple[str, nn.Module]) -> int:
     `item` is the name of the layer, and the layer.
     """
     _name, layer = item
-    return layer.place if isinstance(layer, MergedNativeLinear) else 0
+    return layer.position if isinstance(layer, MergedNativeLinear) else 0
 
 
 def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeAdaptedProduct]:
-    """Return an array of the matrix products to which the kernels add the products of adapters.
+    """Return an array of C structs that describe the matrix products of a model's linear layers.
 
-    Each layer has one product. Merged layers also have a common product, because the kernels can
-    compute the whole group at once. The kernels search for the address of the weights, so the
-    products are sorted by this address.
+    When a kernel computes one of these products, it also adds the products of LoRA adapters. Each
+    layer has one product. Merged layers also have a common product, because the kernels can compute
+    the whole group at once. A struct contains the address of the weights, the number of outputs,
+    the number of the first layer, and the number of layers.
 
     Args:
-        groups: the result of `_groups`. The layers are numbered in this order.
+        groups: the result of `_layers_by_product`. The layers are numbered in this order.
     """
     products: list[NativeAdaptedProduct] = []
-    first_number = 0
+    first_number = 0  # the number of the first layer of the group
     for group in groups:
         layers = list(group.values())
         sizes = [_num_outputs(layer) for layer in layers]
@@ -298,7 +315,8 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
             NativeAdaptedProduct(_kernel_key(layer), size, first_layer=number, num_layers=1)
             for number, (layer, size) in enumerate(zip(layers, sizes, strict=True), first_number)
         ]
-        if len(layers) > 1:
+        is_merged = len(layers) > 1
+        if is_merged:
             assert isinstance(layers[0], MergedNativeLinear)
             address = layers[0].merged.data_ptr()
             products.append(
@@ -307,6 +325,7 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
                 )
             )
         first_number += len(layers)
+    # The kernels find a product by the address of its weights, with a binary search.
     products.sort(key=lambda product: product.weight)
     return (NativeAdaptedProduct * len(products))(*products)
 

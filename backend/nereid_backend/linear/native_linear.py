@@ -40,7 +40,7 @@ class NativeLinear(nn.Linear):
     packed: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the layer.
+        """Compute the output of the layer with the CPU kernel.
 
         Args:
             input: [..., in_features], with the weight's dtype.
@@ -70,14 +70,16 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor, release: Callable[[Tensor], None] = lambda _: None) -> Tensor:
-    """Return a weight in the kernel's layout; see `NativeLinear.packed`.
+    """Rearrange a weight into panels of 16 outputs, which the CPU kernel reads in order.
 
     Example: a float32 weight of the shape [20, 8] becomes a tensor of the shape [2, 8, 16], which
-    contains two panels of 16 outputs. The last 12 outputs are padding, whose weights are 0.
+    contains two panels of 16 outputs. The last 12 outputs are padding, whose weights are 0. In
+    bfloat16, two consecutive inputs are adjacent, so the shape is [2, 4, 16, 2].
 
     Args:
         weight: the weight [out_features, in_features].
-        release: called with some rows of the weight when these rows have been packed.
+        release: called with some rows of the weight when these rows have been packed, so that the
+            caller can free their memory.
     """
     num_rows, dim = weight.shape
     num_panels = -(-num_rows // LANES)
@@ -97,10 +99,11 @@ def pack(weight: Tensor, release: Callable[[Tensor], None] = lambda _: None) -> 
 
 
 def unpack_rows(packed: Tensor, indices: Tensor) -> Tensor:
-    """Return some rows of a packed weight.
+    """Return some rows of a packed weight. A row contains the weights of one output.
 
     Args:
-        packed: the weight; see `NativeLinear.packed`.
+        packed: the weight in panels of 16 rows, [panels, in_features, 16] in float32, or
+            [panels, in_features / 2, 16, 2] in bfloat16.
         indices: the indices of the rows, an integer tensor of any shape [...].
 
     Returns:
@@ -113,7 +116,7 @@ def unpack_rows(packed: Tensor, indices: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """Compute one linear layer with the kernel.
+    """Compute one linear layer with the CPU kernel.
 
     Args:
         x: the input [..., in_features].

@@ -88,11 +88,12 @@ class GroupedEmbedding(_PackedEmbedding):
 def pack_embedding(
     model: PreTrainedModel, is_correct: Callable[[], bool], *, can_round: bool
 ) -> bool:
-    """Let the embedding of a model read packed weights, to save memory.
+    """Let the embedding of a model read its rows from a packed weight, to save memory.
 
-    An embedding that shares its weight with a packed output layer reads the rows from the packed
-    weight. Another embedding is rounded to 8-bit integers if `can_round` is True. If the model does
-    not work afterwards, the change is undone.
+    A packed weight has the layout of the CPU kernels. An embedding that shares its weight with a
+    packed output layer reads the rows from the weight of this layer. Any other embedding is rounded
+    to 8-bit integers if `can_round` is True. If the model does not work afterwards, the change is
+    undone.
 
     A model for images or audio stays unchanged. Some code for images reads the weight of the
     embedding directly, and `is_correct` would not detect this.
@@ -110,16 +111,19 @@ def pack_embedding(
     embedding = model.get_input_embeddings()
     if not is_text_model or not isinstance(embedding, nn.Embedding):
         return False
-    layer = _layer_with_rows(model, embedding, can_round=can_round)
+    layer = _packed_layer_for(model, embedding, can_round=can_round)
     if layer is None:
         return False
     original_class, original_weight = type(embedding), embedding.weight
+    # A tied embedding shares its weight with the output layer. The unpacked weight is freed only if
+    # neither of them refers to this weight any more.
     is_tied = layer is output_layer_of(model)
     _change_embedding(embedding, layer)
     if is_tied:
         free_weight(layer)
     if is_correct():
         return True
+    # Undo the change.
     embedding.__class__ = original_class
     embedding.weight = original_weight
     for name in ("packed", "values", "scales", "zeros"):
@@ -129,13 +133,14 @@ def pack_embedding(
     return False
 
 
-def _layer_with_rows(
+def _packed_layer_for(
     model: PreTrainedModel, embedding: nn.Embedding, *, can_round: bool
 ) -> NativeLinear | GroupedLinear | None:
-    """Return a linear layer with packed weights. Output i has the weights of the embedding's row i.
+    """Return a packed linear layer from which the embedding can read its rows.
 
-    The result is the output layer, if it shares its weight with the embedding. Otherwise, the
-    result is a new layer with rounded weights. Return None if the embedding must stay unchanged.
+    The weights of the layer's output i are the embedding's row i. If the output layer shares its
+    weight with the embedding, the result is the output layer. Otherwise, the result is a new layer,
+    whose weights are rounded to 8-bit integers. Return None if the embedding must stay unchanged.
     """
     weight = embedding.weight
     if embedding.max_norm is not None:
@@ -165,20 +170,23 @@ def _change_embedding(embedding: nn.Embedding, layer: NativeLinear | GroupedLine
 def _packed_class(
     original_class: type[nn.Embedding], packed_class: type[_PackedEmbedding]
 ) -> type[_PackedEmbedding]:
-    """Create a class that reads rows from packed weights and otherwise equals `original_class`.
+    """Return a class that behaves like `original_class`, but reads its rows from packed weights.
 
-    Example: the class of an embedding multiplies the rows of `super().forward(ids)` by a factor.
-    In the new class, `super()` refers to `packed_class`, so the packed rows are multiplied.
+    Example: `original_class.forward` multiplies the rows of `super().forward(ids)` by a factor. In
+    the new class, `super()` refers to `packed_class`, so the packed rows are multiplied.
     """
     if original_class is nn.Embedding:
         return packed_class
     name = f"{packed_class.__name__}Of{original_class.__name__}"
+    # pickle cannot find this class by its name, so `_reduce` defines how to restore an object.
     members = {"__reduce__": _reduce}
     return cast("type[_PackedEmbedding]", type(name, (original_class, packed_class), members))
 
 
 def _reduce(embedding: _PackedEmbedding) -> tuple[Any, ...]:
-    """Tell `pickle` how to restore an embedding whose class `_packed_class` has created.
+    """Return the function and the arguments with which pickle restores an embedding.
+
+    `_packed_class` has created the class of the embedding.
 
     pickle stores only the name of a class, but the other process cannot find this class by name.
     """

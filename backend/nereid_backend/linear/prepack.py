@@ -130,11 +130,14 @@ def change_class(layer: nn.Linear, kind: type[LinearClass]) -> LinearClass:
 
 
 def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
-    """Convert the weight of one layer. Return False if the weight cannot be converted.
+    """Convert the weight of one layer to the layout of the fastest CPU kernel.
 
     Args:
-        layer: the layer. Mutated.
+        layer: the layer. Mutated: its class and its weight change.
         keep: whether other layers share the weight. If so, the weight stays in memory unchanged.
+
+    Returns:
+        Whether the weight was converted. False if no kernel supports the weight.
     """
     result = _pack_weight(layer.weight.detach())
     if result is None:
@@ -151,8 +154,8 @@ def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
 def _pack_weight(weight: Tensor) -> tuple[type[nn.Linear], Tensor] | None:
     """Return the fastest layer class for a weight, and the weight in the layout of this class.
 
-    Return None if no class supports the weight. If the weight is in a mapped file, its
-    pages are returned to the operating system.
+    Return None if no class supports the weight. If the weight is in a memory-mapped file, the pages
+    of the file are returned to the operating system, because they are no longer needed.
     """
     if native_linear.can_pack(weight):
         return NativeLinear, native_linear.pack(weight, discard_file_pages)

@@ -101,12 +101,14 @@ def can_quantise(weight: Tensor) -> bool:
 
 
 def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
-    """Round a weight to integers, and return the integers and one scale for each group.
+    """Round a weight, [out_features, in_features], to integers with one scale for each group.
 
-    The weight is [out_features, in_features]. With 4 bits, each group also has a zero. Example:
-    with 8 bits, a group with the weights [0.5, -1.27] has the scale 0.01 and the integers
+    A group consists of 64 consecutive inputs of one output with 8 bits, or of 32 inputs with 4
+    bits. With 4 bits, each group also has a zero: the integer that represents the weight 0.
+    Example with 8 bits: a group with the weights [0.5, -1.27] has the scale 0.01 and the integers
     [50, -127].
     """
+    # The weight is rounded in slices of some rows, so that the temporary copies need little memory.
     num_rows = _rows_of_slice(weight.shape[1])
     parts = [_quantise_rows(rows.float(), bits) for rows in torch.split(weight.detach(), num_rows)]
     values, scales, zeros = zip(*parts, strict=True)
@@ -116,12 +118,12 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
 
 
 def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits: int) -> None:
-    """Convert a layer to a GroupedLinear. The function `read_rows` provides the weight.
+    """Convert a layer to a GroupedLinear, whose weights are integers of 4 or 8 bits.
 
-    `layer.weight` determines only the shape. A few rows of the weight are read at a time.
+    A few rows of the weight are read and rounded at a time, to save memory.
 
     Args:
-        layer: the layer. Mutated.
+        layer: the layer. Mutated. `layer.weight` determines only the shape.
         read_rows: returns rows of the weight. Example: `read_rows(16, 32)` returns the rows 16 to
             31.
         bits: 4 or 8.
@@ -145,7 +147,8 @@ def model_bytes(model: nn.Module) -> int:
     storage_bytes: dict[int, int] = {}  # by the address of the storage
     for tensor in [*model.parameters(), *model.buffers()]:
         if hasattr(tensor, "to_local"):
-            tensor = tensor.to_local()
+            tensor = tensor.to_local()  # the slice of this process
+        # A tensor in the format of oneDNN (mkldnn) has no storage whose size torch can return.
         if not tensor.is_mkldnn:
             storage = tensor.untyped_storage()
             storage_bytes[storage.data_ptr()] = storage.nbytes()
@@ -179,6 +182,7 @@ def _round_to_uint4(groups: Tensor) -> QuantisedWeight:
     The zero of a group is the integer that represents the weight 0. Example: a group with the
     weights [-0.5, 1.0] has the scale 0.1, the zero 5 and the integers [0, 15].
     """
+    # The range of a group must contain 0, so that the weight 0 has no rounding error.
     lowest = groups.amin(2).clamp(max=0)
     highest = groups.amax(2).clamp(min=0)
     scales = _as_float16((highest - lowest) / _MAX_UINT4)
@@ -198,7 +202,7 @@ def _as_float16(scales: Tensor) -> Tensor:
 
 
 def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
-    """Convert one layer to a GroupedLinear, and round its weights.
+    """Convert one layer to a GroupedLinear, whose weights are integers.
 
     Args:
         layer: the layer, of the class nn.Linear. Mutated.
@@ -210,6 +214,8 @@ def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
 
     def read_rows(start: int, end: int) -> Tensor:
         rows = weight[start:end].float()
+        # The rows are not read again. If the weight is in a memory-mapped file, return the pages to
+        # the operating system.
         discard_file_pages(weight[start:end])
         return rows
 

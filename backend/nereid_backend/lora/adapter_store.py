@@ -31,8 +31,7 @@ class AdapterStore:
         """Create a store without adapters.
 
         Args:
-            layers: the layers of the model. The store adds adapters to these layers, and removes
-                adapters from these layers.
+            layers: the layers of the model, to which the store adds adapters.
             sizes: the sizes of the linear layers that an adapter can change, by layer name.
             like: a tensor with the dtype and the device of the model.
             max_bytes: the largest total size of the adapters in memory.
@@ -43,6 +42,8 @@ class AdapterStore:
         self._max_bytes = max_bytes
         self._like = like
         self._in_use = in_use
+        # Maps each name to the adapter that new requests with this name use. The adapter may have
+        # been removed from memory.
         self._named: dict[str, Adapter] = {}
         # Maps each adapter in memory to its size in bytes. The most recently used adapter is last.
         self._resident: dict[Adapter, int] = {}
@@ -65,8 +66,8 @@ class AdapterStore:
     def load(self, name: str, path: str) -> None:
         """Read a LoRA adapter from disk, so that requests can select it with `name`.
 
-        If an adapter with this name exists, new requests use the new adapter. Unfinished requests
-        use the old adapter until they end.
+        `path` is the folder of the adapter. If an adapter with this name exists, new requests use
+        the new adapter. Unfinished requests use the old adapter until they end.
 
         Raises:
             ModelError: if the files are missing or broken, or if the adapter does not fit the
@@ -74,11 +75,11 @@ class AdapterStore:
             CapacityError: if the adapters of unfinished requests leave too little memory.
         """
         adapter, weights = self._read(name, path)
-        self._make_resident(adapter, weights)
+        self._move_into_memory(adapter, weights)
         self._named[name] = adapter
-        # The new adapter may have replaced an old adapter. If no request uses the old adapter, free
-        # the memory of the old adapter.
-        self._remove_nameless()
+        # The new adapter may have replaced an old adapter with this name. If no request uses the
+        # old adapter, free its memory.
+        self._remove_unselectable()
 
     def unload(self, name: str) -> None:
         """Remove an adapter, so that new requests can no longer select it.
@@ -91,10 +92,12 @@ class AdapterStore:
         if name not in self._named:
             raise RequestError(self._unknown(name))
         del self._named[name]
-        self._remove_nameless()
+        self._remove_unselectable()
 
     def acquire(self, name: str) -> Adapter:
-        """Return the adapter that a new request selects. Read it from disk if it is not in memory.
+        """Return the adapter that a new request selects by its name.
+
+        If the adapter was removed from memory to make space for others, read it from disk again.
 
         Raises:
             RequestError: if no adapter has this name, or if the files of the adapter have changed
@@ -108,7 +111,7 @@ class AdapterStore:
             # Move the adapter to the end, because it is now the most recently used adapter.
             self._resident[adapter] = self._resident.pop(adapter)
         else:
-            self._make_resident(adapter, self._read_again(adapter))
+            self._move_into_memory(adapter, self._read_again(adapter))
         return adapter
 
     def _read_again(self, adapter: Adapter) -> AdapterWeights:
@@ -123,7 +126,7 @@ class AdapterStore:
             raise RequestError(
                 f"lora_name: the adapter {adapter.name} cannot be read again: {error}"
             ) from error
-        if current.digest != adapter.digest:
+        if current.digest != adapter.digest:  # a hash of the adapter's files
             raise RequestError(
                 f"lora_name: the files of the adapter {adapter.name} have changed since it was "
                 "loaded. Load the adapter again."
@@ -133,11 +136,13 @@ class AdapterStore:
     def _read(self, name: str, path: str) -> tuple[Adapter, AdapterWeights]:
         return read_adapter(name, path, self._sizes, self._max_bytes, self._like)
 
-    def _make_resident(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Copy an adapter into memory. If necessary, first remove adapters that are not in use.
+    def _move_into_memory(self, adapter: Adapter, weights: AdapterWeights) -> None:
+        """Store the matrices of an adapter on the model's device, in the memory for adapters.
+
+        If necessary, first remove adapters that no request uses.
 
         Raises:
-            ModelError: if the adapter is larger than the limit.
+            ModelError: if the adapter is larger than the memory for all adapters.
             CapacityError: if the adapters of unfinished requests leave too little memory.
         """
         num_bytes = self._layers.num_bytes(weights)
@@ -146,7 +151,7 @@ class AdapterStore:
                 f"the adapter {adapter.name} needs {num_bytes} bytes, but all adapters together "
                 f"may have {self._max_bytes} bytes (lora_memory). Raise lora_memory."
             )
-        self._free_memory(num_bytes)
+        self._free_memory(num_bytes)  # never removes the adapters of unfinished requests
         free_bytes = self._max_bytes - self._resident_bytes
         if num_bytes > free_bytes:
             raise CapacityError(
@@ -170,11 +175,11 @@ class AdapterStore:
                 return
             self._remove(adapter)
 
-    def _remove_nameless(self) -> None:
+    def _remove_unselectable(self) -> None:
         """Remove an adapter from memory if it was unloaded or replaced and no request uses it."""
         needed = self._in_use() | set(self._named.values())
-        nameless = [adapter for adapter in self._resident if adapter not in needed]
-        for adapter in nameless:
+        unselectable = [adapter for adapter in self._resident if adapter not in needed]
+        for adapter in unselectable:
             self._remove(adapter)
 
     def _remove(self, adapter: Adapter) -> None:

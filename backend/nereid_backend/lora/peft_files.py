@@ -68,8 +68,8 @@ def read_adapter(
 ) -> tuple[Adapter, AdapterWeights]:
     """Read a LoRA adapter from disk, and check that the adapter fits the model.
 
-    Return a description of the adapter and its weights. The description contains a hash of the
-    files, so that a later change of the files can be detected.
+    Return the adapter's name, folder and hash as an `Adapter`, and the adapter's weights. The hash
+    of the files shows later whether the files have changed.
 
     Args:
         name: the name with which requests select the adapter.
@@ -91,6 +91,7 @@ def read_adapter(
         tensors = safetensors.torch.load(weights_bytes)
     except (SafetensorError, ValueError, KeyError) as error:
         raise ModelError(f"{weights_file}: the file is broken ({error}).") from error
+    # `weights` contains two matrices for each linear layer that the adapter changes.
     weights = _convert_weights(weights_file, config, tensors, layers, like)
     adapter = Adapter(name, str(root), _digest(config_bytes, weights_bytes))
     return adapter, weights
@@ -109,13 +110,13 @@ def _digest(*contents: bytes) -> bytes:
 
 
 def _read(file: Path, max_bytes: int, *, max_ratio: int = 1) -> bytes:
-    """Return the content of a file of an adapter.
+    """Return the content of one of an adapter's files.
 
     Args:
         file: the file.
         max_bytes: the largest size of an adapter in memory (the setting lora_memory).
-        max_ratio: how many times larger the file may be than `max_bytes`. A file with weights may
-            be larger, because its numbers can have a wider data type than those of the model.
+        max_ratio: the file may have at most `max_ratio * max_bytes` bytes. A file with weights may
+            be larger than the weights in memory, because its numbers can have a wider data type.
 
     Raises:
         ModelError: if the file cannot be read or is too large.
@@ -129,7 +130,7 @@ def _read(file: Path, max_bytes: int, *, max_ratio: int = 1) -> bytes:
             )
         return file.read_bytes()
     except OSError as error:
-        hint = _pickle_hint(file)
+        hint = _pickle_hint(file)  # a sentence if the folder contains the weights as a pickle file
         raise ModelError(f"{file}: the file cannot be read ({error.strerror}).{hint}") from error
 
 
@@ -145,7 +146,14 @@ def _pickle_hint(missing_file: Path) -> str:
 
 
 def _parse_config(file: Path, text: bytes) -> dict[str, Any]:
-    """Return the settings in the text of adapter_config.json.
+    """Parse the content of adapter_config.json, and check that it describes a plain LoRA adapter.
+
+    Args:
+        file: the path of the file, for error messages.
+        text: the content of the file.
+
+    Returns:
+        The settings of the adapter.
 
     Raises:
         ModelError: if the settings describe something other than a plain LoRA adapter.
@@ -182,6 +190,7 @@ def _check_settings(file: Path, config: dict[str, Any]) -> None:
         )
     if config.get("bias", "none") != "none":
         raise ModelError(f"{file}: bias must be 'none', but the file has {config['bias']!r}.")
+    # Some methods that initialise an adapter also change the weights of the model.
     initialisation = config.get("init_lora_weights")
     if isinstance(initialisation, str) and initialisation.lower().startswith(_CHANGED_WEIGHTS):
         raise ModelError(
@@ -190,7 +199,8 @@ def _check_settings(file: Path, config: dict[str, Any]) -> None:
             "save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
     for setting, value in config.items():
-        if value and setting not in _HARMLESS_SETTINGS:
+        is_unknown = setting not in _HARMLESS_SETTINGS
+        if is_unknown and value:
             raise ModelError(
                 f"{file}: the setting {setting} has the value {value!r}, and this server does not "
                 "support such adapters. Merge the adapter into the model."
@@ -204,11 +214,11 @@ def _convert_weights(
     layers: Mapping[str, LayerSizes],
     like: Tensor,
 ) -> AdapterWeights:
-    """Return two matrices for each linear layer that an adapter changes. The keys are layer names.
+    """Return the two matrices of each linear layer that an adapter changes, by the layer's name.
 
-    The matrix lora_A (down) reduces the inputs of a layer to `rank` numbers, and the matrix lora_B
-    (up) converts these numbers into a change of the outputs. The scale of the adapter is
-    multiplied into lora_B.
+    The matrix lora_A (down), [rank, in_features], reduces the inputs of a layer to `rank` numbers.
+    The matrix lora_B (up), [out_features, rank], converts these numbers into a change of the
+    outputs. The scale of the adapter is multiplied into lora_B.
 
     Args:
         file: the path of the weights, for error messages.
@@ -236,7 +246,9 @@ def _convert_weights(
 
 
 def _check_rank(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> None:
-    """Raise a ModelError if adapter_config.json and the weights give a layer different ranks.
+    """Raise a ModelError if the rank of a layer in adapter_config.json differs from its weights.
+
+    In this case, the two files do not belong to the same adapter.
 
     Args:
         file: the path of the weights.
@@ -287,11 +299,11 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
     return matrices
 
 
-def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str | None:
+def _describe_misfit(matrices: dict[str, Tensor], sizes: LayerSizes | None) -> str | None:
     """Return the reason why the matrices of an adapter do not fit a layer; None if they fit.
 
     Args:
-        parts: the matrices lora_A (key "A") and lora_B (key "B") of the layer.
+        matrices: the matrices lora_A (key "A") and lora_B (key "B") of the layer.
         sizes: the sizes of the model's layer; None if an adapter cannot change this layer.
     """
     if sizes is None:
@@ -300,10 +312,10 @@ def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str 
             "that compute every token of a step can have one."
         )
     for letter in ("A", "B"):
-        if letter not in parts:
+        if letter not in matrices:
             return f"the matrix lora_{letter} is missing."
-    shape_a = tuple(parts["A"].shape)
-    shape_b = tuple(parts["B"].shape)
+    shape_a = tuple(matrices["A"].shape)
+    shape_b = tuple(matrices["B"].shape)
     rank = shape_a[0] if shape_a else 0  # a damaged file may contain a tensor without dimensions
     expected_a = (rank, sizes.in_features)
     expected_b = (sizes.out_features, rank)
@@ -319,8 +331,14 @@ def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str 
 def _scale(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> float:
     """Return the factor by which the product of lora_B and lora_A is multiplied in a layer.
 
-    The factor follows from the settings in adapter_config.json. `file` is the path of this file.
-    Example: lora_alpha=16 and rank 4 give 4.0, or 8.0 with use_rslora.
+    The factor is lora_alpha / rank, or lora_alpha / sqrt(rank) with use_rslora. Example:
+    lora_alpha=16 and rank 4 give 4.0, or 8.0 with use_rslora.
+
+    Args:
+        file: the path of adapter_config.json, for error messages.
+        config: the content of adapter_config.json.
+        layer_name: the name of the layer. Some layers may have their own lora_alpha.
+        rank: the rank of the layer's matrices.
 
     Raises:
         ModelError: if lora_alpha is not a number.
@@ -335,9 +353,10 @@ def _scale(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> fl
 def _layer_setting(
     file: Path, config: dict[str, Any], setting: str, layer_name: str, default: object
 ) -> object:
-    """Return the setting of the first pattern that matches a layer, or the default setting.
+    """Return the value of a setting that can be different for some layers.
 
-    Example: with rank_pattern={"q_proj": 2}, the layer "layers.0.q_proj" has the rank 2.
+    Example: with rank_pattern={"q_proj": 2} and the default 8, the layer "layers.0.q_proj" has the
+    rank 2, and the layer "layers.0.k_proj" has the rank 8.
 
     Args:
         file: the path of adapter_config.json.
@@ -352,6 +371,7 @@ def _layer_setting(
     patterns = config.get(setting) or {}
     try:
         for pattern, value in patterns.items():
+            # A pattern matches a whole layer name, or the end of a layer name after a dot.
             if re.fullmatch(rf"(.*\.)?({pattern})", layer_name):
                 return value
     except (AttributeError, re.error) as error:

@@ -21,10 +21,10 @@ def read_sampled(
 ) -> list[Sampled]:
     """Return the new tokens of each sequence for which the step sampled at least one token.
 
-    Tokens were sampled at one position of an ordinary chunk, and at several positions of a chunk
-    with draft tokens. Example: the first chunk has 1 position, and the second chunk has 3
-    positions, because it has 2 draft tokens. The sampled token with the index 0 belongs to the
-    first chunk. The sampled tokens with the indices 1 to 3 belong to the second chunk.
+    The step samples one token for an ordinary sequence. For a sequence with k draft tokens, it
+    samples k + 1 tokens: one in place of each draft token, and one after the last draft token.
+    Example: the second of two sequences has 2 draft tokens. The sampled token with the index 0
+    belongs to the first sequence, and the tokens with the indices 1 to 3 belong to the second.
 
     Args:
         sampling: the positions at which tokens were sampled. The positions of a sequence are
@@ -43,12 +43,14 @@ def read_sampled(
         ]
     sampled = []
     end = 0
+    # `sampling.counts` contains the number of positions of each sequence.
     for num_positions in sampling.counts:
         # The positions of this sequence have the indices from `first` to `end` - 1.
         first = end
         end = first + num_positions
         sequence, drafts = sampling.positions[end - 1]
         if first in masks.errors:
+            # The grammar has failed, so the tokens of this sequence are not valid.
             new_tokens = Sampled([], [], masks.errors[first])
         elif drafts or sequence.guide is not None or sampled_tokens.errors:
             new_tokens = _accept_or_end(sequence, drafts, sampled_tokens, first)
@@ -79,7 +81,7 @@ def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bo
 def _accept_or_end(
     sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
 ) -> Sampled:
-    """Return the new tokens of a sequence, or an error if its grammar fails.
+    """Return the new tokens of a sequence. If its grammar fails, return an error instead.
 
     The error ends the sequence. `_accept` describes the arguments.
     """
@@ -149,12 +151,8 @@ def _accept(
 def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
     """Return those tokens of `forced` that can be added without another forward pass.
 
-    A token is forced if the grammar allows no other token at its position. The tokens are cut at a
-    stop token; see `_until_stop`.
-
-    The result is empty in two cases. If the request asks for log-probabilities, a step of the model
-    must compute them. If other fields of the request also limit the tokens, only the mask of the
-    next step combines these fields with the grammar.
+    A token is forced if the grammar allows no other token at its position. The result ends at the
+    first stop token.
 
     Args:
         sequence: the sequence.
@@ -162,10 +160,15 @@ def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[
         num_new: the number of tokens that this step has already added to the sequence.
     """
     params = sequence.params
+    if params.logprobs is not None:
+        return []  # Only a forward pass computes the log-probabilities of the tokens.
     has_other_limits = params.allowed_token_ids is not None or params.bad_words_token_ids
-    if params.logprobs is not None or has_other_limits:
+    if has_other_limits:
+        # These fields may forbid a forced token. Only the mask of the next step combines the fields
+        # with the grammar.
         return []
-    return _until_stop(sequence, forced, sequence.num_output_tokens + num_new)
+    num_output = sequence.num_output_tokens + num_new
+    return _until_stop(sequence, forced, num_output)
 
 
 def _until_stop(sequence: Sequence, token_ids: list[int], num_before: int) -> list[int]:

@@ -32,8 +32,8 @@ def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
 
     Args:
         logits: [n, vocab_size] float32, finite or -inf. Not changed.
-        masks: maps the index of a row to the mask of the row. Every token is allowed in rows
-            without an entry.
+        masks: maps the index of a row to the mask of the row, [ceil(vocab_size / 32)] int32. Every
+            token is allowed in rows without an entry.
 
     Returns:
         A new tensor, even if every token is allowed.
@@ -59,9 +59,10 @@ def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
         packed: [len(rows), ceil(vocab_size / 32)] int32, the masks of `rows`.
     """
     vocab_size = logits.shape[1]
-    # The table `_BIAS_OF_BYTE` converts each byte of a mask to 8 biases (0 or -inf), one for each
-    # token. With mode="clip", numpy does not check the indices, which saves time. The mode does not
-    # change the result, because each byte is a valid index into the table.
+    # A byte of a mask contains the bits of 8 tokens. The table `_BIAS_OF_BYTE` converts each byte
+    # to 8 biases: 0 for an allowed token, and -inf for a forbidden token. With mode="clip", numpy
+    # does not check the indices, which saves time. The mode does not change the result, because
+    # each byte is a valid index into the table.
     padded_biases = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
     # The last word of a mask has bits for tokens after the end of the vocabulary.
     biases = torch.from_numpy(padded_biases[:, :vocab_size])
@@ -84,9 +85,10 @@ def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
     """
     device = logits.device
     vocab_size = logits.shape[1]
-    # Each word of a mask contains the bits of 32 tokens.
+    # Each word of a mask contains the bits of 32 tokens. A bit of 1 allows the token.
     shifts = torch.arange(32, dtype=torch.int32, device=device)
     bits = (upload(packed, device)[:, :, None] >> shifts) & 1
+    # The last word has bits for tokens after the end of the vocabulary.
     is_forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
     device_rows = upload(np.array(rows), device)
     masked_rows = logits[device_rows].masked_fill_(is_forbidden, float("-inf"))

@@ -69,14 +69,14 @@ class Sampling(NamedTuple):
 def sampling_of(plan: StepPlan) -> Sampling:
     """Return the positions at which tokens are sampled in the step that `plan` describes.
 
-    A chunk contains the tokens of one sequence, and the model returns rows of logits for the last
-    tokens of the chunk. If a prompt is divided into chunks, only its last chunk samples a token. A
-    chunk with k draft tokens (guesses for the next tokens) has k + 1 positions: one before each
-    draft token, and one after the last draft token.
+    A chunk contains the tokens of one sequence. If a prompt is divided into chunks, only its last
+    chunk samples a token. A chunk with k draft tokens (guesses for the next tokens) has k + 1
+    positions: one in place of each draft token, and one after the last draft token. A position
+    consists of the sequence and the draft tokens before the position.
 
     Example: the first chunk has 1 row of logits and no draft tokens. The second chunk has 3 rows of
     logits and the draft tokens [8, 9]. The result has 4 positions. Their draft tokens are [], [],
-    [8] and [8, 9]. The rows are [0, 1, 2, 3], and the counts are [1, 3].
+    [8] and [8, 9]. The rows of logits are [0, 1, 2, 3]. The chunks have [1, 3] positions.
     """
     positions: list[Position] = []
     rows: list[int] = []

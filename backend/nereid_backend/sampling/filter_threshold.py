@@ -29,8 +29,11 @@ def filter_threshold(
 ) -> FilterThreshold:
     """Return the smallest probability that min_p, top_k and top_p keep in each row.
 
-    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 keeps the first three tokens.
-    Their sum is 0.95. With top_p=0.8, the kept tokens must sum to at least 0.8 * 0.95 = 0.76. The
+    Only the `width` likeliest tokens of each row are examined. A result is certain if the filters
+    remove all tokens that were not examined.
+
+    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 keeps the first three tokens,
+    whose sum is 0.95. With top_p=0.8, the kept tokens must sum to at least 0.8 * 0.95 = 0.76. The
     first two tokens are sufficient, because their sum is 0.8. The result is 0.3.
 
     Args:
@@ -39,6 +42,7 @@ def filter_threshold(
         top_k: [n, 1]; 0 turns the filter off.
         top_p: [n, 1]; 1 turns the filter off.
     """
+    # The threshold of min_p and top_k, which are applied before top_p.
     floor = _min_p_top_k_threshold(probs, min_p, top_k)
     kept = probs * (probs >= floor.probs)
     # top_p refers to the total probability of the tokens that min_p and top_k keep. If these two
@@ -54,12 +58,14 @@ def filter_threshold(
 def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> FilterThreshold:
     """Return the smallest probability that min_p and top_k keep in each row.
 
+    min_p removes the tokens whose probability is less than min_p times the largest probability.
     Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. min_p=0.5 alone gives the threshold
     0.5 * 0.5 = 0.25, and top_k=3 alone gives 0.15. With both filters, the threshold is 0.25.
 
-    See `filter_threshold` for the arguments.
+    `filter_threshold` documents the arguments.
     """
     largest = probs[:, :1]
+    # 0 if both filters are off, or if top_k exceeds the number of examined tokens.
     threshold = torch.maximum(_kth_largest(probs, top_k), largest * min_p)
     has_neither_filter = (threshold == 0) & (top_k <= 0)
     is_certain = has_neither_filter | _keeps_only_examined(probs, threshold)
@@ -92,6 +98,7 @@ def _smallest_in_nucleus(probs: Tensor, min_sum: Tensor) -> Tensor:
     # `min_sum`.
     sum_of_likelier = probs.cumsum(-1) - probs
     is_in_nucleus = sum_of_likelier < min_sum
+    # Rounding must not remove the likeliest token.
     nucleus_size = is_in_nucleus.sum(-1, keepdim=True).clamp_(min=1)
     return probs.gather(1, nucleus_size - 1)
 

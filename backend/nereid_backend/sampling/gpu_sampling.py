@@ -89,18 +89,20 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
 def why_unusable(device: torch.device) -> str | None:
     """Return the reason why a device cannot use the sampling kernel; None if it can.
 
-    Each process compares the kernel with the reference once for each device.
+    The kernel is compared with the reference implementation. The result is cached, so each process
+    makes this comparison once for each device.
     """
     try:
-        differing = num_differing(device)
+        num_wrong_tokens = num_differing(device)
     except Exception as error:  # noqa: BLE001
         # A compiler or a driver may raise any exception. After an exception, the kernel is not
         # used, and torch samples the tokens.
         return f"{type(error).__name__}: {first_line(error)}"
-    if differing > _MAX_DIFFERING:
+    # Few differences are accepted, because rounding can change the order of similar tokens.
+    if num_wrong_tokens > _MAX_DIFFERING:
         return (
-            f"{differing} of {_NUM_CHECKED_ROWS} tokens differ from the reference implementation's "
-            "tokens"
+            f"{num_wrong_tokens} of {_NUM_CHECKED_ROWS} tokens differ from the reference "
+            "implementation's tokens"
         )
     return None
 
@@ -142,9 +144,11 @@ def num_differing(device: torch.device) -> int:
     and the kernel reports that a token is allowed.
     """
     logits, batch = _test_batch()
-    # The order of the rows is part of the interface of `sample`.
+    # `sample` requires this order of the settings.
     settings = np.stack([batch.temperature, batch.top_p, batch.top_k, batch.min_p, batch.uniform])
     device_logits = logits.to(device)
+    # The second argument contains the model's own logits, from which the log-probabilities are
+    # computed. Here, no mask or penalty has changed the logits.
     results = sample(device_logits, device_logits, settings)
     token_ids, logprobs, has_allowed = (result.cpu() for result in results)
     has_expected_token = token_ids == sample_rows(logits, batch)

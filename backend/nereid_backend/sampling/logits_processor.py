@@ -35,9 +35,8 @@ Integers = NDArray[np.int64]
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Check that logit_bias, allowed_token_ids and bad_words_token_ids contain valid token ids.
 
-    A token id is valid if it is less than `vocab_size`.
-
-    Stop tokens may lie outside the vocabulary, because the model never generates them.
+    A token id is valid if it is less than `vocab_size`. Stop tokens are not checked, because a stop
+    token outside the vocabulary is harmless: the model never generates it.
 
     Raises:
         RequestError: a token id is too large. The message names the field, the id and the limit.
@@ -94,12 +93,13 @@ class LogitsParams:
     def of(cls, sequence: Sequence, vocab_size: int) -> "LogitsParams":
         """Convert the logit-changing sampling parameters of a request to arrays.
 
-        Example: the logit_bias {4: 1.5, 9: -2} gives the `bias_ids` [4, 9] and the `bias_values`
-        [1.5, -2].
+        `sequence` is a sequence of the request. Example: the logit_bias {4: 1.5, 9: -2} gives the
+        `bias_ids` [4, 9] and the `bias_values` [1.5, -2].
         """
         params = sequence.params
         bias = _bias_pairs(params)
         allowed_ids = params.allowed_token_ids
+        # A bad word is a sequence of tokens. Bad words of one token are forbidden everywhere.
         bad_tokens = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
         # Stop tokens outside the vocabulary have no logit.
         stops = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
@@ -138,13 +138,14 @@ class LogitsParams:
     def _last_tokens_of_bad_words(self, position: Position) -> list[int]:
         """Return the tokens that would complete a bad word if they came next.
 
-        The attribute `bad_words` contains the bad words by their second-to-last token. Example: the
-        bad word is [5, 7, 9], and the output ends with [5, 7]. The result is [9].
+        A bad word consists of its beginning and its last token. Example: the bad word is [5, 7, 9],
+        and the output ends with [5, 7]. The result is [9].
         """
         num_output = position.num_output_tokens
         if num_output == 0:
             return []
         last_tokens = []
+        # `bad_words` maps a token to the bad words whose beginning ends with this token.
         for bad_word in self.bad_words.get(position.newest_token, ()):
             length = len(bad_word.beginning)
             # Bad words are forbidden only in the output. Ignore a bad word that would begin in the
@@ -177,15 +178,17 @@ class LogitsProcessor:
 
         Args:
             logits: [n, vocab_size], any float dtype. Not changed.
-            positions: the position of each row.
+            positions: the position of each row. A position is a place in a sequence at which a
+                token is sampled.
             changed: the indices of the rows whose requests have a parameter that changes logits.
-            masks: maps the index of a row to the token mask of its guide. A guide is the state of a
-                request's grammar. It forbids no token in rows without an entry.
+            masks: maps the index of a row to the token mask of the request's grammar. The grammar
+                forbids no token in rows without an entry.
 
         Returns:
             `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.
         """
         vocab_size = logits.shape[1]
+        # For each row in `changed`, the parameters of its request as arrays.
         params = {i: self._logits_params_of(positions[i], i, vocab_size) for i in changed}
         if not params and not masks:
             return logits
@@ -200,9 +203,9 @@ class LogitsProcessor:
         return logits
 
     def _logits_params_of(self, position: Position, index: int, vocab_size: int) -> LogitsParams:
-        """Return the prepared logits parameters of the request at a position.
+        """Return the logit-changing parameters of the request at a position, as arrays.
 
-        The first call for a request prepares the parameters and stores them in the cache.
+        The first call for a request creates the arrays and stores them in the cache.
 
         Args:
             position: the position.
@@ -212,6 +215,7 @@ class LogitsProcessor:
         row = _cache_row(position, index)
         logits_params = self._logits_params.get(row)
         if logits_params is None or logits_params.owner is not position.sequence:
+            # The cache row is unused, or belongs to a request that has ended.
             logits_params = LogitsParams.of(position.sequence, vocab_size)
             self._logits_params[row] = logits_params
         return logits_params
@@ -219,7 +223,7 @@ class LogitsProcessor:
     def _penalise(
         self, logits: Tensor, positions: abc.Sequence[Position], indices: abc.Sequence[int]
     ) -> None:
-        """Apply the penalties of requests to their rows of `logits`.
+        """Apply the repetition, frequency and presence penalties of requests to the logits.
 
         Args:
             logits: [n, vocab_size] float32. Mutated.
@@ -229,6 +233,7 @@ class LogitsProcessor:
         penalised = [positions[i] for i in indices]
         # The rows in which `_counts` stores the tokens of the requests.
         cache_rows = [_cache_row(positions[i], i) for i in indices]
+        # The distinct tokens before each position, and how often each of them occurs.
         ids, counts = self._counts.tokens_and_counts(cache_rows, penalised)
         params = [position.sequence.params for position in penalised]
         are_all_penalised = len(indices) == len(logits)

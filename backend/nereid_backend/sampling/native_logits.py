@@ -57,7 +57,10 @@ def argmax_logsumexp(logits: Tensor) -> ArgmaxLogsumexp:
 
 
 def _argmax_logsumexp_with_kernel(logits: Tensor) -> ArgmaxLogsumexp:
-    """Compute the result of `argmax_logsumexp` with a kernel, which reads each logit once."""
+    """Compute the likeliest token and the logsumexp of each row with a CPU kernel.
+
+    The kernel reads each logit once. `logits` is [n, vocab_size].
+    """
     likeliest_ids = torch.empty(len(logits), dtype=torch.int64)
     logsumexp = torch.empty(len(logits))
     logits = _with_contiguous_rows(logits)
@@ -88,7 +91,8 @@ def sample(
 ) -> Tensor:
     """Sample one token for each row from the whole vocabulary, without filters.
 
-    The random number of a row selects the token; see `select_indices` in weighted_selection.py.
+    The random number of a row selects the token: the first token at which the cumulative
+    probabilities exceed the random number.
 
     Args:
         logits: [n, vocab_size].

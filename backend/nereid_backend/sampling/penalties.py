@@ -71,9 +71,7 @@ class TokenCounts:
     def tokens_and_counts(
         self, rows: abc.Sequence[int], positions: abc.Sequence[Position]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the distinct tokens before each position, and the count of each token.
-
-        A count is the number of times that the token occurs in the output.
+        """Return the distinct tokens before each position, and how often each of them was output.
 
         If the request has a repetition penalty, the tokens of the prompt are included. Tokens that
         occur only in the prompt have the count 0. Example: a request with a repetition penalty has
@@ -81,17 +79,16 @@ class TokenCounts:
         [0, 1, 2].
 
         Args:
-            rows: for each position, the row of the tables that belongs to its request. If a row
-                belonged to another request before, the row is built again.
+            rows: for each position, the row in which this object stores the tokens of the request.
             positions: the positions. The positions of one request are consecutive. Draft tokens
                 before a position (guesses for output tokens) count as output tokens.
 
         Returns:
-            Token ids [n, width] int64 and counts [n, width] float32. Both are copies. `TokenCounts`
-            describes the unused elements at the end of a row.
+            Token ids [n, width] int64 and counts [n, width] float32. Unused elements at the end of
+            a row repeat the first token of the row and its count.
         """
         for row, position in zip(rows, positions, strict=True):
-            self._update_row(row, position.sequence)
+            self._count_new_tokens(row, position.sequence)
         max_distinct = max(self._requests[row].num_distinct for row in rows)
         max_drafts = max(len(position.drafts) for position in positions)
         # Each draft token may need a new column. The result has at least one column, even if no
@@ -99,36 +96,38 @@ class TokenCounts:
         width = max(1, max_distinct + max_drafts)
         self._widen(width)
         # Indexing with a list of rows copies the rows. Draft tokens are counted only in the copies,
-        # not in the tables, because draft tokens may be rejected.
+        # not in the stored rows, because draft tokens may be rejected.
         ids = self._ids[rows, :width]
         counts = self._counts[rows, :width]
         for index, position in enumerate(positions):
             if position.drafts:
-                columns = dict(self._requests[rows[index]].columns)
-                _add(ids[index], counts[index], position.drafts, columns)
+                columns = dict(self._requests[rows[index]].columns)  # maps tokens to columns
+                _count_tokens(ids[index], counts[index], position.drafts, columns)
         return ids, counts
 
-    def _update_row(self, row: int, sequence: Sequence) -> None:
-        """Count the tokens of a request that have not been counted yet.
+    def _count_new_tokens(self, row: int, sequence: Sequence) -> None:
+        """Count the output tokens of a request that were sampled since the previous call.
 
-        `row` is the row of the tables that belongs to the request. If the row belonged to another
-        request before, all output tokens of the new request are counted.
+        `row` is the row in which the counts of the request are stored.
         """
         counted = self._requests.get(row)
         if counted is None or counted.owner is not sequence:
-            counted = self._begin(row, sequence)
+            # The row is unused, or contains the counts of an ended request. Count all output
+            # tokens of the new request.
+            counted = self._reset_row(row, sequence)
         new_token_ids = sequence.token_ids[counted.num_counted :]
         if new_token_ids:
             # All new tokens may be distinct, so each of them may need a column.
             self._widen(counted.num_distinct + len(new_token_ids))
-            _add(self._ids[row], self._counts[row], new_token_ids, counted.columns)
+            _count_tokens(self._ids[row], self._counts[row], new_token_ids, counted.columns)
             counted.num_counted += len(new_token_ids)
 
-    def _begin(self, row: int, sequence: Sequence) -> _CountedTokens:
-        """Reset a row for a new request. Return the object that will record the counted tokens.
+    def _reset_row(self, row: int, sequence: Sequence) -> _CountedTokens:
+        """Prepare a row for a new request. Return the object that records the counted tokens.
 
-        If the request has a repetition penalty, add the tokens of its prompt with the count 0,
-        because the repetition penalty also applies to the tokens of the prompt.
+        The row contains the distinct tokens of the request and their counts. If the request has a
+        repetition penalty, add the tokens of its prompt with the count 0, because this penalty also
+        applies to the tokens of the prompt.
         """
         self._lengthen(row + 1)
         self._ids[row] = 0
@@ -176,14 +175,14 @@ def apply_penalties(
     """Apply the penalties to the logits of tokens that occur in the prompt or the output.
 
     The repetition penalty applies to the tokens of the prompt and the output: a positive logit is
-    divided by the penalty, and a negative logit is multiplied by it. Then the frequency penalty is
-    subtracted once for each occurrence of a token in the output. The presence penalty is subtracted
-    once if the output contains the token.
+    divided by the penalty, and a negative logit is multiplied by the penalty. Then the frequency
+    penalty is subtracted once for each occurrence of a token in the output. The presence penalty is
+    subtracted once if the output contains the token.
 
     Args:
         logits: [n, vocab_size] float32. Mutated.
-        ids: [n, width], the token ids from `TokenCounts.tokens_and_counts`.
-        counts: [n, width], the counts from `TokenCounts.tokens_and_counts`.
+        ids: [n, width], the distinct tokens of each row; see `TokenCounts.tokens_and_counts`.
+        counts: [n, width], how often each token of `ids` occurs in the output.
         params: the sampling parameters of each row.
 
     Source: CTRL (Keskar et al. 2019) for repetition; OpenAI's API reference for the other two.
@@ -202,21 +201,22 @@ def apply_penalties(
     values = logits.gather(1, token_ids)
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * num_occurrences + presence * is_in_output
-    # A row can contain a token several times, but always with the same value; see `TokenCounts`.
+    # A row of `ids` can contain a token several times, because its unused elements repeat the first
+    # token. All copies of a token have equal counts, so they also have equal values.
     logits.scatter_(1, token_ids, values)
 
 
-def _add(
+def _count_tokens(
     ids: NDArray[np.int64],
     counts: NDArray[np.float32],
     token_ids: abc.Sequence[int],
     columns: dict[int, int],
 ) -> None:
-    """Count output tokens in one row of the tables.
+    """Add output tokens to one row of token counts.
 
     Example: the row is empty and has the width 4, and the tokens are [7, 9, 7]. Afterwards, the ids
     are [7, 9, 7, 7], and the counts are [2, 1, 2, 2]. The last two columns are unused, so they
-    repeat the first token.
+    repeat the first token and its count.
 
     Args:
         ids: [width], the distinct tokens of the row. Mutated.

@@ -35,11 +35,12 @@ def filter_rows(
     Args:
         probs: [n, vocab_size]. Not changed.
         is_selected: [n] bool.
-        keep: the filter, `keep_top_k` or `keep_top_p`.
+        keep: the filter, `keep_top_k` or `keep_top_p`, which sets the probabilities of the removed
+            tokens to 0.
         values: [n], the parameter of the filter for each row.
     """
     if is_selected.all():
-        return keep(probs, values)
+        return keep(probs, values)  # does not need to copy the rows
     rows = upload(np.flatnonzero(is_selected), probs.device)
     filtered_rows = keep(probs[rows], values[is_selected])
     return probs.index_copy(0, rows, filtered_rows)
@@ -75,8 +76,8 @@ def keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     total = cumulated[:, -1:]
     max_removed = (1 - column(top_p, probs)) * total
     num_removed = torch.searchsorted(cumulated, max_removed, right=True)
-    # The tokens are sorted by probability. The first token after the removed tokens is the least
-    # likely token that is kept. The last token, which is the likeliest, is always kept.
+    # The first token after the removed tokens is the least likely token of the nucleus. The
+    # likeliest token, which is the last, is always kept.
     first_kept = num_removed.clamp(max=probs.shape[1] - 1)
     smallest_kept = ascending.gather(1, first_kept)
     return probs * (probs >= smallest_kept)

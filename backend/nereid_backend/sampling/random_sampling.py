@@ -76,6 +76,8 @@ class SamplingBatch:
             positions: the positions whose tokens are sampled.
             rows: [num_positions], the sampling parameters that `SamplingTable.read` returned.
         """
+        # The seed of a request and the number of its output tokens determine the random number, so
+        # the number does not depend on the other requests of the step.
         counters = np.array([position.num_output_tokens for position in positions], dtype=np.uint64)
         # The arrays are copied, because a field of a structured array is not contiguous.
         return cls(
@@ -126,7 +128,7 @@ class UncertainRows(NamedTuple):
 def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Sample one token for each row. The random number of the row selects the token.
 
-    The filters are applied in the order temperature, min_p, top_k, top_p.
+    First the temperature is applied, and then the filters min_p, top_k and top_p, in this order.
 
     Args:
         logits: [n, vocab_size], any float dtype. If a row contains NaN or infinity, the token of
@@ -142,13 +144,16 @@ def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def sample_or_defer(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
-    """Sample one token for each row; see `sample_rows`.
+    """Sample one token for each row, and return the rows whose tokens may be wrong.
+
+    For speed, only the likeliest tokens of a row with filters are examined. If the filters may also
+    keep other tokens, the row is uncertain and must be sampled again.
 
     Args:
         logits: [n, vocab_size], any float dtype.
         batch: the sampling parameters and random numbers of the rows.
-        defers: whether the caller samples uncertain rows again. If False, this function itself
-            samples them again, so no row is uncertain.
+        defers: whether the caller samples uncertain rows again, so that this function need not wait
+            for the GPU. If False, this function samples them again, so no row is uncertain.
 
     Returns:
         Token ids [n] int64, and the uncertain rows. The second item is None if no row is uncertain.
@@ -162,18 +167,24 @@ def sample_or_defer(
         token_ids, is_certain = _sample_separately(logits, batch, is_filtered, defers=defers)
     if is_certain is None:
         return token_ids, None
+    # `is_certain` has one element for each row with a filter. It is still on the device.
     return token_ids, UncertainRows(np.flatnonzero(is_filtered), is_certain)
 
 
 def _sample_separately(
     logits: Tensor, batch: SamplingBatch, is_filtered: NDArray[np.bool_], *, defers: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Sample the rows with filters and the rows without filters separately.
+    """Sample the rows with filters (top_k, top_p, min_p) and the rows without filters separately.
 
-    `is_filtered` is [n] bool. Some of its elements are True, and the others are False.
+    Args:
+        logits: [n, vocab_size].
+        batch: the sampling parameters and random numbers of the rows.
+        is_filtered: [n] bool, whether each row has a filter. Some rows have one, and others do not.
+        defers: see `sample_or_defer`.
 
     Returns:
-        The token ids of all rows, [n] int64, and the second result of `_sample_filtered`.
+        The token ids of all rows, [n] int64. The second item is None if `defers` is False.
+        Otherwise, it contains for each row with a filter whether its token is certainly right.
     """
     filtered = np.flatnonzero(is_filtered)
     unfiltered = np.flatnonzero(~is_filtered)
@@ -209,7 +220,8 @@ def _sample_filtered(
 
     The filters usually keep only a few tokens, so only the likeliest tokens of a row are examined.
     If the filters may keep other tokens, too, the row is uncertain and must be sampled again. If
-    `defers` is True, the caller does this later. Otherwise, this function does this immediately.
+    `defers` is True, the caller samples the row again later. Otherwise, this function examines more
+    tokens until the row is certain.
 
     Returns:
         The token ids, [n] int64, and a tensor [n] bool that is False for each uncertain row. The
@@ -222,14 +234,16 @@ def _sample_filtered(
 
 
 def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample one token for each row. If the result of a row is uncertain, examine more tokens.
+    """Sample one token for each row, [n] int64. Examine more tokens until every token is certain.
 
-    The first attempt examines a few likely tokens, the second attempt (only on a CPU) examines more
-    tokens, and the last attempt examines all tokens. The result is [n] int64.
+    A token is certain if the filters of its row remove all tokens that were not examined. The first
+    attempt examines a few likely tokens, the second attempt (only on a CPU) examines more tokens,
+    and the last attempt examines all tokens.
     """
     attempt = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.can_read(logits):
-        _try_again(logits, batch, attempt)
+        # The logits are on a CPU that has kernels.
+        _sample_uncertain_again(logits, batch, attempt)
     uncertain_rows = _true_rows(~attempt.is_certain)
     if len(uncertain_rows) > 0:
         uncertain_batch = batch.rows(uncertain_rows.cpu().numpy())
@@ -252,14 +266,16 @@ class _Attempt(NamedTuple):
     total_probs: Tensor
 
 
-def _try_again(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
+def _sample_uncertain_again(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
     """Sample the uncertain rows of `attempt` again. This time, more tokens are examined.
 
-    A row with a very flat distribution is not sampled again, because the second attempt would
-    usually fail, too. The logits must be on the CPU.
+    A row is uncertain if its filters may keep tokens that were not examined. The logits must be on
+    the CPU.
 
     Mutates: the tensors of `attempt`.
     """
+    # If the examined tokens have a small total probability, the distribution is so flat that the
+    # second attempt would usually fail, too.
     is_flat = attempt.total_probs < _MIN_TOTAL_PROB
     rows = _true_rows(~attempt.is_certain & ~is_flat)
     if len(rows) > 0:
@@ -276,10 +292,11 @@ def _true_rows(is_selected: Tensor) -> Tensor:
 def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> _Attempt:
     """Sample one token for each row from the `width` likeliest tokens of the row.
 
-    The token of a row may be wrong if the filters of the row also keep less likely tokens. In this
-    case, `_Attempt.is_certain` is False.
+    If the filters of a row may also keep less likely tokens, the sampled token may be wrong. In
+    this case, `is_certain` of the result is False.
     """
     width = min(width, logits.shape[1])
+    # [n, width], with the likeliest token first.
     probs, token_ids = _likeliest(logits, batch, width)
     threshold = filter_threshold(
         probs,
@@ -289,7 +306,7 @@ def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> 
     )
     kept_probs = probs * (probs >= threshold.probs)
     # Sort the examined tokens by id, because the random number selects a token in the order of the
-    # vocabulary.
+    # vocabulary. `columns` are indices into the sorted tokens.
     token_ids, order = token_ids.sort(dim=-1)
     columns = _select(kept_probs.gather(1, order), batch)
     sampled_ids = token_ids.gather(1, columns[:, None]).squeeze(1)

@@ -59,12 +59,12 @@ class RankedRows(NamedTuple):
 
 
 def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
-    """Divide rows of logits into slices. The slices are processed one after another.
+    """Divide the rows of logits into slices, which the caller processes one after another.
 
-    The intermediate results have the size of the processed logits. On a CPU, slices of a few
-    megabytes save time, because they fit into the caches and the allocator reuses their memory. For
-    a batch with a large vocabulary, this is four times as fast as processing all rows at once. On a
-    GPU, slices only limit the memory.
+    Intermediate results are as large as the logits of a slice. On a CPU, slices of a few megabytes
+    save time, because the intermediate results fit into the caches. For a batch with a large
+    vocabulary, this is four times as fast as processing all rows at once. On a GPU, slices only
+    limit the memory.
 
     Example: a slice can have 2 rows. 5 rows are divided into the slices 0:2, 2:4 and 4:5.
     """
@@ -76,10 +76,10 @@ def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
 def rank_tokens(
     logits: Tensor, logsumexp: Tensor, token_ids: Tensor, num_top: Sequence[int]
 ) -> RankedRows:
-    """Return the log-probability and the rank of the given token in each row.
+    """Return the log-probability and the rank of one given token in each row of logits.
 
-    Also return the likeliest tokens of each row and their log-probabilities. This function does not
-    wait for a GPU.
+    The rank of a token is 1 plus the number of likelier tokens. Also return the likeliest tokens of
+    each row and their log-probabilities. This function does not wait for a GPU.
 
     Args:
         logits: [n, vocab_size] float32, the model's own logits.
@@ -91,6 +91,7 @@ def rank_tokens(
     ranks = 1 + _num_true(logits > token_logits)
     # All rows get the same width: the largest number of tokens that any row reports.
     width = min(max(num_top), logits.shape[1])
+    # The first column contains the given token, and the other columns contain the likeliest tokens.
     ids = torch.cat((token_ids[:, None], _likeliest(logits, width)), dim=1)
     values = logits.gather(1, ids) - logsumexp[:, None]
     return RankedRows(ids, values, ranks, num_top)
@@ -117,9 +118,9 @@ def _likeliest(logits: Tensor, width: int) -> Tensor:
 
 
 def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[RankedRows]:
-    """Return the log-probabilities of prompt tokens. Each item covers some consecutive tokens.
+    """Return the log-probabilities of prompt tokens, with the likeliest tokens at each position.
 
-    The tokens are divided into slices to limit the memory; see `slices`.
+    The tokens are processed in slices, to limit the memory. The result has one item for each slice.
 
     Args:
         logits: [n, vocab_size], any float dtype. The logits of row i predict token i.

@@ -52,8 +52,8 @@ class SampledTokens:
         logprobs: the log-probabilities of `token_ids` under the model's own distribution.
         errors: one sentence for each position at which no token could be sampled. The sentence
             explains the reason. The key is the index of the position.
-        top: the log-probabilities to report at each position whose request asks for
-            log-probabilities. The key is the index of the position.
+        top: the requested log-probabilities. The key is the index of the position. Positions for
+            which no log-probabilities were requested have no entry.
     """
 
     token_ids: list[int]
@@ -86,16 +86,16 @@ class PendingTokens:
     """
 
     def __init__(self, sampler: "Sampler", parts: list[PendingSlice]) -> None:
-        """Start to copy the sampling results of a step to the host.
+        """Start to copy the sampling results of a step from the device to the host.
 
-        A slice consists of consecutive rows of the step's logits. For each slice, three results are
-        copied: the sampled tokens, the log-probabilities that requests ask for (`ranked`), and
-        whether the uncertain rows have the right tokens. A row is uncertain if only some of its
+        Three results are copied: the sampled tokens, the requested log-probabilities (`ranked`),
+        and whether the uncertain rows have the right tokens. A row is uncertain if only some of its
         logits were examined.
 
         Args:
-            sampler: the sampler, which samples uncertain rows again.
-            parts: the slices of the step, at least one.
+            sampler: the sampler, which samples a row again if its token is wrong.
+            parts: the slices of the step, at least one. A slice consists of the results for some
+                consecutive rows of the step's logits.
         """
         self._sampler = sampler
         self._parts = parts
@@ -114,16 +114,17 @@ class PendingTokens:
         ]
 
     def result(self) -> tuple[SampledTokens, list[int]]:
-        """Wait for the copy and return the sampled tokens.
+        """Wait until the results are on the host, and return the sampled tokens.
 
         Returns:
-            The sampled tokens, and the values of `token_ids` on the device. The next step may
-            already have read its input from `token_ids`. If an uncertain row was sampled again, its
-            tokens in the two items may differ, so that the next step must be discarded.
+            The final tokens, and the tokens that were first sampled on the device. A token differs
+            if its row was uncertain and was sampled again. The next step may already have used the
+            first tokens as its input. If they differ, that part of the next step must be discarded.
         """
         sampled = SampledRows(*self._sampled_copy.wait())
         device_token_ids = sampled.token_ids.tolist()
         sampled_tokens = SampledTokens(list(device_token_ids), sampled.logprobs.tolist())
+        # Each of these calls completes `sampled_tokens`.
         self._read_top(sampled_tokens)
         self._replace_uncertain(sampled_tokens)
         self._store_errors(sampled.has_allowed.tolist(), sampled_tokens)
@@ -133,7 +134,7 @@ class PendingTokens:
         """Wait for the requested log-probabilities, and store them in `sampled_tokens.top`."""
         for inputs, ranked, copy in self._ranked_copies:
             reports = ranked.read(*copy.wait())
-            for index, report in zip(inputs.ranked, reports, strict=True):
+            for index, report in zip(inputs.indices_with_logprobs, reports, strict=True):
                 sampled_tokens.top[inputs.start + index] = report
 
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
@@ -179,7 +180,8 @@ class PendingTokens:
         """
         new = self._sampler.sample_again(part, rows)
         for new_index, row in enumerate(rows):
-            index = part.inputs.start + row  # the index of the position in the step
+            # `row` is an index in the slice, and `index` is an index in the whole step.
+            index = part.inputs.start + row
             sampled_tokens.token_ids[index] = new.token_ids[new_index]
             sampled_tokens.logprobs[index] = new.logprobs[new_index]
             if new_index in new.top:
@@ -225,6 +227,8 @@ class Sampler:
         params = self._table.read(positions)
         defers = self._defers_on(logits.device)
         pending: list[PendingSlice] = []
+        # The rows are divided into slices, because the intermediate results of all rows together
+        # could be too large.
         for rows in slices(len(positions), logits.shape[1], logits.device):
             slice_masks = {} if masks is None else masks.of_slice(rows)
             inputs = SliceInputs(rows.start, positions[rows], params[rows], slice_masks)
@@ -252,15 +256,14 @@ class Sampler:
     def _launch_slice(
         self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
     ) -> PendingSlice:
-        """Launch the sampling of one token for each row of logits.
-
-        A row is uncertain if its token was sampled from only some tokens of the vocabulary, and
-        these tokens may not be sufficient.
+        """Start to sample one token for each row of logits. Do not wait until a GPU has finished.
 
         Args:
             model_logits: [n, vocab_size], any float dtype, the model's own logits. Not changed.
             inputs: the n positions, their sampling parameters and their masks.
-            defers: whether uncertain rows are sampled again only when the result is read.
+            defers: whether uncertain rows are sampled again only when the result is read. A row is
+                uncertain if only some of its logits were examined. If `has_kernel` is True, no row
+                is uncertain.
         """
         if self.has_kernel:
             return self._launch_with_kernel(model_logits, inputs)
@@ -278,7 +281,11 @@ class Sampler:
     def _launch_without_kernel(
         self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
     ) -> PendingSlice:
-        """Sample a token for each position with torch or CPU kernels; see `_launch_slice`."""
+        """Sample a token for each position with torch or CPU kernels.
+
+        `_launch_slice` documents the arguments.
+        """
+        # The logits after masks, penalties and similar parameters of the requests.
         processed = self._process(model_logits, inputs)
         model_likeliest, logsumexp = argmax_logsumexp(model_logits)
         # `model_likeliest` is valid for `processed` only if `_process` has not changed the logits.
@@ -313,7 +320,7 @@ def _logits_of(token_ids: Tensor, logits: Tensor) -> Tensor:
 def _rank_positions(
     logits: Tensor, token_ids: Tensor, inputs: SliceInputs, logsumexp: Tensor | None = None
 ) -> RankedRows | None:
-    """Compute the log-probabilities at the positions whose requests ask for log-probabilities.
+    """Compute the log-probabilities at those positions for which a request asks for them.
 
     Args:
         logits: [n, vocab_size], the model's own logits.
@@ -323,16 +330,18 @@ def _rank_positions(
             computed the values.
 
     Returns:
-        The log-probabilities at the positions `inputs.ranked`; None if `inputs.ranked` is empty.
+        The log-probabilities at the positions `inputs.indices_with_logprobs`; None if no request
+        asks for log-probabilities.
     """
-    indices = inputs.ranked
+    indices = inputs.indices_with_logprobs
     if not indices:
         return None
     if logsumexp is None:
         logsumexp = argmax_logsumexp(logits).logsumexp
+    # For each position, the requested number of likeliest tokens.
     num_top = [_num_top(inputs.positions[index]) for index in indices]
-    has_all_rows = len(indices) == len(inputs.positions)
-    if not has_all_rows:
+    needs_all_rows = len(indices) == len(inputs.positions)
+    if not needs_all_rows:
         rows = upload(np.array(indices), logits.device)
         logits, logsumexp, token_ids = logits[rows], logsumexp[rows], token_ids[rows]
     return rank_tokens(logits.float(), logsumexp, token_ids, num_top)
@@ -346,7 +355,7 @@ def _num_top(position: Position) -> int:
 def _sample_rows(
     logits: Tensor, likeliest: Tensor | None, inputs: SliceInputs, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
-    """Select a token for each row of `logits`. Also return the rows whose tokens are uncertain.
+    """Sample a token for each row of `logits`. Also return the rows whose tokens may be wrong.
 
     A row is greedy if the temperature of its request is 0. A greedy row gets its likeliest token,
     and any other row gets a random token.
@@ -357,7 +366,7 @@ def _sample_rows(
             the tokens.
         inputs: the positions of the rows, with their sampling parameters and masks.
         defers: whether rows that may have a wrong token are returned (True), or are sampled again
-            at once (False); see `sample_or_defer`.
+            at once (False).
 
     Returns:
         Token ids [n] int64, and the rows that may have to be sampled again; None if there are none.

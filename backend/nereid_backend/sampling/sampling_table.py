@@ -55,18 +55,15 @@ class SamplingTable:
         self._owners: list[Sequence | None] = []
 
     def read(self, positions: abc.Sequence[Position]) -> SamplingRows:
-        """Return the sampling parameters at each position, as an array of the dtype `ROW`.
+        """Return the sampling parameters at each position, [num_positions] of the dtype `ROW`.
 
         The first call for a sequence stores its parameters in the table. Later calls read the
-        stored row.
-
-        Either all sequences have a row (Sequence.row is set), or no sequence has a row. Sequences
-        that are not in a scheduler have no row. In this case, the index of the position is used as
-        the row.
+        stored row. Either all sequences have a row (Sequence.row is set), or no sequence has a row.
         """
         rows: list[int] = []
         owners = self._owners
         for index, (sequence, _drafts) in enumerate(positions):
+            # A sequence that is not in a scheduler has no row. It uses the row `index`.
             row = index if sequence.row is None else sequence.row
             rows.append(row)
             is_stored = row < len(owners) and owners[row] is sequence
@@ -102,7 +99,10 @@ def changes_logits(params: SamplingParams) -> bool:
 
 
 def _make_row(sequence: Sequence) -> tuple[object, ...]:
-    """Return the sampling parameters of a sequence, in the order of the fields of `ROW`."""
+    """Return the sampling parameters of a sequence as one row of the sampling table.
+
+    The values are in the order of the fields of `ROW`.
+    """
     params = sequence.params
     return (
         params.temperature,

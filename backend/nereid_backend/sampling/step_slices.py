@@ -36,8 +36,8 @@ class SliceInputs(NamedTuple):
     masks: abc.Mapping[int, TokenMask]
 
     @property
-    def ranked(self) -> list[int]:
-        """The indices of the positions whose requests ask for log-probabilities."""
+    def indices_with_logprobs(self) -> list[int]:
+        """The indices of the positions for which a request asks for log-probabilities."""
         return true_indices(self.params["has_logprobs"])
 
     def select(self, indices: list[int]) -> "SliceInputs":
@@ -76,8 +76,8 @@ class PendingSlice(NamedTuple):
     Attributes:
         inputs: the positions, their sampling parameters and their masks.
         sampled: the sampled token of each position.
-        ranked: the log-probabilities at the positions `inputs.ranked`; None if `inputs.ranked` is
-            empty.
+        ranked: the requested log-probabilities, at the positions `inputs.indices_with_logprobs`;
+            None if no log-probabilities were requested.
         uncertain: the rows that may have to be sampled again; see `UncertainRows`.
         logits: [n, vocab_size], a copy of the model's own logits. None if no row is uncertain.
     """

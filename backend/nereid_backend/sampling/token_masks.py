@@ -56,7 +56,9 @@ class MaskingGuide(Guide, Protocol):
     def fill_all(
         guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, places: abc.Sequence[int]
     ) -> list[bool]:
-        """Write the token masks of several objects of this class in one call; see `fill`.
+        """Write the token masks of several guides of this class in one call.
+
+        A guide is the state of a request's grammar, and its mask marks the allowed tokens.
 
         Args:
             guides: the guides.
@@ -129,16 +131,18 @@ class _FillJob:
     rows: dict[int, int]
 
     def result(self) -> StepMasks:
-        """Fill and return the masks.
+        """Fill and return the token masks of all positions of this job's sequences.
 
         The first position of a sequence follows its last known token, and the other positions
-        follow draft tokens (guesses). The masks of the first positions are filled together for all
-        sequences. The masks of the other positions are then filled for one sequence at a time.
+        follow draft tokens (guesses for the next tokens). The masks of the first positions are
+        filled together for all sequences. The masks of the other positions are then filled for one
+        sequence at a time, because the guide must first accept the draft tokens.
         """
         masks = StepMasks()
         started = time.thread_time()
         for guide_class, indices in self._first_positions_by_class().items():
             self._fill_first_or_store_errors(guide_class, indices, masks)
+        # A group contains the indices of one sequence's positions.
         for group in self.groups:
             has_drafts = len(group) > 1
             has_failed = group[0] in masks.errors
@@ -179,8 +183,9 @@ class _FillJob:
     def _fill_first_or_store_errors(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill the token masks at `indices`. If a grammar fails, store an error in `masks` instead.
+        """Fill the token masks of some sequences' first positions.
 
+        If the grammar of a sequence fails, store an error in `masks` instead of the mask.
         `_fill_first` describes the arguments. Mutates: masks.
         """
         try:
@@ -273,15 +278,16 @@ class MaskFiller:
         self._seconds_per_mask = 1e-3
 
     def start(self, positions: abc.Sequence[Position], vocab_size: int) -> abc.Sequence[Job]:
-        """Start to fill the masks of some positions. `join` waits for the masks.
+        """Start to fill the token masks of some positions. `join` waits for the masks.
 
         A mask marks the tokens that the grammar of a request allows at a position. Positions
-        without a grammar get no mask.
+        without a grammar get no mask. All masks are views of one buffer, which the next call of
+        `start` overwrites.
 
-        If filling takes long, the sequences are divided into jobs, and threads run the jobs.
-        Otherwise, there is one job, which runs when `join` is called. All masks are views of one
-        buffer. The next call of `start` overwrites the buffer.
+        Returns:
+            The jobs that fill the masks. The list is empty if no position has a grammar.
         """
+        # The guide of a sequence is the state of its grammar.
         guided = [i for i, position in enumerate(positions) if position.sequence.guide is not None]
         if not guided:
             return []
@@ -290,14 +296,15 @@ class MaskFiller:
         job = _FillJob(_by_sequence(guided, positions), positions, self._buffer, buffer_rows)
         expected_s = len(guided) * self._seconds_per_mask
         if expected_s < _WORTH_A_THREAD_S:
-            return [job]
+            return [job]  # `join` fills the masks in its own thread.
+        # Filling takes long, so several threads fill the masks.
         return [self._threads.submit(part.result) for part in job.divided(self._max_jobs)]
 
     def join(self, jobs: Iterable[Job]) -> StepMasks:
         """Wait for the jobs that `start` returned, and return the masks of the step.
 
-        Also update `_seconds_per_mask`, the moving average of the time for one mask. `start` uses
-        this average to choose between one job and several threads.
+        A job that does not run in another thread runs now. The call also updates the average time
+        for one mask, by which `start` decides whether other threads fill the masks.
         """
         masks: dict[int, TokenMask] = {}
         errors: dict[int, str] = {}

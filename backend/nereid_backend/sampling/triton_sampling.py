@@ -150,8 +150,8 @@ def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
 def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr):
     """Return the first token at which the cumulative weights exceed `target`.
 
-    Each weight below the threshold `low` counts as 0. `target` must be less than the sum of the
-    other weights.
+    The weights are cumulated in the order of the vocabulary. A weight whose bit pattern is less
+    than `low` counts as 0. `target` must be less than the sum of the other weights.
     """
     # Find the tile that contains the token. `begin` is the first column of the next tile.
     # `tile_sum` is the sum of the weights in the tile that was read last, and `sum_before` is the

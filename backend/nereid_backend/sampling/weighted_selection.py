@@ -35,11 +35,13 @@ def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Compute the result of `select_indices` for wide rows, which are divided into blocks.
+    """Select one index in each row by the row's random number, for rows with many weights.
 
-    Shapes: weights [n, width], uniform [n, 1]; returns [n] int64.
+    A row is divided into blocks. First the block and then the index within the block is selected.
+    `select_indices` documents the arguments and the result.
     """
-    # Find the block that contains the selected index.
+    # Find the block that contains the selected index. `_search` returns the first index at which
+    # the cumulative weights exceed the target.
     cumulated = _block_sums(weights).cumsum(-1)
     target = _scaled_to_total(uniform, cumulated)
     block = _search(cumulated, target)[:, None]
@@ -66,12 +68,12 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _weights_of_block(weights: Tensor, block: Tensor) -> Tensor:
-    """For each row, return the weights of one block. `block` contains the index of this block.
+    """Return the weights of one block of each row. `block` contains the index of each row's block.
 
-    The last block can be longer than the other blocks, but the same number of weights must be read
-    from each row. The result therefore has the width of the last block. If the block of a row is
-    shorter, the weights after it are set to 0. Example: with blocks of 2 weights, the block 0 of
-    [1, 2, 3, 4, 5] gives [1, 2, 0], and the block 1 gives [3, 4, 5].
+    The last block can be longer than the other blocks, but the result must have the same width in
+    all rows. The result therefore has the width of the last block, and zeros follow the weights of
+    a shorter block. Example: with blocks of 2 weights, the block 0 of [1, 2, 3, 4, 5] gives
+    [1, 2, 0], and the block 1 gives [3, 4, 5].
 
     Shapes: weights [n, width], block [n, 1].
     """

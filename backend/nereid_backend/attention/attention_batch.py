@@ -100,15 +100,14 @@ class DecodeGroup:
 
         Example: a block and the window have 4 tokens each. A decode with 11 tokens and the block
         table [8, 3, 6] attends to the positions 7 to 10. The blocks [3, 6] are read, which contain
-        the positions 4 to 11. The bias is -inf for the positions 4, 5, 6 and 11.
+        the positions 4 to 11. The bias is -inf for the positions 4, 5, 6 and 11, and 0 for others.
         """
-        lens = self.lens[:, None]  # [num_decodes, 1]
+        lens = self.lens[:, None]  # [num_decodes, 1], the lengths of the sequences
         first_positions = _first_visible(lens - 1, window)
         blocks, first_blocks = self._blocks_in_window(first_positions, window)
         num_read_tokens = blocks.shape[1] * self.block_size
         offsets = torch.arange(num_read_tokens, device=blocks.device)
-        # For each token that is read, the position of the token in the sequence, [num_decodes,
-        # num_read_tokens].
+        # [num_decodes, num_read_tokens], the position of each token in the blocks that are read.
         positions = first_blocks * self.block_size + offsets
         is_hidden = positions >= lens
         if not window.is_full:
@@ -123,8 +122,9 @@ class DecodeGroup:
     ) -> tuple[Tensor, Tensor]:
         """Return the part of each decode's block table that overlaps the attention window.
 
-        Example: a block and the window have 4 tokens each. A decode with the block table [8, 3, 6]
-        attends to the positions 7 to 10. The result is the blocks [3, 6] and the first block 1.
+        A decode is a sequence with one new token. Example: a block and the window have 4 tokens
+        each. A decode with the block table [8, 3, 6] attends to the positions 7 to 10. The result
+        is the blocks [3, 6] and the index 1, at which these blocks begin in the block table.
 
         Args:
             first_positions: [num_decodes, 1], the first position to which each decode attends.
@@ -141,10 +141,9 @@ class DecodeGroup:
             # the largest number of blocks.
             max_blocks = 1 + math.ceil((window.limit - 1) / self.block_size)
         if max_blocks >= table_width:
-            return self.blocks, torch.zeros_like(first_positions)
+            return self.blocks, torch.zeros_like(first_positions)  # the whole block tables
         first_blocks = first_positions // self.block_size
-        # The indices of the returned blocks in the block table, with one row of indices for each
-        # decode.
+        # [num_decodes, max_blocks], the indices of the returned blocks in the block tables.
         indices = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
         # A short sequence may have fewer than `max_blocks` blocks after the first block of the
         # window. The indices must stay within the width of the block table.
@@ -223,10 +222,11 @@ def hiding_bias(is_hidden: Tensor) -> Tensor:
 
 
 def _first_visible(positions: Tensor, window: LayerWindow) -> Tensor:
-    """Return the first position to which each token attends. `positions` are the tokens' positions.
+    """Return the first position to which the token at each of `positions` attends.
 
-    Examples for the positions [2, 9]: a sliding window of 4 tokens gives [0, 6], and chunks of 5
-    tokens give [0, 5].
+    With a sliding window, a token attends to the last `size` tokens, including itself. With chunks,
+    a token attends only to tokens of its own chunk. Examples for the positions [2, 9]: a sliding
+    window of 4 tokens gives [0, 6], and chunks of 5 tokens give [0, 5].
     """
     first = torch.zeros_like(positions)
     if window.size is not None:

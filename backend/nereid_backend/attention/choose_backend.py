@@ -54,8 +54,8 @@ _MIN_CAPABILITY = (8, 0)
 def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
     """Return the fastest class of KV cache that this device supports.
 
-    If the device's kernels cannot be used, log a warning and return the class for the reference
-    implementation.
+    The class determines the implementation of attention. If the device's kernels cannot be used,
+    log a warning and return the class for the reference implementation (plain torch).
 
     Args:
         block_size: the number of tokens in one block.
@@ -87,11 +87,13 @@ def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
             "Attention runs without CPU kernels and is several times slower, because the CPU "
             "kernels do not support kv_cache_dtype=fp8. Set kv_cache_dtype=int8."
         )
+    # `_STORED_TYPES` maps each class for unrounded numbers to its classes for 8-bit numbers. `kind`
+    # may be a subclass of a key.
     unrounded_type = _first_superclass(kind, _STORED_TYPES)
     return _STORED_TYPES[unrounded_type][kv_cache_dtype]
 
 
-def proven_type(
+def tested_type(
     kind: type[KVCache],
     layers: Sequence[LayerSpec],
     block_size: int,
@@ -100,10 +102,10 @@ def proven_type(
 ) -> type[KVCache]:
     """Test the GPU kernels, and return the KV cache class that can be used.
 
-    If `kind` is a class for the GPU kernels, the test computes one layer for each combination of
-    properties in `layers`, and compares the result with the result of the reference implementation
-    (plain torch). If the results differ, log a warning and return the class for the reference
-    implementation. Any other class is returned without a test.
+    The test computes one attention layer of each kind with the kernels and with the reference
+    implementation (plain torch). If the results differ, log a warning and return the class for the
+    reference implementation. If `kind` is not a class for the GPU kernels, return `kind` without a
+    test.
 
     Args:
         kind: the class of the KV cache.
@@ -114,7 +116,7 @@ def proven_type(
     """
     if not issubclass(kind, gpu_attention.GpuKVCache) or device.type != "cuda":
         return kind
-    distinct_layers = dict.fromkeys(layers)
+    distinct_layers = dict.fromkeys(layers)  # Most layers of a model have equal properties.
     for spec in distinct_layers:
         # The type checker does not accept a class as a hashable argument.
         reason = gpu_check.why_unusable(kind, spec, block_size, dtype, device)  # type: ignore[arg-type]
@@ -143,15 +145,15 @@ def attend(
 ) -> Tensor:
     """Store the keys and values of one layer in the cache, and compute the attention of the layer.
 
-    The CPU kernels and the GPU kernels do both. For any other cache, the keys and values are stored
-    first, and then the reference implementation computes the attention.
+    The class of the cache selects the implementation: the CPU kernels, the GPU kernels, or the
+    reference implementation (plain torch).
 
     Args:
         inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
             value [num_kv_heads, num_tokens, value_dim].
         layer: the index of the layer in the cache, and the properties of the layer.
-        cache: the KV cache. The class of the cache selects the implementation. Mutated.
-        batch: the metadata of the step.
+        cache: the KV cache. Mutated.
+        batch: the metadata of the step: cache slots, block tables and sequence lengths.
         scale: the factor by which the scores are multiplied.
         sinks: the attention sinks, [num_heads]; None if the layer has no sinks. A sink is an
             additional score in the softmax that belongs to no token.
@@ -163,6 +165,7 @@ def attend(
         return cpu_attention.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
     if isinstance(cache, gpu_attention.GpuKVCache):
         return gpu_attention.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
+    # The reference implementation does not store the keys and values itself.
     _, key, value = inputs
     store_layer(key, value, layer, cache, batch)
     return reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
@@ -233,17 +236,17 @@ def step_layout(cache: KVCache, layers: Sequence[LayerSpec]) -> StepLayout | Non
 
 
 def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
-    """Select the attention libraries that are faster than the project's GPU kernels.
+    """Let the cache use the attention libraries that are faster than the project's GPU kernels.
 
-    Do nothing if no GPU kernels are used.
+    For each kind of layer, a library can be selected in each of three situations: decodes, prompts
+    with cached tokens, and prompts without cached tokens. Do nothing if no GPU kernels are used.
 
     Args:
         cache: the KV cache of a model. Mutated.
         layers: the attention layers of the model.
 
     Returns:
-        The number of selected libraries. A library is selected for a pair of a layer's properties
-        and a `Situation`: decodes, prompts with cached tokens, or prompts without cached tokens.
+        The number of pairs (kind of layer, situation) for which a library is used.
     """
     if not isinstance(cache, gpu_attention.GpuKVCache) or not cache.values:
         return 0

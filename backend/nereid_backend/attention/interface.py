@@ -79,7 +79,12 @@ class AttentionHook:
         attention_mask: Tensor | None,  # noqa: ARG002 - always None
         **kwargs: object,
     ) -> tuple[Tensor, None]:
-        """Compute one attention call. The library transformers defines arguments and result."""
+        """Compute one attention call of the model with the function that the engine has set.
+
+        The library transformers calls this method in place of its own attention, and defines the
+        arguments. The second item of the result would be the attention weights, which the engine
+        does not compute.
+        """
         if self._forward is None:
             raise EngineError("The model was called outside of a step of the engine.")
         return self._forward(module, query, key, value, **kwargs), None
@@ -93,10 +98,10 @@ class PagedForward:
     """
 
     def __init__(self, layers: list[LayerSpec], cache: KVCache, batch: AttentionBatch) -> None:
-        """Store the metadata of a step.
+        """Create an object that computes the attention calls of one forward pass.
 
         Args:
-            layers: the attention layers of the model, in order.
+            layers: the attention layers of the model, in the order of their calls.
             cache: the KV cache.
             batch: the metadata of the step for the first group of layers. `batch.other_groups`
                 contains the metadata for the other groups.
@@ -125,9 +130,10 @@ class PagedForward:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """Compute one attention call; see `AttentionForward`.
+        """Store the keys and values of one layer in the KV cache, and compute its attention.
 
-        The keys and values are stored in the cache. The n-th call belongs to the n-th layer.
+        `AttentionForward` documents the arguments and the result. The n-th call in a forward pass
+        belongs to the n-th layer.
         """
         number = next(self._layer_numbers, None)
         if number is None:
@@ -159,8 +165,10 @@ class PagedForward:
             scale: the factor by which the scores are multiplied.
             sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
         """
+        # The first dimension of the tensors is the batch, and its size is always 1.
         inputs = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
         layer = (number, self._layers[number])
+        # Each group of layers has its own blocks, and therefore its own metadata.
         batch = self._batches[self._cache.group_of[number]]
         out = choose_backend.attend(inputs, layer, self._cache, batch, scale=scale, sinks=sinks)
         return out.unsqueeze(0)

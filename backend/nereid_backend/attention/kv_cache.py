@@ -60,6 +60,7 @@ class KVCache:
         groups = groups or single_group(layers)
         self.group_of = [group for group, _ in groups.places]
         self._places = [place for _, place in groups.places]
+        # The null block is one additional block at the end, which always contains zeros.
         self.null_block = num_blocks
         self.dtype = dtype
         self.device = device
@@ -108,7 +109,8 @@ class KVCache:
             layer: the index of the layer.
             key: [num_tokens, num_kv_heads, key_dim].
             value: [num_tokens, num_kv_heads, value_dim].
-            rows: [num_tokens * num_kv_heads] int64, the result of `store_rows`.
+            rows: [num_tokens * num_kv_heads] int64, the row of each vector in a cache tensor that
+                is viewed as [..., dim]; see `store_rows`.
 
         Mutates: this cache.
         """
@@ -133,10 +135,12 @@ class KVCache:
         return [*self._for_places(self.keys), *self._for_places(self.values)]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks. All sources are read before any block is written.
+        """Copy the keys and values of whole blocks to other blocks, in all layers.
+
+        All sources are read before any block is written.
 
         Args:
-            copies: pairs of a source block and a target block.
+            copies: pairs (source block, target block).
 
         Mutates: this cache.
         """
@@ -155,11 +159,11 @@ class KVCache:
         return torch.cat(parts).cpu().numpy().tobytes()
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Restore blocks from the bytes that `read_block` returned.
+        """Restore the keys and values of blocks from the bytes that `read_block` returned.
 
         Args:
             blocks: the n blocks to write.
-            contents: for each block, the bytes that `read_block` returned.
+            contents: for each block, the bytes of all layers' keys and values.
 
         Mutates: this cache.
         """
@@ -188,7 +192,7 @@ class KVCache:
 
 
 def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Return the cache rows (indices of vectors) that hold the keys or values of some tokens.
+    """Return the indices of the cache rows in which the keys or values of some tokens are stored.
 
     If a tensor of the cache is viewed as [..., dim], a row is one vector. Each token has one row
     for each head.
@@ -214,10 +218,10 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
 
 
 def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
-    """Return the row indices of some blocks in a cache tensor that is viewed as a matrix.
+    """Return the indices of the cache rows that contain some blocks of sequences.
 
-    If a tensor of the cache is viewed as [..., block_size * dim], a row contains the keys or values
-    of one head in one block. Each block has one row for each head.
+    If a tensor of the cache is viewed as a matrix [..., block_size * dim], a row contains the keys
+    or values of one head in one block. Each block has one row for each head.
 
     Args:
         blocks: [num_seqs, n] int64.

@@ -71,7 +71,8 @@ def _attend_decodes(
 ) -> Tensor:
     """Return the attention of a step's decodes, [num_decodes, num_heads, value_dim].
 
-    The decodes are the first tokens of `query`. All keys and values are read from the cache.
+    A decode is a sequence that adds one token. The decodes are the first tokens of `query`. All
+    keys and values are read from the cache. `attend` documents the arguments.
     """
     number, spec = layer
     rows = query[:, : batch.num_decodes].transpose(0, 1)
@@ -79,10 +80,12 @@ def _attend_decodes(
     for group in batch.decodes:
         # `group.tokens` is None if the group contains all decodes of the step.
         tokens = slice(None) if group.tokens is None else group.tokens
+        # Copy the blocks that overlap the attention window. The bias hides the other tokens of
+        # these blocks.
         keys, values = cache.gather(number, group.rows(spec.window, spec.num_kv_heads))
         bias = group.visible(spec.window).bias
         group_inputs = (rows[tokens].unsqueeze(2), keys, values)
-        out[tokens] = _stepwise(group_inputs, bias, spec, scale, sinks).squeeze(2)
+        out[tokens] = _attend_stepwise(group_inputs, bias, spec, scale, sinks).squeeze(2)
     return out
 
 
@@ -97,17 +100,19 @@ def _attend_prefills(
     """Return the attention of a step's prefills, [num_tokens, num_heads, value_dim].
 
     A prefill is a sequence that adds several tokens. The step must have at least one prefill.
+    `attend` documents the arguments.
     """
     query, _, _ = inputs
     _, spec = layer
     parts: list[Tensor] = []
     for index, prefill in enumerate(batch.prefills):
-        keys, values = _prefill_keys(inputs, layer, cache, prefill)
+        keys, values = _keys_and_values(inputs, layer, cache, prefill)
+        # Without a mask, torch uses a faster mode, in which a token attends to all earlier tokens.
         mask = None
         if not _attends_to_all_earlier_tokens(prefill, spec):
             mask = batch.prefill_mask(index, spec.window)
         prefill_query = query[None, :, prefill.start : prefill.end]
-        out = _prefill((prefill_query, keys, values), mask, spec, scale, sinks)
+        out = _attend_prefill((prefill_query, keys, values), mask, spec, scale, sinks)
         parts.append(out.squeeze(0).transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -122,7 +127,7 @@ def _attends_to_all_earlier_tokens(prefill: Prefill, spec: LayerSpec) -> bool:
     return prefill.num_cached == 0 and fits_into_window
 
 
-def _prefill_keys(
+def _keys_and_values(
     inputs: StepInputs, layer: tuple[int, LayerSpec], cache: KVCache, prefill: Prefill
 ) -> tuple[Tensor, Tensor]:
     """Return the keys and the values of all tokens of a prefill's sequence.
@@ -148,26 +153,31 @@ def _prefill_keys(
     return keys[:, :, : prefill.seq_len], values[:, :, : prefill.seq_len]
 
 
-def _prefill(
+def _attend_prefill(
     inputs: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     spec: LayerSpec,
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of several new tokens of one sequence.
+    """Return the attention of several new tokens of one sequence, [1, num_heads, q, value_dim].
 
-    If `mask` is None, the sequence has no cached tokens, and each token attends to itself and to
-    all earlier tokens.
-
-    Shapes: query [1, num_heads, q, key_dim], key and value [1, num_kv_heads, k, dim], mask [q, k]
-    bool. The result is [1, num_heads, q, value_dim].
+    Args:
+        inputs: the query [1, num_heads, q, key_dim], the key [1, num_kv_heads, k, key_dim] and the
+            value [1, num_kv_heads, k, value_dim], for q new tokens and k tokens of the sequence.
+        mask: [q, k] bool, True if the new token attends to the token of the sequence. None means
+            that the sequence has no cached tokens, and each token attends to itself and to all
+            earlier tokens.
+        spec: the properties of the layer.
+        scale: the factor by which the scores are multiplied.
+        sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
     """
     query, key, value = inputs
-    # On a CPU, torch's fused attention is not faster in bfloat16 than in float32. Batched matrix
-    # products in bfloat16 take only one half to two thirds of the time of the fused attention.
+    # torch's fused attention supports no softcap and no sinks. On a CPU, it is slow in bfloat16:
+    # batched matrix products take only one half to two thirds of its time.
     is_slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
-    if spec.softcap is None and sinks is None and not is_slow:
+    can_use_fused = spec.softcap is None and sinks is None
+    if can_use_fused and not is_slow:
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -181,26 +191,27 @@ def _prefill(
         shape = (query.shape[2], key.shape[2])
         # A token attends to itself and to earlier tokens: the lower triangle of the mask.
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril_()
-    return _prefill_in_slices(inputs, mask, spec, scale, sinks)
+    return _attend_in_slices(inputs, mask, spec, scale, sinks)
 
 
-def _prefill_in_slices(
+def _attend_in_slices(
     inputs: tuple[Tensor, Tensor, Tensor],
     mask: Tensor,
     spec: LayerSpec,
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute the attention of a prefill for a few queries at a time, to save memory.
+    """Compute the attention of several new tokens for a few queries at a time, to save memory.
 
-    See `_prefill` for the arguments and the result. Example: a prefill has 100 queries, and a slice
-    can have 40 queries. The slices contain the queries 0 to 39, 40 to 79 and 80 to 99. If no tokens
-    are cached, the first slice reads only the keys 0 to 39.
+    `_attend_prefill` documents the arguments and the result. Example: there are 100 queries, and a
+    slice can have 40 queries. The slices contain the queries 0 to 39, 40 to 79 and 80 to 99. If no
+    tokens are cached, the first slice reads only the keys 0 to 39.
     """
     query, key, value = inputs
     num_queries = query.shape[2]
     num_keys = key.shape[2]
     num_cached = num_keys - num_queries
+    # The scores of a slice, [num_heads, slice_size, num_keys], must fit into `_MAX_SCORES`.
     scores_per_query = spec.num_heads * num_keys
     slice_size = max(1, min(_MAX_ROWS, _MAX_SCORES // scores_per_query))
     parts = []
@@ -214,11 +225,11 @@ def _prefill_in_slices(
             key[:, :, :num_read_keys],
             value[:, :, :num_read_keys],
         )
-        parts.append(_stepwise(slice_inputs, bias, spec, scale, sinks))
+        parts.append(_attend_stepwise(slice_inputs, bias, spec, scale, sinks))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _stepwise(
+def _attend_stepwise(
     inputs: tuple[Tensor, Tensor, Tensor],
     bias: Tensor,
     spec: LayerSpec,
@@ -250,10 +261,10 @@ def _stepwise(
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    """Return the softmax of each query's scores. The sink of the head is an additional score.
+    """Return the softmax of each query's scores for the keys, with the sink as one more score.
 
-    A sink is an additional score that belongs to no key, so the weights of the keys sum to less
-    than 1.
+    A sink is a score that each head has in addition to the scores of the keys. It belongs to no
+    key, so the weights of the keys sum to less than 1.
 
     Shapes: scores [n, num_heads, q, k], sinks [num_heads]. The result has the shape of `scores`.
     """

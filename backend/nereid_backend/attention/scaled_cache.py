@@ -41,11 +41,11 @@ class ScaledKVCache(KVCache):
         device: torch.device,
         groups: LayerGroups | None = None,
     ) -> None:
-        """Allocate the blocks, filled with zeros.
+        """Allocate the blocks and the scaling factors, filled with zeros.
 
         The keys and values are stored as 8-bit numbers (`stored_dtype`), and each vector has a
-        factor. `dtype` is the data type of the restored vectors. `KVCache.__init__` describes the
-        other arguments.
+        factor, which restores its numbers. `dtype` is the data type of the restored vectors.
+        `KVCache.__init__` describes the other arguments.
         """
         super().__init__(
             layers,
@@ -72,7 +72,8 @@ class ScaledKVCache(KVCache):
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Round vectors to 8-bit numbers. Return these vectors, and the factors that restore them.
 
-        Example for int8: [1.0, -2.0] gives [64, -127] and the factor 2 / 127.
+        The subclasses define the format of the 8-bit numbers. Example for int8: [1.0, -2.0] gives
+        [64, -127] and the factor 2 / 127.
 
         Args:
             numbers: [..., dim]. If a number is not finite, the factor of its vector is NaN.

@@ -56,10 +56,11 @@ def _attend(
 ) -> Tensor:
     """Compute the attention of one layer in the step that runs in the current thread.
 
-    `layer` is the index of the layer. `AttentionForward` documents the shapes. A compiled model may
-    pad its inputs, so the inputs may have more rows than the step has tokens. The outputs of the
-    padding are zero.
+    A compiled model calls this function as a torch operator. Such a model may pad its inputs, so
+    the inputs may have more rows than the step has tokens. The outputs of the padding are zero.
+    `layer` is the index of the layer. `AttentionForward` documents the shapes.
     """
+    # The object that the engine has set for this step. It has the KV cache and the block tables.
     forward = _current_forward()
     num_tokens = forward.num_tokens
     num_padding = query.shape[2] - num_tokens

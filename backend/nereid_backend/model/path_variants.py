@@ -15,7 +15,7 @@ from transformers import AttentionMaskInterface
 
 from nereid_backend.attention.choose_backend import (
     cache_type,
-    proven_type,
+    tested_type,
     step_layout,
     stored_type,
 )
@@ -381,7 +381,7 @@ def cache_class(
     kind = stored_type(cache_type(block_size, dtype, checkpoint.device), stored)
     # A KV cache class with GPU kernels is used only if its results equal the results of the
     # reference implementation.
-    return proven_type(kind, layers, block_size, dtype, checkpoint.device)
+    return tested_type(kind, layers, block_size, dtype, checkpoint.device)
 
 
 def _make_cache(

@@ -117,9 +117,9 @@ def test_slices_of_queries_equal_all_queries_at_once(monkeypatch):
     spec = LayerSpec(4, 2, 8, 8, softcap=2.0)
     torch.manual_seed(0)
     inputs = (torch.randn(1, 4, 11, 8), torch.randn(1, 2, 11, 8), torch.randn(1, 2, 11, 8))
-    whole = reference._prefill(inputs, None, spec, 0.5, None)
+    whole = reference._attend_prefill(inputs, None, spec, 0.5, None)
     monkeypatch.setattr(reference, "_MAX_SCORES", 4 * 11 * 3)
-    torch.testing.assert_close(reference._prefill(inputs, None, spec, 0.5, None), whole)
+    torch.testing.assert_close(reference._attend_prefill(inputs, None, spec, 0.5, None), whole)
 
 
 def test_a_reused_row_ignores_the_longer_block_table_of_the_previous_request():

@@ -60,9 +60,9 @@ class _NativeStep:
 
 
 def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
-    """Return the fastest class of KV cache that this device supports.
+    """Return the class for the CPU kernels, or the general class if they cannot be used.
 
-    If the kernels cannot be used on a CPU, log a warning.
+    If the device is a CPU and the kernels cannot be used, log a warning.
 
     Args:
         block_size: the number of tokens in one block.
@@ -91,7 +91,7 @@ def _why_unusable(block_size: int, dtype: torch.dtype) -> str | None:
         name = str(dtype).removeprefix("torch.")
         return f"the keys and values are {name}, but the kernels support float32 and bfloat16"
     try:
-        kernels()
+        kernels()  # loads the library of the kernels, and compiles it if necessary
     except KernelBuildError as error:
         return str(error)
     return None
@@ -119,16 +119,15 @@ class CpuKVCache(KVCache):
         self.key_scales = []
         self.value_scales = []
         self.kernel_times = None
-        # For each layer, the arguments of the last call of `native`, and the struct that `native`
-        # returned.
-        self._native: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
-        # The result of `native_layers`; None before the first call.
-        self._native_layers: ctypes.Array[NativeLayer] | None = None
+        # For each layer, the arguments and the result of the last call of `layer_struct`.
+        self._structs: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
+        # The result of `layer_structs`; None before the first call.
+        self._all_structs: ctypes.Array[NativeLayer] | None = None
 
-    def native(
+    def layer_struct(
         self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
-        """Return the C struct that describes one layer to the kernels.
+        """Return the C struct with the sizes and the cache addresses of one layer, for the kernels.
 
         The struct is cached. It is built again only if the arguments change.
 
@@ -140,31 +139,35 @@ class CpuKVCache(KVCache):
         """
         layer_index, spec = layer
         arguments = (spec, scale, dtype, block_size)
-        cached_arguments, struct = self._native.get(layer_index, (None, None))
+        cached_arguments, struct = self._structs.get(layer_index, (None, None))
         if struct is None or cached_arguments != arguments:
-            struct = self._native_layer(layer_index, *arguments)
-            self._native[layer_index] = (arguments, struct)
+            struct = self._make_layer_struct(layer_index, *arguments)
+            self._structs[layer_index] = (arguments, struct)
         return struct
 
-    def native_layers(
+    def layer_structs(
         self, specs: Sequence[LayerSpec], block_size: int
     ) -> "ctypes.Array[NativeLayer]":
-        """Return the C structs that describe all layers to the kernels in compiled models.
+        """Return the C structs of all layers, for the kernels that compiled models call.
 
-        The field `scale` is 0, because a compiled model passes the scale in each call.
+        A struct contains the sizes and the cache addresses of a layer. The field `scale` is 0,
+        because a compiled model passes the scale in each call. The structs are built only once.
         """
-        if self._native_layers is None:
+        if self._all_structs is None:
             structs = [
-                self._native_layer(index, spec, 0.0, self.dtype, block_size)
+                self._make_layer_struct(index, spec, 0.0, self.dtype, block_size)
                 for index, spec in enumerate(specs)
             ]
-            self._native_layers = (NativeLayer * len(structs))(*structs)
-        return self._native_layers
+            self._all_structs = (NativeLayer * len(structs))(*structs)
+        return self._all_structs
 
-    def _native_layer(
+    def _make_layer_struct(
         self, index: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
-        """Build the C struct that describes the layer with the given index; see `native`."""
+        """Build the C struct of the layer with the given index.
+
+        `layer_struct` documents the arguments.
+        """
         # The value 0 in `window`, `chunk` or `softcap` means that the layer does not have this
         # property.
         shape = NativeShape(
@@ -189,28 +192,46 @@ class CpuKVCache(KVCache):
         )
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
-        """Write the keys and values of one step into the cache; see `KVCache.store`."""
+        """Write the keys and values of one step into the cache.
+
+        Args:
+            layer: the index of the layer.
+            key: [num_tokens, num_kv_heads, key_dim].
+            value: [num_tokens, num_kv_heads, value_dim].
+            rows: [num_tokens * num_kv_heads] int64, the row of each vector in a cache tensor that
+                is viewed as [..., dim].
+
+        Mutates: this cache.
+        """
         keys = self.keys[layer]
         values = self.values[layer]
         _, _, key_dim, block_size = keys.shape
-        # The numbers of one key are not contiguous, because the keys are transposed. In the view
-        # below, the first index selects a head of a block, and the last index selects a token of
-        # the block.
+        # The keys are transposed within each block, so the numbers of one key are not contiguous.
+        # In this view, the first index selects one head of a block, and the last index selects a
+        # token of the block.
         transposed_keys = keys.view(-1, key_dim, block_size)
-        heads_of_blocks = rows // block_size
-        tokens_of_blocks = rows % block_size
-        transposed_keys[heads_of_blocks, :, tokens_of_blocks] = key.reshape(-1, key_dim)
+        head_of_block = rows // block_size
+        token_in_block = rows % block_size
+        transposed_keys[head_of_block, :, token_in_block] = key.reshape(-1, key_dim)
         value_dim = values.shape[3]
         values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values of sequences into contiguous tensors; see `KVCache.gather`."""
+        """Copy the keys and values of sequences from cache blocks into contiguous tensors.
+
+        `rows` is [num_seqs, num_kv_heads, num_blocks] int64. It contains the index of each block's
+        head in a cache tensor that is viewed as [num_blocks * num_kv_heads, ...].
+
+        Returns:
+            The keys, [num_seqs, num_kv_heads, num_tokens, key_dim], and the values,
+            [num_seqs, num_kv_heads, num_tokens, value_dim].
+        """
         num_seqs, num_heads, num_blocks = rows.shape
         _, _, key_dim, block_size = self.keys[layer].shape
         value_dim = self.values[layer].shape[3]
         num_tokens = num_blocks * block_size
         flat_rows = rows.reshape(-1)
-        # In the cache, the keys are transposed within each block.
+        # In the cache, the keys are transposed within each block, [key_dim, block_size].
         keys = self.keys[layer].view(-1, key_dim, block_size).index_select(0, flat_rows)
         keys = keys.view(num_seqs, num_heads, num_blocks, key_dim, block_size).transpose(3, 4)
         keys = keys.reshape(num_seqs, num_heads, num_tokens, key_dim)
@@ -247,7 +268,7 @@ def attend(
     _, spec = layer
     step = _native_step(batch)
     out = query.new_empty(step.num_tokens, spec.num_heads, spec.value_dim)
-    native_layer = ctypes.byref(cache.native(layer, scale, query.dtype, batch.block_size))
+    native_layer = ctypes.byref(cache.layer_struct(layer, scale, query.dtype, batch.block_size))
     layer_step = NativeLayerStep(
         query=native_rows(query),
         keys=native_rows(key),
@@ -280,9 +301,11 @@ def attend(
 def serving(
     cache: CpuKVCache, layers: Sequence[LayerSpec], batches: Sequence[AttentionBatch]
 ) -> Iterator[None]:
-    """Return a context manager that makes compiled models use `cache` and the metadata `batches`.
+    """Return a context manager in which the attention of compiled models uses `cache`.
 
-    The context applies only to models that run in this thread.
+    A compiled model calls the kernels without Python, so it cannot pass the cache and the metadata
+    of the step as arguments. Instead, the kernels read them from a C struct. The context applies
+    only to models that run in this thread.
 
     Args:
         cache: the KV cache, into which the keys and values of the step are stored. Mutated.
@@ -292,12 +315,12 @@ def serving(
     # The structs below contain only the addresses of arrays. The local variables keep these arrays
     # in memory until the `with` block ends.
     steps = [_native_step(batch) for batch in batches]
-    native_layers = cache.native_layers(layers, batches[0].block_size)
+    layer_structs = cache.layer_structs(layers, batches[0].block_size)
     group_steps = (NativeGroupStep * len(steps))(*map(_group_step, steps))
-    group_of = (ctypes.c_int64 * len(native_layers))(*cache.group_of)
+    group_of = (ctypes.c_int64 * len(layer_structs))(*cache.group_of)
     forward = NativeForward(
-        layers=ctypes.addressof(native_layers),
-        num_layers=len(native_layers),
+        layers=ctypes.addressof(layer_structs),
+        num_layers=len(layer_structs),
         steps=ctypes.addressof(group_steps),
         group_of=ctypes.addressof(group_of),
         num_tokens=steps[0].num_tokens,
@@ -350,6 +373,7 @@ def _native_step(batch: AttentionBatch) -> _NativeStep:
 def _make_native_step(batch: AttentionBatch) -> _NativeStep:
     """Build C structs that describe the tokens and sequences of a step.
 
+    A decode is a sequence with one new token, and a prefill is a sequence with several new tokens.
     The structs contain pointers to the tensors of `batch`, so they must not be used after `batch`
     has been freed.
     """

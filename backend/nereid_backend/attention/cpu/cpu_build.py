@@ -82,6 +82,8 @@ def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
         KernelBuildError: if there is no compiler, or if the library cannot be built or loaded.
     """
     compiler = find_compiler()
+    # The fingerprint is a hash of everything that the library depends on. If a source file changes,
+    # the file name changes, too.
     fingerprint = _fingerprint(compiler, instruction_set)
     path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
     if not path.is_file():
@@ -170,7 +172,7 @@ def _openmp() -> str | None:
 
 
 def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
-    """Return one hash of all inputs of a build.
+    """Return one hash of all inputs of a build, which becomes part of the library's file name.
 
     The inputs are the sources, the flags, the compiler's version, torch and its OpenMP library. The
     library for the instruction set `native` depends on the processor. For this instruction set, the

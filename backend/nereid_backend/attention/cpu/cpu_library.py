@@ -180,7 +180,7 @@ def forced_instruction_set(name: str) -> Iterator[None]:
     previous_name = os.environ.get(CPU_INSTRUCTIONS)
     try:
         os.environ[CPU_INSTRUCTIONS] = name
-        _forget_kernels()
+        _forget_kernels()  # The next call of a kernel loads the library again.
         yield
     finally:
         if previous_name is None:

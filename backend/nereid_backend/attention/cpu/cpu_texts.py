@@ -61,7 +61,7 @@ def attend_texts(
     texts: "ctypes.Array[NativePrefill]",
     attention: TextAttention,
 ) -> Tensor:
-    """Compute the attention of one layer, [num_tokens, num_heads, value_dim].
+    """Compute one attention layer for the tokens of several texts, without a KV cache.
 
     A token attends only to tokens of its own text.
 
@@ -69,8 +69,12 @@ def attend_texts(
         inputs: the queries [num_heads, num_tokens, key_dim], the keys [num_kv_heads, num_tokens,
             key_dim] and the values [num_kv_heads, num_tokens, value_dim]. `can_attend` must be
             true for the queries.
-        texts: the result of `native_texts`.
+        texts: one C struct for each text, with its first token and its number of tokens; see
+            `native_texts`.
         attention: the options of the layer.
+
+    Returns:
+        [num_tokens, num_heads, value_dim] in the data type of the queries.
     """
     # The kernels get only pointers. These variables keep the tensors in memory until the call
     # returns.

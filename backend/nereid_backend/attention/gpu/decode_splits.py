@@ -41,19 +41,21 @@ def split(
 ) -> tuple[int, int]:
     """Return the size of a split in tokens, and the number of splits of the longest sequence.
 
-    A split is a part of a sequence's keys. Different programs compute the splits in parallel.
-
-    Splits are made as long as possible, because each additional split reads the query again and
-    makes the reduction slower. However, there must be enough programs to keep the GPU busy.
+    A split is a part of a sequence's keys. Different programs compute the splits in parallel, and a
+    reduction combines their results. Splits are made as long as possible, because each additional
+    split reads the query again and makes the reduction slower. However, there must be enough
+    programs to keep the GPU busy.
 
     Args:
-        rows: the decodes. Only the bounds of their lengths are used.
+        rows: the decodes (sequences with one new token). Only the bounds of their lengths are used:
+            one pair (number of sequences, largest length) for each group of decodes.
         window: the attention window of the layer.
         num_programs: the number of programs for one split of one sequence. Each of these programs
             computes different heads.
         tile: the number of keys in a tile.
         device: the device of the step.
     """
+    # The numbers of keys that the kernel reads, at most the tokens of the attention window.
     lens = [(num_seqs, _num_visible(length, window, tile)) for num_seqs, length in rows.bounds]
     longest = max(length for _, length in lens)
     total_tokens = sum(num_seqs * length for num_seqs, length in lens) * num_programs
@@ -72,10 +74,11 @@ def split(
 def captured_splits(
     rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
 ) -> int:
-    """Return the maximum number of splits per sequence for kernel launches in a CUDA graph.
+    """Return the largest number of splits of a sequence for kernel launches in a CUDA graph.
 
-    A CUDA graph records a launch and repeats it in later steps. Therefore, the number depends only
-    on values that are equal for all these steps. `split` documents the arguments.
+    A split is a part of a sequence's keys, and a separate program computes each split. A CUDA graph
+    records a launch and repeats it in later steps. Therefore, the result depends only on values
+    that are equal for all these steps. `split` documents the arguments.
     """
     longest = max(_num_visible(length, window, tile) for _, length in rows.bounds)
     max_splits_by_length = divide_up(longest, _MIN_TILES * tile)

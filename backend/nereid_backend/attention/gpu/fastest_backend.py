@@ -66,13 +66,13 @@ def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
     backends: Sequence[AttentionBackend] | None = None,
     timer: Timer | None = None,
 ) -> ChosenBackends:
-    """Return the attention libraries that are faster than the project's kernels.
+    """Measure attention libraries, and return the libraries that are faster than the kernels.
 
-    A `Situation` is DECODE (sequences with one new token), PROMPT (prefills without cached tokens)
-    or CHUNK (prefills, some of which have cached tokens). The libraries are measured for each kind
-    of layer in each situation. The result maps a pair (the properties of a layer, a situation) to
-    the fastest library. If the project's kernels are the fastest, the result does not contain the
-    pair. If a library cannot be used for a pair, log a warning with the reason.
+    The libraries are compared with the project's own kernels for each kind of layer in each
+    `Situation`: DECODE (sequences with one new token), PROMPT (prefills without cached tokens) or
+    CHUNK (prefills, some of which have cached tokens). The result maps a pair (the properties of a
+    layer, a situation) to the fastest library. If the kernels are the fastest, the result does not
+    contain the pair. If a library cannot be used for a pair, log a warning with the reason.
 
     Args:
         kind: the class of the KV cache. The libraries cannot read 8-bit caches.
@@ -130,8 +130,9 @@ def _fastest(
 ) -> AttentionBackend | None:
     """Return the fastest library; None if the project's kernels are faster.
 
-    The libraries and the kernels compute a typical step of the situation. The time of a library
-    must be at most the share `_MAX_SHARE` of the kernels' time.
+    The libraries and the kernels compute a typical step of the situation. A library is returned
+    only if it needs at most 95 % of the kernels' time (`_MAX_SHARE`), because a smaller advantage
+    could be a measurement error.
 
     Args:
         backends: the libraries. If there is none, the result is None.
@@ -167,9 +168,9 @@ def _library_ms(
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Return the median time that `work` takes on the current GPU, in milliseconds."""
+    """Call `work` several times, and return its median time on the current GPU in milliseconds."""
     for _ in range(_NUM_WARM_UPS):
-        work()
+        work()  # The first calls are slower, for example because they compile kernels.
     times: list[float] = []
     for _ in range(_NUM_RUNS):
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -177,6 +178,6 @@ def milliseconds(work: Callable[[], object]) -> float:
         begin.record()
         work()
         end.record()
-        end.synchronize()
+        end.synchronize()  # waits until the GPU has finished the work
         times.append(begin.elapsed_time(end))
     return statistics.median(times)

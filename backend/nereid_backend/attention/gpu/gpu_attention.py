@@ -102,7 +102,7 @@ def store_layer(
     """
     key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
     # `store` does not read `scale` and `sinks`, so their values have no effect.
-    call = _call(layer, cache, scale=1.0, sinks=None)
+    call = _attention_call(layer, cache, scale=1.0, sinks=None)
     with torch.cuda.device_of(key):  # type: ignore[no-untyped-call]
         store(key, value, call, batch.slots)
 
@@ -140,21 +140,23 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     _, spec = layer
     if out is None:
         out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
-    call = _call(layer, cache, scale, sinks)
+    call = _attention_call(layer, cache, scale, sinks)
     inputs = LayerInputs(query, new, call, batch, gpu_batch(batch))
     # Triton launches kernels on the current device, so the device of the query must be the current
     # device.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        # A situation is a part of the step: the decodes (one new token), or the prefills.
         for situation in inputs.situations():
+            # The library that is faster than the kernels in this situation, if there is one.
             backend = cache.backends.get((spec, situation))
             if backend is None:
-                _launch(situation, inputs, out)
+                _launch_kernels(situation, inputs, out)
             else:
                 backend.attend(situation, inputs, out)
     return out
 
 
-def _call(
+def _attention_call(
     layer: tuple[int, LayerSpec], cache: GpuKVCache, scale: float, sinks: Tensor | None
 ) -> AttentionCall:
     """Return the `AttentionCall` of a layer; see `attend_stored` for the arguments."""
@@ -165,10 +167,14 @@ def _call(
     )
 
 
-def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
+def _launch_kernels(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
     """Compute the decodes or the prefills of a step with the project's kernels.
 
-    Mutates: out.
+    Args:
+        situation: DECODE selects the decodes (sequences with one new token). Any other value
+            selects the prefills (sequences with several new tokens).
+        inputs: the arguments of the layer, and the metadata of the step.
+        out: [num_tokens, num_heads, value_dim]. Mutated.
     """
     call = inputs.call
     rows = inputs.rows
@@ -190,7 +196,9 @@ def _largest_dim(spec: LayerSpec) -> int:
 
 
 def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
-    """Return the `StepLayout` of a model: how each layer divides prefills into tiles.
+    """Return an object that describes how each layer of a model divides prefills into tiles.
+
+    A tile consists of some new tokens of one sequence, which one program of the kernel computes.
 
     Args:
         cache: the KV cache of the model.
@@ -224,22 +232,18 @@ def device_of(device: torch.device) -> Device:
 
 
 def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
-    """Return the values of `AttentionCall.scales` and `AttentionCall.float8` for one layer.
-
-    Args:
-        cache: the KV cache.
-        layer: the index of the layer.
+    """Return how the kernels restore the numbers that a cache stores for the layer `layer`.
 
     Returns:
-        The factors of the keys and of the values, by which 8-bit numbers are multiplied; None if
-        the cache stores no 8-bit numbers. Then the method that converts 8-bit floating point
-        numbers.
+        Two items. The first item contains the factors by which 8-bit keys are multiplied, and the
+        factors by which 8-bit values are multiplied. It is None if the cache stores no 8-bit
+        numbers. The second item is the method that converts 8-bit floating point numbers.
     """
     if not isinstance(cache, ScaledKVCache):
         return None, Float8.NONE
     scales = (cache.key_scales[layer], cache.value_scales[layer])
-    is_float8 = isinstance(cache, Float8KVCache)
-    return scales, float8_of(cache.device) if is_float8 else Float8.NONE
+    stores_float8 = isinstance(cache, Float8KVCache)
+    return scales, float8_of(cache.device) if stores_float8 else Float8.NONE
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:

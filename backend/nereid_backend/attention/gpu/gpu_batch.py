@@ -167,11 +167,11 @@ class StepLayout:
     def arrays(
         self, decode_shapes: Sequence[tuple[int, int]], prefills: Sequence[PrefillShape]
     ) -> list[Integers]:
-        """Return the arrays of a step that must be uploaded.
+        """Return the arrays with the metadata of a step that must be copied to the GPU.
 
-        If there are decodes, the first array is the result of `_table_starts`. If there are
-        prefills, the next array is the result of `_sequence_rows`, and the other arrays are the
-        results of `tile_rows` for each tiling.
+        If there are decodes, the first array contains the start of each decode's block table. If
+        there are prefills, the next array contains a row for each prefill. Then follows one array
+        of tiles for each tiling, a way of dividing the prefills into tiles.
 
         Args:
             decode_shapes: the shapes of the block tables, one for each group of decodes.
@@ -204,16 +204,17 @@ class PackedRows:
     tensors: list[Tensor]
 
     def unpack(self, batch: AttentionBatch) -> GpuBatch:
-        """Build the metadata of a step from the arrays in `tensors`, which are on the device.
+        """Build the metadata of a step from the arrays that were copied to the GPU.
 
-        The tensors are in the order of `StepLayout.arrays`: the table starts of the decodes, the
-        rows of the prefills' sequences, and the tiles of each tiling.
+        `self.tensors` contains the arrays in the order of `StepLayout.arrays`: the starts of the
+        decodes' block tables, the rows of the prefills, and the tiles of each tiling. The first
+        array is missing if the step has no decodes, and the others if it has no prefills.
         """
         remaining_tensors = iter(self.tensors)
         decodes = None
         if batch.num_decodes:
             table_starts = next(remaining_tensors)
-            decodes = _decodes(batch.decodes, batch.block_size, table_starts)
+            decodes = _decode_rows(batch.decodes, batch.block_size, table_starts)
         prefills = None
         if batch.prefills:
             sequences = next(remaining_tensors)
@@ -224,10 +225,11 @@ class PackedRows:
 
 
 def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
-    """Return the start index of each decode's block table in the concatenated block tables.
+    """Return the index at which each decode's block table starts in the concatenated block tables.
 
-    The result is [num_decodes] int64. Example: two groups of decodes have block tables of the
-    shapes [2, 3] and [1, 8]. The block tables start at [0, 3, 6].
+    The result is [num_decodes] int64. A shape is (number of decodes, number of blocks in a table).
+    Example: two groups of decodes have block tables of the shapes (2, 3) and (1, 8). The block
+    tables start at [0, 3, 6].
     """
     starts: list[int] = []
     group_start = 0
@@ -257,11 +259,11 @@ def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
 
     The result is [num_tiles, 2] int64. All tokens of a tile belong to one sequence. A row contains
     the index of the sequence, and the index of the tile's first token among the new tokens of the
-    sequence. The rows are sorted by the number of keys to which the tile attends, in descending
-    order. The programs that start last then take the least time.
+    sequence. Tiles that attend to many keys come first, so that the programs that start last take
+    the least time.
 
     Example: there is one prefill with 100 cached and 40 new tokens, and a tile has 32 tokens. The
-    rows are [0, 32] and [0, 0].
+    rows are [0, 32] and [0, 0], because the tokens of the second tile attend to more keys.
     """
     tiles: list[tuple[int, int, int]] = []
     for sequence_index, prefill in enumerate(prefills):
@@ -275,14 +277,15 @@ def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
-def _decodes(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -> DecodeRows:
-    """Build the metadata of a step's decodes.
+def _decode_rows(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -> DecodeRows:
+    """Concatenate the metadata of all groups of decodes (sequences with one new token).
 
     Args:
         groups: the groups of decodes. If `tokens` of a group is None, the group contains all
             decodes, and their tokens are the first tokens of the packed row.
         block_size: the number of tokens in one block.
-        table_starts: [num_decodes] int64; see `DecodeRows`.
+        table_starts: [num_decodes] int64, the index at which each decode's block table starts in
+            the concatenated block tables.
     """
     tokens: list[Tensor] = []
     bounds: list[tuple[int, int]] = []

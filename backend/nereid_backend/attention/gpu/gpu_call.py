@@ -98,10 +98,10 @@ class AttentionCall:
         return {"VALUE_DIM": dim, "VALUE_PADDED": padded_size(dim)}
 
     def cache_constants(self) -> dict[str, int]:
-        """Return the kernel constants with the sizes of the cache and of the parts of a key.
+        """Return the constants with which the kernels are compiled for this cache.
 
-        The kernels pad keys to powers of two. To avoid much padding, a key can be divided into MAIN
-        numbers, which are padded to DIM, and REST numbers, which are padded to REST_PADDED.
+        The kernels pad keys to powers of two. To avoid much padding, a long key is divided into
+        MAIN numbers, which are padded to DIM, and REST numbers, which are padded to REST_PADDED.
         Examples: a key of 192 numbers is divided into 128 and 64 numbers. A key of 24 numbers is
         not divided: MAIN is 24, DIM is 32, and REST is 0.
         """

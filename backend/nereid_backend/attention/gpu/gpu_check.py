@@ -58,6 +58,7 @@ def why_unusable(
 ) -> str | None:
     """Return the reason why the kernels cannot compute a layer; None if they can compute it.
 
+    The kernels compute a test step, whose result is compared with the reference implementation.
     `TrialLayer` documents the arguments.
     """
     try:
@@ -135,9 +136,12 @@ class TrialLayer:
     device: torch.device
 
     def make_trial(self, step: TrialStep = _STEP) -> Trial:
-        """Create the cache and the inputs of a test step. Both contain random numbers."""
+        """Create a KV cache and the inputs of a test step, filled with random numbers.
+
+        `step` contains the lengths of the sequences.
+        """
         spec = self.spec
-        batch, num_blocks = _batch(step, self.block_size, self.device)
+        batch, num_blocks = _make_batch(step, self.block_size, self.device)
         num_tokens = batch.slots.numel()
         num_slots = num_blocks * self.block_size
         cache = self.kind(
@@ -174,7 +178,13 @@ def check(
 ) -> float:
     """Compute a test step with the kernels and with the reference, and compare the results.
 
-    `TrialLayer` documents the arguments. `compare` documents the result and the errors.
+    `TrialLayer` documents the arguments.
+
+    Returns:
+        The largest relative error of any token; see `compare`.
+
+    Raises:
+        KernelError: if the results differ by more than the accepted rounding errors.
     """
     trial = TrialLayer(kind, spec, block_size, dtype, device).make_trial()
     return compare(trial, trial.attend())
@@ -202,8 +212,9 @@ def compare(trial: Trial, computed: Tensor) -> float:
     cache = trial.cache
     batch = trial.batch
     query, key, value = trial.inputs
+    # The reference computes in float32, and reads the same rounded numbers as the kernels.
     reference_cache = _float32_cache(cache, spec, batch.block_size)
-    stored = _stored(reference_cache, batch, (key, value), batch.block_size)
+    stored = _read_step_vectors(reference_cache, batch, (key, value), batch.block_size)
     _check_written(cache, stored, (key, value))
     inputs = (query.float(), *stored)
     expected = reference.attend(
@@ -230,31 +241,39 @@ def _largest_relative_error(computed: Tensor, expected: Tensor) -> float:
     return float((error_sizes / expected_sizes).max())
 
 
-def _batch(step: TrialStep, block_size: int, device: torch.device) -> tuple[AttentionBatch, int]:
-    """Return the metadata of a test step, and the number of blocks that the step uses.
+def _make_batch(
+    step: TrialStep, block_size: int, device: torch.device
+) -> tuple[AttentionBatch, int]:
+    """Build the metadata of a test step. The blocks of each sequence are in random order.
 
-    The blocks of each sequence are in random order. `block_size` is the number of tokens in one
-    block, and `device` is the device of the tensors.
+    Args:
+        step: the lengths of the step's decodes (one new token) and prefills (several new tokens).
+        block_size: the number of tokens in one block.
+        device: the device of the tensors.
+
+    Returns:
+        The metadata, and the number of blocks that the step uses.
     """
-    # The number of cached tokens and the number of new tokens of each sequence. The only new token
-    # of a decode is the last token of its sequence.
+    # Pairs (number of cached tokens, number of new tokens), first for the decodes. The only new
+    # token of a decode is the last token of its sequence.
     lens = [*((length - 1, 1) for length in step.decodes), *step.prefills]
     tables = _scattered_tables([num_cached + num_new for num_cached, num_new in lens], block_size)
     num_blocks = sum(map(len, tables))
     slots: list[int] = []  # the place of each new token in the cache
-    chunks: list[Prefill] = []
+    prefills: list[Prefill] = []
     for table, (num_cached, num_new) in zip(tables, lens, strict=True):
         start = len(slots)
         slots += _slots(table, range(num_cached, num_cached + num_new), block_size)
-        chunks.append(Prefill(start, len(slots), num_cached, _int64([table], device)))
+        prefills.append(Prefill(start, len(slots), num_cached, _int64([table], device)))
     num_decodes = len(step.decodes)
     groups = []
     if num_decodes:
         decode_tables = _int64(_padded(tables[:num_decodes], null_block=num_blocks), device)
         groups.append(DecodeGroup(None, decode_tables, _int64(step.decodes, device), block_size))
     slot_tensor = _int64(slots, device)
-    batch = AttentionBatch(slot_tensor, num_decodes, groups, chunks[num_decodes:], block_size)
-    return batch, num_blocks
+    # The first `num_decodes` elements of `prefills` describe the decodes, which are in `groups`.
+    prefills = prefills[num_decodes:]
+    return AttentionBatch(slot_tensor, num_decodes, groups, prefills, block_size), num_blocks
 
 
 def _int64(values: Sequence[int] | list[list[int]], device: torch.device) -> Tensor:
@@ -313,13 +332,19 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
     return copy
 
 
-def _stored(
+def _read_step_vectors(
     cache: KVCache, batch: AttentionBatch, written: tuple[Tensor, Tensor], block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Read the keys and values of the step from the cache.
+    """Read the keys and values that the kernels have stored for the step's new tokens.
 
-    The results are float32 tensors. They have the same shapes as the tensors in `written`:
-    [num_kv_heads, num_tokens, dim].
+    Args:
+        cache: a float32 copy of the cache.
+        batch: the metadata of the step.
+        written: the keys and the values that were stored, [num_kv_heads, num_tokens, dim].
+        block_size: the number of tokens in one block.
+
+    Returns:
+        The keys and the values in float32, with the shapes of the tensors in `written`.
     """
     key, value = written
     blocks = batch.slots // block_size

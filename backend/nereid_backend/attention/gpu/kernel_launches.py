@@ -37,7 +37,8 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
         key: [num_kv_heads, num_tokens, key_dim]. The last dimension must be contiguous.
         value: [num_kv_heads, num_tokens, value_dim]. The last dimension must be contiguous.
         call: the attention call. Only its cache is used.
-        slots: [num_tokens] int64. Tokens with a negative slot are not written.
+        slots: [num_tokens] int64, the place of each token in the cache. A token with a negative
+            slot is not written.
 
     Mutates: the cache.
     """
@@ -47,6 +48,7 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
     if num_tokens == 0:
         return
     value_dim = value.shape[2]
+    # A program writes several heads of one token, but at most `_STORE_ELEMENTS` numbers.
     elements_per_head = padded_size(max(key_dim, value_dim))
     max_heads = max(1, _STORE_ELEMENTS // elements_per_head)
     heads_per_program = min(padded_size(num_kv_heads), max_heads)
@@ -147,8 +149,9 @@ def _split_sizes(
 ) -> tuple[int, int]:
     """Return the size of a split in tokens, and the number of splits of the longest sequence.
 
-    `decode_splits.split` documents the arguments. If the launch is captured into a CUDA graph, the
-    first number is `_COMPUTED_BY_KERNEL`.
+    A split is a part of a sequence's keys, which one program computes. If the launch is captured
+    into a CUDA graph, the kernel itself computes the size in each step, and the first number is
+    `_COMPUTED_BY_KERNEL`. `decode_splits.split` documents the arguments.
     """
     device = rows.lens.device
     is_captured = rows.longest is not None

@@ -68,11 +68,12 @@ def load_rows(
 
 @triton.jit
 def load_scales(scales, key_rows, is_read, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
-    """Load the factors of some cache rows (vectors of 8-bit numbers), [n] float32.
+    """Load the factors that restore some cache rows (vectors of 8-bit numbers), [n] float32.
 
-    key_rows [n] contains the indices of the rows. To restore a number, multiply the result of
-    `converted` by the factor of its row. If FLOAT8 is FLOAT8_BITS, `converted` returns numbers that
-    are divided by 256, so the factors are multiplied by 256.
+    key_rows [n] contains the indices of the rows. If IS_MASKED is true, the factor is 0 for rows
+    for which is_read is false. A number is restored by multiplying the result of `converted` by the
+    factor of its row. If FLOAT8 is FLOAT8_BITS, `converted` returns numbers that are divided by
+    256, so the factors are multiplied by 256.
     """
     if IS_MASKED:
         factors = tl.load(scales + key_rows, mask=is_read, other=0.0)
@@ -87,12 +88,14 @@ def load_scales(scales, key_rows, is_read, IS_MASKED: tl.constexpr, FLOAT8: tl.c
 def converted(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
     """Convert a tile of keys or values to the data type of the matrix products.
 
-    FLOAT8 selects the conversion. FLOAT8_NONE: the tile contains no 8-bit floating point numbers.
-    FLOAT8_DEVICE: the tile contains the bytes of e4m3 numbers, and the GPU has an instruction that
-    converts them. FLOAT8_BITS: the bits of each e4m3 number are shifted to the places that they
-    have in a float16 number. The result is the number divided by 256, because the exponent has the
-    bias 7 in e4m3 and the bias 15 in float16. `load_scales` therefore multiplies the factors by
-    256. The cache contains no e4m3 NaN.
+    FLOAT8 selects the conversion:
+
+    - FLOAT8_NONE: the tile contains no 8-bit floating point numbers.
+    - FLOAT8_DEVICE: the tile contains the bytes of e4m3 numbers (an 8-bit floating point format),
+      and the GPU has an instruction that converts them.
+    - FLOAT8_BITS: the bits of each e4m3 number are shifted to their places in a float16 number. The
+      result is the number divided by 256, because the exponent has the bias 7 in e4m3 and the bias
+      15 in float16. `load_scales` therefore multiplies the factors by 256.
     """
     if FLOAT8 == FLOAT8_NONE:
         result = tile.to(dtype)
@@ -115,13 +118,13 @@ def tile_scores(
 ):  # fmt: skip
     """Return the attention scores of a tile of keys, multiplied by log2(e).
 
-    query contains the first MAIN columns of the queries, and query_rest contains the other columns.
-    key_rows [n] contains the cache rows of the keys. Rows for which is_read is false are not read.
+    The factor log2(e) allows the softmax to use powers of 2. key_rows [n] contains the cache rows
+    of the keys. Rows for which is_read is false are not read.
 
-    A key can be divided into MAIN columns and REST columns; see `AttentionCall.cache_constants`.
-    The MAIN columns are padded to DIM columns, and the REST columns are padded to REST_PADDED
-    columns. Example: a key with 192 columns is divided into 128 and 64 columns. Without this
-    division, it would have to be padded to 256 columns. If the key is not divided, REST is 0.
+    A long key is divided into MAIN columns, which are padded to DIM columns, and REST columns,
+    which are padded to REST_PADDED columns. Example: a key with 192 columns is divided into 128 and
+    64 columns. Without this division, it would be padded to 256 columns. If the key is not divided,
+    REST is 0. query contains the first MAIN columns of the queries, and query_rest the others.
 
     If HAS_CAP is true, `scale` has been divided by the softcap, and `cap` is the softcap times
     log2(e). If HAS_SCALES is true, each score is multiplied by the factor of its key.
@@ -148,10 +151,11 @@ def add_tile(
 ):  # fmt: skip
     """Add a tile of keys to a running softmax. Return the new values of `top`, `total` and `acc`.
 
-    top [rows] is the largest score so far. total [rows] is the sum of the powers 2^(score - top).
-    acc [rows, dim] is the weighted sum of the values. Before a row has any key, top is -inf and
-    total is 0. If HAS_SCALES is true, each weight is multiplied by the factor of its value. The
-    matrix products use the data type `dtype`.
+    scores [rows, n] contains the score of each query (row) for each key of the tile. top [rows] is
+    the largest score so far. total [rows] is the sum of the powers 2^(score - top). acc [rows, dim]
+    is the weighted sum of the values. Before the first key, top is -inf and total is 0. If
+    HAS_SCALES is true, each weight is multiplied by the factor of its value. The matrix products
+    use the data type `dtype`.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
     # If a query has attended to no key yet, new_top is -inf. For such a query, the base is 0,

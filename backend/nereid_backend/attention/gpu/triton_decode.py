@@ -45,11 +45,12 @@ def part_tokens(
     longest, window, chunk, max_splits,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the number of a sequence's tokens in each split, for a launch in a CUDA graph.
+    """Return the number of tokens in one split of a sequence, for a launch in a CUDA graph.
 
-    A sequence may have at most max_splits splits. longest points to the length of the longest
-    sequence of the step. The length must be read from memory, because a graph always repeats the
-    scalar arguments with which it was captured.
+    The keys of a sequence are divided into at most max_splits splits, which different programs
+    compute. longest points to the length of the longest sequence of the step. The length must be
+    read from memory, because a graph always repeats the scalar arguments with which it was
+    captured.
 
     Example: the length is 1000, a tile has 64 tokens, and there are at most 4 splits. Each split
     has 256 tokens.

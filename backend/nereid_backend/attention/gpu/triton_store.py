@@ -58,9 +58,9 @@ def float8_bits(scaled):
 def rounded_heads(heads, IS_FLOAT8: tl.constexpr):
     """Round keys or values to 8-bit numbers. The numbers of one head share a scaling factor.
 
-    The input is [n, dim] for `n` heads. The result is the 8-bit numbers and the factors. The
-    numbers of each head are scaled so that the largest absolute number is 448 for e4m3 numbers, or
-    127 for integers. The factor [n] of a head restores its numbers. If a number of a head is not
+    heads [n, dim] contains the vectors of n heads. The function returns the 8-bit numbers [n, dim],
+    and the factors [n] that restore them. The numbers of each head are scaled so that the largest
+    absolute number is 448 for e4m3 numbers, or 127 for integers. If a number of a head is not
     finite, the factor is NaN, so that the error is noticed in the answer.
     """
     LIMIT: tl.constexpr = 448.0 if IS_FLOAT8 else 127.0

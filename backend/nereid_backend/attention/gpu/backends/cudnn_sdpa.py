@@ -39,7 +39,11 @@ class CudnnSdpa:
         return first_refusal(spec, supports_window=False, supports_softcap=False)
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
-        """Call cuDNN once for each prompt of the step; see `AttentionBackend.attend`."""
+        """Compute the attention of the step's prompts with one call of cuDNN for each prompt.
+
+        The prompts have no cached tokens, so the cache is not read. `AttentionBackend.attend`
+        documents the arguments. Mutates: out.
+        """
         assert inputs.new is not None, "a step of prompts has its keys and values"
         spec = inputs.call.spec
         with sdpa_kernel(self.implementation):

@@ -67,7 +67,9 @@ class FlashInferPrefill:
     def _plan(self, inputs: LayerInputs) -> Any:  # noqa: ANN401 - the package has no types
         """Store the step's metadata in the FlashInfer wrapper of a layer, and return the wrapper.
 
-        FlashInfer gets the block tables of all prefills as one list of block numbers.
+        A prefill is a sequence with several new tokens. FlashInfer gets the block tables of all
+        prefills as one list of block numbers. The starts contain the index of each prefill's first
+        element, and at the end the total number of elements.
         """
         call = inputs.call
         spec = call.spec
@@ -105,7 +107,8 @@ class FlashInferPrefill:
     def _wrapper(self, spec: LayerSpec, device: torch.device) -> Any:  # noqa: ANN401 - the package has no types
         """Return the FlashInfer wrapper for all layers whose properties equal `spec`.
 
-        All wrappers share one workspace.
+        A wrapper is the object of FlashInfer that stores the metadata of a step and launches the
+        kernels. All wrappers share one workspace.
         """
         if spec not in self._wrappers:
             if self._workspace is None:

@@ -74,8 +74,9 @@ class TorchVarlen:
             self._attend_prefills(inputs, out)
 
     def _attend_decodes(self, inputs: LayerInputs, out: Tensor) -> None:
-        """Compute the attention of the decodes. One call computes each group of decodes.
+        """Compute the attention of the decodes, with one call for each group of decodes.
 
+        A decode is a sequence with one new token. A group contains decodes of similar length.
         Mutates: out.
         """
         for group in inputs.batch.decodes:
@@ -87,8 +88,9 @@ class TorchVarlen:
                 max_new=1,
                 max_keys=width * group.block_size,
             )
+            # `group.tokens` is None if the group contains all decodes, which are the first tokens.
             tokens = slice(count) if group.tokens is None else group.tokens
-            out[tokens] = self._call(inputs, inputs.query[:, tokens], sequences)
+            out[tokens] = self._varlen_attention(inputs, inputs.query[:, tokens], sequences)
 
     def _attend_prefills(self, inputs: LayerInputs, out: Tensor) -> None:
         """Compute the attention of all prefills with one call.
@@ -101,10 +103,21 @@ class TorchVarlen:
         if sequences is None:
             sequences = shared["varlen"] = _prefill_sequences(prefills, inputs.query.device)
         tokens = slice(prefills[0].start, prefills[-1].end)
-        out[tokens] = self._call(inputs, inputs.query[:, tokens], sequences)
+        out[tokens] = self._varlen_attention(inputs, inputs.query[:, tokens], sequences)
 
-    def _call(self, inputs: LayerInputs, query: Tensor, sequences: _Sequences) -> Tensor:
-        """Return the attention of the sequences, [num_tokens, num_heads, value_dim]."""
+    def _varlen_attention(
+        self, inputs: LayerInputs, query: Tensor, sequences: _Sequences
+    ) -> Tensor:
+        """Compute the attention of some sequences with one call of torch's `varlen_attn`.
+
+        Args:
+            inputs: the arguments of the layer. The cache of the layer contains the keys and values.
+            query: [num_heads, num_tokens, key_dim], the queries of these sequences.
+            sequences: the metadata of these sequences.
+
+        Returns:
+            [num_tokens, num_heads, value_dim].
+        """
         call = inputs.call
         window = call.spec.window.size
         # torch's window is a pair: the number of earlier tokens and the number of later tokens to
@@ -129,10 +142,9 @@ class TorchVarlen:
 
 
 def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequences:
-    """Return the metadata of a step's prefills.
+    """Return the metadata of a step's prefills in the form that torch's `varlen_attn` needs.
 
-    The lengths and the first tokens are copied to the device together, because two copies would
-    take more time.
+    A prefill is a sequence with several new tokens.
     """
     width = max(prefill.blocks.shape[1] for prefill in prefills)
     # Each block table [1, n] is padded to [1, width].
@@ -141,7 +153,9 @@ def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequen
     ]
     nums_new = [prefill.end - prefill.start for prefill in prefills]
     lens = [prefill.seq_len for prefill in prefills]
+    # The index of each prefill's first new token. The last element is the number of all new tokens.
     first_tokens = list(itertools.accumulate(nums_new, initial=0))
+    # One copy of both lists to the device takes less time than two copies.
     uploaded = upload(np.array([*lens, *first_tokens]), device).to(torch.int32)
     return _Sequences(
         blocks=torch.cat(tables).to(torch.int32),

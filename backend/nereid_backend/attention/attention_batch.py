@@ -180,9 +180,9 @@ class AttentionBatch:
     _prefill_masks: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
 
     def store_rows(self, num_heads: int) -> Tensor:
-        """Return the cache rows (indices of vectors) that hold this step's keys or values.
+        """Return the indices of the cache rows in which this step's keys or values are stored.
 
-        `num_heads` is the number of key heads of the layer.
+        A row of the cache is one vector. `num_heads` is the number of key heads of the layer.
         """
         rows = self._store_rows.get(num_heads)
         if rows is None:

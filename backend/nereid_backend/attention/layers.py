@@ -9,10 +9,9 @@ from nereid_backend.core.blocks.window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class LayerWindow:
-    """The attention window of one layer.
+    """The attention window of one layer, which limits the earlier tokens to which a token attends.
 
-    The window limits the earlier tokens to which a token attends. A layer may have neither limit,
-    one limit or both limits.
+    There are two kinds of limits: `size` and `chunk`. A layer may have none, one or both of them.
 
     Attributes:
         size: the number of tokens in the sliding window. A token attends to itself and to the

@@ -107,7 +107,7 @@ class ThinkingSpec(NamedTuple):
 
 
 def _as_tuple(fields: object) -> tuple[Any, ...]:
-    """Convert a list to a tuple. Put a value of any other type, which is invalid, into a tuple.
+    """Convert a list to a tuple. A value of any other type is invalid and becomes a tuple's item.
 
     The value comes from another process. An error message can show the tuple in both cases.
     """

@@ -16,7 +16,7 @@ from nereid_backend.core.sequence import Sequence
 class PrefillShares:
     """The number of prompt tokens that the current step may still compute for each client.
 
-    There are no shares, and so no limits, unless at least two clients have uncomputed prompts.
+    If fewer than two clients have uncomputed prompts, there are no shares and therefore no limits.
     """
 
     def __init__(self) -> None:

@@ -9,9 +9,9 @@ from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sampling_params import SamplingParams
 
-# The difference between the seeds of two consecutive sequences of a request. The number is the
-# increment that the random number generator SplitMix64 uses. It is odd, so no two sequences have
-# the same seed.
+# The difference between the seeds of two consecutive sequences of a request. The random number
+# generator SplitMix64 uses the same increment. The number is odd, so no two sequences have the same
+# seed.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _NUM_SEEDS = 2**64  # seeds have 64 bits
 
@@ -49,9 +49,9 @@ class Sequence:
             sequence first got a row; None before that.
         block_tables: one block table for each group of layers (window.py), each with the ids of the
             sequence's blocks in token order. The tables of a waiting sequence are empty.
-        num_null_blocks: for each block table, the number of leading blocks that were freed. A
-            block is freed when no later token attends to it. The table contains the null block in
-            place of each freed block.
+        num_null_blocks: for each block table, the number of null blocks at its start. The null
+            block is a placeholder for a block that was freed or never needed, because no later
+            token attends to it.
         num_tokens_with_blocks: the number of leading tokens for which every block table has an
             entry.
         table_version: a number that changes whenever a block table changes.

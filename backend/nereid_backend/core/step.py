@@ -114,7 +114,7 @@ class Sampled(NamedTuple):
         token_ids: the new tokens: sampled tokens, draft tokens that verification accepted, and
             tokens that the grammar forces.
         logprobs: one log-probability for each token. The value of a forced token is 0.
-        error: a sentence that says why no token was sampled; None if tokens were sampled.
+        error: a sentence with the reason why no token was sampled; None if tokens were sampled.
         top: one entry for each token in `token_ids`; None if the request did not ask for
             log-probabilities.
     """

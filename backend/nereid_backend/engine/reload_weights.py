@@ -21,7 +21,7 @@ from nereid_backend.model.limits import available_memory
 
 
 class PartsOwner:
-    """Owns the objects that depend on the loaded model, and replaces them on a reload.
+    """Owns the objects that depend on the loaded model. A reload of the weights replaces them.
 
     Attributes:
         parts: the objects that depend on the model. No other object may store a reference to

@@ -28,8 +28,8 @@ class RequestPreparation:
     after its preparation.
 
     Attributes:
-        compiled: the requests whose grammars the last call of `start_prepared` found compiled; see
-            `StepEngine.compiled`.
+        compiled: the requests whose compiled grammars the last call of `start_prepared` has
+            received; see `StepEngine.compiled`.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ _DTYPE = torch.float8_e4m3fn
 _LARGEST = 448.0
 # The smallest scale. A row of zeros gets this scale, so that its numbers are not divided by 0.
 _MIN_SCALE = 1e-12
-# The kernels can multiply a matrix only if its numbers of rows and columns are multiples of
-# `_MULTIPLE`.
+# The kernels can multiply a matrix only if the number of its rows and the number of its columns are
+# multiples of `_MULTIPLE`.
 _MULTIPLE = 16
 # When a model is loaded, a matrix product is checked. `_TOLERANCE` is the largest relative error
 # that is accepted. Rounding to 3 mantissa bits causes an error of 0.04, and a wrong scale causes an

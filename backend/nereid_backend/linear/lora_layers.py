@@ -52,8 +52,8 @@ from nereid_backend.linear.native_adapters import (
     adapter_bytes,
 )
 
-# Each adapter matrix is `_COPIES` times in memory, if `NativeAdapters` does not contain the layer
-# of the matrix.
+# The matrices for a layer that torch computes are in memory `_COPIES` times: as the matrices of the
+# adapter, and as parts of the concatenated matrices.
 _COPIES = 2
 # An earlier forward pass may have concatenated the matrices of more adapters than the present
 # forward pass needs. The concatenated matrices are used again if their total rank is at most
@@ -98,10 +98,10 @@ class LoraLayers:
 
     @cached_property
     def _native(self) -> NativeAdapters:
-        """The adapters' matrices for those layers that are computed by the CPU kernels.
+        """The matrices of the adapters for the layers whose products the CPU kernels add.
 
-        The object is created when it is first used, not in `__init__`. The model's layers are
-        packed after `__init__`, and the object needs the packed layers.
+        The object is created when it is first used, not in `__init__`, because it needs the packed
+        layers of the model. The layers are packed after `__init__`.
         """
         return NativeAdapters(self._model)
 

@@ -3,7 +3,7 @@
 
 The kernels of native_linear.py and grouped_linear.py also compute the products of the adapters, and
 add the products to the outputs (cpu_adapters.cpp). Before a step, the kernels receive the adapter
-of each row. They identify a layer by the address of its weights, so adapters also work with
+of each row. The kernels identify a layer by the address of its weights, so adapters also work with
 compiled models. Other linear layers, for example the layers that oneDNN computes, have a forward
 hook that calls the same code.
 """
@@ -289,7 +289,7 @@ def _layers_by_product(model: nn.Module) -> list[dict[str, nn.Module]]:
 def _merge_position(item: tuple[str, nn.Module]) -> int:
     """Return the position of a layer in its group of merged layers; 0 for an unmerged layer.
 
-    `item` is the name of the layer, and the layer.
+    `item` is a pair: the name of the layer, and the layer.
     """
     _name, layer = item
     return layer.position if isinstance(layer, MergedNativeLinear) else 0
@@ -345,7 +345,7 @@ def _kernel_key(layer: nn.Module) -> int:
     """Return the number by which the kernels identify a layer.
 
     The number is the address of the layer's weights. If the kernels do not compute the layer, the
-    number is any number that is different from all addresses.
+    number is arbitrary, but it differs from all these addresses.
     """
     address = _address(layer)
     return id(layer) if address is None else address

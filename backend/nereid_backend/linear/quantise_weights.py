@@ -31,8 +31,8 @@ GROUP_SIZES = {4: 32, 8: 64}
 # The smallest scale. It is the smallest positive float16 number. A group of zeros gets this scale,
 # so that its weights are not divided by 0.
 _MIN_SCALE = 2.0**-24
-# The largest integers of 8 and of 4 bits. The integers of 8 bits are signed, and the integers of 4
-# bits are unsigned.
+# The largest 8-bit integer and the largest 4-bit integer. The 8-bit integers are signed, and the
+# 4-bit integers are unsigned.
 _MAX_INT8 = 127
 _MAX_UINT4 = 15
 # Rows are quantised in slices. The float32 copy of one slice has at most this size. All temporary

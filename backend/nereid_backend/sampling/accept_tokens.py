@@ -101,15 +101,16 @@ def _accept(
 
     The new tokens are sampled tokens. Each sampled token is followed by the tokens that the grammar
     forces next. While the new tokens equal the draft tokens, the next sampled token is valid,
-    because the model has computed its logits after the same tokens. Draft tokens therefore never
-    change the answer. The guide does not get a token that ends the answer. If the sampling of a
-    valid token has failed, return only the error.
+    because the model has computed the logits of this token after the same tokens. Draft tokens
+    therefore never change the answer. If the sampling of a valid token has failed, return only the
+    error.
 
     Example: drafts [5, 7, 9] and sampled tokens [5, 7, 4, 2]. The tokens 5 and 7 are accepted, 4
     replaces the draft 9, and 2 is discarded. The result is [5, 7, 4].
 
     Args:
-        sequence: the sequence. Its guide is advanced by the new tokens.
+        sequence: the sequence. Its guide is advanced by the new tokens, except a token that ends
+            the answer.
         drafts: the draft tokens that the model has computed after the known tokens.
         sampled_tokens: the tokens of the step. They contain one token after the known tokens and
             one token after each draft token.

@@ -21,7 +21,7 @@ from nereid_backend.core.step import StepPlan
 
 
 class Position(NamedTuple):
-    """The known tokens and draft tokens of a sequence, after which a token is sampled.
+    """A place in a sequence at which a token is sampled, after the known tokens and draft tokens.
 
     Attributes:
         sequence: the sequence, which contains the known tokens.

@@ -72,9 +72,9 @@ class LogitsParams:
         bias_values: the biases of the tokens in `bias_ids`, [n] float32.
         allowed: the token mask of allowed_token_ids; None allows every token.
         bad_tokens: the bad words that consist of one token.
-        bad_words: the bad words that consist of several tokens. The key is the second-to-last token
-            of the bad words, so that a lookup of the newest output token returns all bad words that
-            the next token could complete; see `_longer_bad_words`.
+        bad_words: the bad words that consist of several tokens, grouped by their second-to-last
+            token. A lookup of the newest output token therefore returns all bad words that the next
+            token could complete; see `_longer_bad_words`.
         stops: the stop tokens that min_tokens forbids. Stop tokens outside the vocabulary are
             omitted.
         has_penalties: whether the request has a penalty, so that its tokens must be counted.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data types for consecutive positions at which tokens are sampled, and for these tokens.
+"""Data types for a slice of a step: some positions at which tokens are sampled, and the results.
 
 A slice consists of consecutive positions. `ranked_logprobs.slices` explains why a step is divided.
 """

@@ -85,8 +85,8 @@ class StepMasks:
     Attributes:
         by_position: maps the index of a position to the mask of the position. Every token is
             allowed at positions without an entry.
-        errors: the reasons for the guides that failed. The key of a reason is the index of the
-            request's first position.
+        errors: one error message for each sequence whose grammar failed. The key is the index of
+            the sequence's first position.
         seconds: the CPU time in seconds that was used to fill the masks.
     """
 

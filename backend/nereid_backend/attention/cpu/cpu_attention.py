@@ -105,7 +105,7 @@ class CpuKVCache(KVCache):
         key_scales: the factors of the keys. Empty unless the cache stores integers (int8_cache.py).
         value_scales: the factors of the values. Empty unless the cache stores integers.
         kernel_times: the time that compiled models have spent in the kernels since the measurement
-            was started. The kernels update it. None if the time is not measured.
+            was started. The kernels update this object. None if the time is not measured.
     """
 
     kernel_times: KernelTimes | None

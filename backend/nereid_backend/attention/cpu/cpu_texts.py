@@ -27,7 +27,7 @@ def can_attend(query: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextAttention:
-    """The options of the attention of one layer.
+    """The attention options of one layer.
 
     Attributes:
         scale: the factor of the scores.

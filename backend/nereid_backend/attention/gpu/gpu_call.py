@@ -36,7 +36,7 @@ class Float8(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of one attention call, except the arguments that depend on the step's tokens.
+    """The arguments of one attention call that do not depend on the tokens of the step.
 
     Attributes:
         spec: the properties of the layer.

@@ -73,7 +73,7 @@ def why_unusable(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A layer and a step with random numbers, for comparisons of attention implementations.
+    """One attention layer in one step, with random numbers, for comparing implementations.
 
     Attributes:
         spec: the properties of the layer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests keep their prompt blocks until all sequences of the request can use the blocks.
+"""A request keeps the blocks of its prompt until all its sequences have started to use the blocks.
 
 If a request has several sequences, the first of them computes the prompt. The other sequences share
 the blocks of the prompt as soon as they get a row. Until then, the request keeps these blocks, even
@@ -92,7 +92,7 @@ class KeptPrompts:
                 self.drop(request)
 
     def block_tables(self) -> Iterator[list[int]]:
-        """Yield the block tables of all requests that keep the KV cache blocks of their prompts."""
+        """Yield the block tables in which requests keep the blocks of their prompts."""
         return chain(*(request.block_tables for request in self._requests.values()))
 
     def _blocks_of(self, request: Request) -> list[int]:

@@ -38,7 +38,7 @@ _HASH_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class DiskChanges:
-    """The blocks that must still be written to the cache on disk, or deleted from it.
+    """The changes of the prefix cache that must still be made in the cache on disk.
 
     Attributes:
         before_reuse: called with the hash and the id of an unsaved block before the pool allocates

@@ -179,7 +179,7 @@ class StateSnapshots:
             self._evict()
 
     def _take_deleted(self) -> list[int]:
-        """Return the ids of the recurrent state copies that were deleted since the last call."""
+        """Return the ids of the snapshots that were deleted since the last call of this method."""
         deleted = self._deleted
         self._deleted = []
         return deleted
@@ -291,7 +291,7 @@ class StateSnapshots:
         self._order.extend(key, seconds)
 
     def _hash_before(self, sequence: Sequence, position: int) -> bytes:
-        """Return the hash of the block that ends at `position`. A saved state has this hash as key.
+        """Return the hash of the block that ends at `position`, the key of a saved state.
 
         Example with 16 tokens in a block: the position 32 is the end of the second block.
         """

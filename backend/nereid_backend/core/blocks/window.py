@@ -23,14 +23,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The numbers of earlier tokens to which the layers of one group can attend.
+    """The attention window of one group of layers: how far back the layers can attend.
 
     The class is used only if every layer of the group has a limit.
 
     Attributes:
-        limits: the different limits of the layers, in tokens. A limit is a pair (sliding window,
-            attention chunk). At least one number of a pair is not None. The class `LayerWindow` in
-            attention/layers.py describes the numbers.
+        limits: the distinct limits of the layers, in tokens. A limit is a pair (size of the sliding
+            window, size of an attention chunk). At least one number of a pair is not None. The
+            class `LayerWindow` in attention/layers.py describes these sizes.
     """
 
     limits: tuple[tuple[int | None, int | None], ...]
@@ -41,11 +41,12 @@ class AttentionWindow:
         If `position` increases, the result never decreases. Example: with a sliding window of 4
         tokens, the token at position 10 attends to positions 7 to 10, so the result is 7.
         """
-        firsts = []
+        first_positions = []
         for window, chunk in self.limits:
             first = 0 if window is None else max(0, position - (window - 1))
-            firsts.append(first if chunk is None else max(first, position - position % chunk))
-        return min(firsts)
+            chunk_start = 0 if chunk is None else position - position % chunk
+            first_positions.append(max(first, chunk_start))
+        return min(first_positions)
 
     @property
     def max_visible_tokens(self) -> int:

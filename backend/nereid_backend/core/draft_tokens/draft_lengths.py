@@ -75,7 +75,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class _History:
-    """The acceptance rate of one sequence's drafts, and how long the sequence gets no drafts.
+    """The acceptance rate of one sequence's drafts, and the pauses in which it gets no drafts.
 
     Attributes:
         rate: the share of accepted draft tokens.

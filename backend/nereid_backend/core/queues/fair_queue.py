@@ -16,7 +16,8 @@ from nereid_backend.core.sequence import Sequence
 class FairQueue:
     """The waiting sequences of all clients. The queue lets the clients share the engine fairly.
 
-    The service of a client grows by the tokens in its chunks, divided by the client's weight.
+    The service of a client is the number of tokens that were computed for the client, divided by
+    the client's weight.
 
     A client is active while it has a waiting or running sequence. When a client becomes active, its
     service is set to the least service of the active clients. Otherwise, a client that sent no

@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class _Sequences(NamedTuple):
-    """The lengths and block tables of n sequences. One call computes the attention of all n.
+    """The lengths and block tables of n sequences, whose attention is computed in one call.
 
     Attributes:
         blocks: [n, width] int32, the block tables.

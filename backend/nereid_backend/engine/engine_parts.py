@@ -255,7 +255,7 @@ def _can_be_async(
 
 
 def _async_obstacle(info: EngineInfo, images: ImageSupport, scheduler: Scheduler) -> str | None:
-    """Return the reason why async scheduling is impossible; None if async scheduling is possible."""
+    """Return the reason why async scheduling is impossible; None if it is possible."""
     if scheduler.drafter is not None:
         return "speculative decoding needs the last token before it can propose draft tokens"
     if images.name not in ("", "packed"):

@@ -39,8 +39,7 @@ FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
 # The time limit of the compiler in seconds. The compiler usually needs about 10 seconds. On a busy
 # machine, it may need several minutes.
 _TIMEOUT_S = 900
-# The largest number of characters of the compiler's output in an error message. The message
-# contains the end of the output.
+# An error message contains the end of the compiler's output, at most this number of characters.
 _MAX_OUTPUT = 500
 
 

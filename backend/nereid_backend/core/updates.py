@@ -85,7 +85,9 @@ def _add_prompt_fields(update: RequestUpdate, sequence: Sequence) -> None:
     Mutates: `update`, and `sequence.prompt_logprobs`, which is cleared.
     """
     update.num_cached_tokens = sequence.num_cached_tokens or 0
-    if update.new_token_ids and sequence.index == 0:
+    # A sequence that ended without a new token may not have computed its whole prompt.
+    has_whole_prompt = bool(update.new_token_ids)
+    if has_whole_prompt and sequence.index == 0:
         if sequence.params.prompt_logprobs is not None:
             # The first token of a prompt has no log-probability.
             update.prompt_logprobs = [None, *sequence.prompt_logprobs]

@@ -91,7 +91,9 @@ class BlockTables:
         Mutates: the block tables of `sequence`, its number of computed tokens, and its snapshot.
             The call may add block copies, which the next call of `take_copies` returns.
         """
-        if request.block_tables and sequence in request.followers:
+        keeps_prompt = bool(request.block_tables)
+        if keeps_prompt and sequence in request.followers:
+            # Another sequence of the request has computed the prompt.
             return self._try_share_prompt(sequence, request)
         tables = self._find_cached(sequence)  # one table for each group of layers
         num_cached_blocks = len(tables[0])
@@ -113,6 +115,7 @@ class BlockTables:
         sequence.block_tables = tables
         self._record_new_tables(sequence, num_cached_tokens, num_null_blocks)
         if self.snapshots is not None:
+            # The cached prefix of a recurrent model always ends at a saved state.
             self.snapshots.start_from(sequence, num_cached_tokens)
         self._count_cached_tokens(sequence)
         return True
@@ -276,9 +279,15 @@ class BlockTables:
         """
         for sequence in running:
             tables = sequence.block_tables
-            assert len(tables) == len(sequence.num_null_blocks) == len(self._windows)
-            assert self._num_tokens(tables) == sequence.num_tokens_with_blocks
-            assert sequence.num_computed_tokens <= sequence.num_tokens_with_blocks
+            assert len(tables) == len(sequence.num_null_blocks) == len(self._windows), (
+                f"{sequence} does not have one block table for each group of layers."
+            )
+            assert self._num_tokens(tables) == sequence.num_tokens_with_blocks, (
+                f"{sequence} has a wrong number of tokens with blocks."
+            )
+            assert sequence.num_computed_tokens <= sequence.num_tokens_with_blocks, (
+                f"{sequence} has computed tokens without blocks."
+            )
             for group in range(len(tables)):
                 self._check_freed_blocks(sequence, group)
 

@@ -276,6 +276,8 @@ class PrefixCache:
             retained_blocks += [cached_blocks[h] for h in last_first if h in cached_blocks]
         self._pool.retain(retained_blocks, key, params.retention_s)
         if self.snapshots is not None:
+            # A snapshot applies to all groups of layers, so it is retained if any group still has
+            # the block before the snapshot.
             first_retained = min(sequence.num_null_blocks)
             self.snapshots.retain(hashes[first_retained:], key, params.retention_s)
 

@@ -166,10 +166,12 @@ class StateSnapshots:
         for chunk_index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             if chunk.is_first and sequence.snapshot_id is not None:
+                # The sequence has just started to run, and continues from a snapshot.
                 loads.append((chunk_index, sequence.snapshot_id))
             if len(saves) < self._max_snapshots and self._is_worth_saving(chunk):
                 sequence.unsaved_snapshot_id = self._new_id()
                 saves.append((chunk_index, sequence.unsaved_snapshot_id))
+        # Delete old snapshots until the memory suffices for the new snapshots.
         self._evict_until(self._max_snapshots - len(saves))
         return SnapshotPlan(loads, saves, self._take_deleted())
 

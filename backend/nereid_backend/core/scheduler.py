@@ -299,6 +299,7 @@ class Scheduler:
         """
         updates, self._unreported_updates = self._unreported_updates, []
         self._pending_plans.remove(plan)
+        # Mark the blocks before the sequences end, because ended sequences have no blocks.
         for chunk in plan.chunks:
             self._invalid_blocks.add(chunk.sequence)
         for chunk in plan.chunks:

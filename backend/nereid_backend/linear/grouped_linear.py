@@ -134,8 +134,8 @@ class GroupedLinear(nn.Linear):
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features)
-        # A group of the checkpoint that is too large for the kernel is divided into
-        # `_num_subgroups` smaller groups. All of them have the scale of the large group.
+        # A large group of the checkpoint is divided into `_num_subgroups` smaller groups. All of
+        # them have the scale of the large group.
         self._num_subgroups = _divide_up(min(group_size, in_features), self.group_size)
         num_panels = _divide_up(self.out_features, LANES)  # a panel has LANES outputs
         num_groups = _divide_up(in_features, self.group_size)
@@ -373,9 +373,10 @@ def _panels_of_groups(of_groups: Tensor) -> Tensor:
 def _used_group_size(group_size: int, in_features: int) -> int:
     """Return the number of inputs that share a scale in the stored layer.
 
-    The checkpoint has groups of `group_size` inputs. The kernels need groups of at most 128 inputs,
-    whose size is a multiple of 8. A larger group is therefore divided into smaller groups of equal
-    size, and each of them gets a copy of the scale.
+    The checkpoint has groups of `group_size` inputs. A stored group has at most 128 inputs, because
+    the inputs of large groups are rounded less accurately. A larger group is therefore divided into
+    smaller groups of equal size, and each of them gets a copy of the scale. The size is a multiple
+    of 8.
 
     Examples: groups of 192 inputs are stored as groups of 96 inputs. A row with one group of 300
     inputs is stored in groups of 128 inputs. A row with one group of 20 inputs is padded to 24.

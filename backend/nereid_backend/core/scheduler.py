@@ -120,7 +120,7 @@ class Scheduler:
         )
         self._endings = SequenceEndings(self._requests, self._pending_plans, self._planner, drafter)
         # The last updates of sequences that ended between two steps, for example because they were
-        # aborted. The next call of `commit` or `fail` returns these updates.
+        # aborted. The next call of `commit` or `fail_step` returns these updates.
         self._unreported_updates: list[RequestUpdate] = []
 
     @property
@@ -158,7 +158,7 @@ class Scheduler:
         return self._requests.adapters()
 
     def is_preparing(self, request_id: str) -> bool:
-        """Return whether the method `start` or `refuse` must still be called for a request."""
+        """Return whether `start` or `end_with_error` must still be called for a request."""
         return self._requests.is_preparing(request_id)
 
     def has_work(self) -> bool:
@@ -177,7 +177,7 @@ class Scheduler:
         Args:
             sequence: the first sequence of the request. The method creates the other sequences.
             is_prepared: False while the grammar of the request is being compiled. The request then
-                enters the queue when `start` is called, or ends when `refuse` is called.
+                enters the queue when `start` is called, or ends when `end_with_error` is called.
         """
         sequences = sequence.all_sequences()
         self._ranks.assign(sequences)
@@ -191,7 +191,7 @@ class Scheduler:
         """
         self._requests.start(request_id, guide)
 
-    def refuse(self, request_id: str, error: str, *, is_refused: bool = True) -> None:
+    def end_with_error(self, request_id: str, error: str, *, is_refused: bool = True) -> None:
         """End a request whose grammar failed to compile. The next call of `commit` reports the end.
 
         Do nothing if the request has ended.
@@ -199,7 +199,8 @@ class Scheduler:
         Args:
             request_id: a request that was added with is_prepared=False.
             error: a sentence that describes the error. The client gets this sentence.
-            is_refused: True if the request is invalid, False if the server has failed.
+            is_refused: True if the client caused the error with an invalid grammar, False if the
+                server has failed.
         """
         self._unreported_updates += [
             self._endings.end(sequence, "error", error=error, is_refused=is_refused)
@@ -290,7 +291,7 @@ class Scheduler:
         self._endings.release()
         return updates
 
-    def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
+    def fail_step(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """End all sequences in the plan of a failed step. Return the last update of each sequence.
 
         The blocks of these sequences may contain wrong values, so the blocks are removed from the

@@ -16,7 +16,7 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.engine.engine_parts import EngineParts
 from nereid_backend.engine.offline import generate
 from nereid_backend.engine.prefix_sessions import PrefixSessions
-from nereid_backend.engine.reload_weights import PartsOwner
+from nereid_backend.engine.reload_weights import ReloadableModel
 from nereid_backend.vision.chat_processor import ImagePrompt
 
 logger = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ class Engine:
             ConfigError: if the settings do not fit the machine or the model.
             ModelError: if the checkpoint is missing or broken, or the architecture is unsupported.
         """
-        self._owner = PartsOwner(config, progress or logger.info)
+        self._model = ReloadableModel(config, progress or logger.info)
 
     @property
     def _parts(self) -> EngineParts:
         """The loaded model and its objects. A call of `reload` replaces all of them."""
-        return self._owner.parts
+        return self._model.parts
 
     @property
     def info(self) -> EngineInfo:
@@ -163,7 +163,7 @@ class Engine:
             EngineError: if the old checkpoint could not be loaded again. After this error, the
                 engine cannot be used any more.
         """
-        self._owner.reload(path, progress or logger.info)
+        self._model.reload(path, progress or logger.info)
 
     @property
     def lora_names(self) -> list[str]:

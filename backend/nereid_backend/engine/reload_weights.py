@@ -20,7 +20,7 @@ from nereid_backend.errors import EngineError, ModelError, NereidError, RequestE
 from nereid_backend.model.limits import available_memory
 
 
-class PartsOwner:
+class ReloadableModel:
     """Owns the objects that depend on the loaded model. A reload of the weights replaces them.
 
     Attributes:

@@ -116,7 +116,7 @@ class RequestPreparation:
                 # A RequestError means that the grammar is invalid, so the client has caused the
                 # error. Any other error is a failure of the server.
                 is_refused = isinstance(error, RequestError)
-                self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
+                self._scheduler.end_with_error(request_id, str(error), is_refused=is_refused)
 
     def wait(self) -> None:
         """Wait until a prefix has been read or a grammar has been compiled.

@@ -225,7 +225,7 @@ class StepLoop:
             raise EngineError(
                 f"{self._num_failures} consecutive steps have failed (max_step_failures): {message}"
             ) from error
-        return self._scheduler.fail(plan, message)
+        return self._scheduler.fail_step(plan, message)
 
     def _record_start(self, plan: StepPlan) -> None:
         """Add to `started` each request whose first tokens this step computes."""

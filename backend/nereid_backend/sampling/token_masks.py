@@ -115,7 +115,7 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _FillJob:
+class _MaskFillJob:
     """Fills the masks of some sequences when `result` is called.
 
     Attributes:
@@ -151,7 +151,7 @@ class _FillJob:
         masks.seconds = time.thread_time() - started
         return masks
 
-    def divided(self, max_jobs: int) -> "list[_FillJob]":
+    def divided(self, max_jobs: int) -> "list[_MaskFillJob]":
         """Divide the sequences of this job into at most `max_jobs` jobs.
 
         Example: if max_jobs is 4, a job with 40 sequences is divided into 4 jobs of 10 sequences.
@@ -293,7 +293,7 @@ class MaskFiller:
             return []
         self._extend_buffer(len(guided), mask_width(vocab_size))
         buffer_rows = {index: row for row, index in enumerate(guided)}
-        job = _FillJob(_by_sequence(guided, positions), positions, self._buffer, buffer_rows)
+        job = _MaskFillJob(_by_sequence(guided, positions), positions, self._buffer, buffer_rows)
         expected_s = len(guided) * self._seconds_per_mask
         if expected_s < _WORTH_A_THREAD_S:
             return [job]  # `join` fills the masks in its own thread.

@@ -138,7 +138,7 @@ def test_a_failed_step_ends_the_requests_of_its_plan_and_no_other():
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(make_sequence("a", [2]))
     scheduler.add(make_sequence("b", [2]))
-    updates = scheduler.fail(scheduler.plan(), "broken")
+    updates = scheduler.fail_step(scheduler.plan(), "broken")
     assert [(u.request_id, u.finish_reason, u.error) for u in updates] == [("a", "error", "broken")]
     assert summary(scheduler.plan()) == [("b", 0, 1, True)]
     scheduler.check()
@@ -352,7 +352,7 @@ def test_a_request_waits_for_its_guide_and_each_sequence_gets_one():
 def test_a_request_whose_guide_cannot_be_made_is_refused_once_a_sequence():
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", [2], n=2), is_prepared=False)
-    scheduler.refuse("a", "regex: unbalanced")
+    scheduler.end_with_error("a", "regex: unbalanced")
     updates = scheduler.commit(scheduler.plan(), StepResult())
     assert [(u.index, u.finish_reason, u.is_refused, u.error) for u in updates] == [
         (index, "error", True, "regex: unbalanced") for index in range(2)

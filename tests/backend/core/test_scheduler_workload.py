@@ -144,7 +144,7 @@ class Workload:
         try:
             updates = self.scheduler.commit(plan, self.model.run(plan))
         except RuntimeError as error:
-            updates = self.scheduler.fail(plan, str(error))
+            updates = self.scheduler.fail_step(plan, str(error))
         self.take(updates)
         if has_snapshots(self.scheduler):
             num_running = len({chunk.sequence for chunk in plan.chunks})

@@ -55,7 +55,7 @@ def split(
         tile: the number of keys in a tile.
         device: the device of the step.
     """
-    # The numbers of keys that the kernel reads, at most the tokens of the attention window.
+    # Pairs (number of sequences, number of keys that the kernel reads for each of them).
     lens = [(num_seqs, _num_visible(length, window, tile)) for num_seqs, length in rows.bounds]
     longest = max(length for _, length in lens)
     total_tokens = sum(num_seqs * length for num_seqs, length in lens) * num_programs

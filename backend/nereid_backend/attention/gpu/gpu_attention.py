@@ -181,6 +181,7 @@ def _launch_kernels(situation: Situation, inputs: LayerInputs, out: Tensor) -> N
     is_decode = situation is Situation.DECODE
     kernel = "decode" if is_decode else "prefill"
     device = device_of(inputs.query.device)
+    # The tile sizes that were fastest for this kernel in measurements on this GPU.
     tuning = device.tuning(kernel, _largest_dim(call.spec), call.keys.itemsize)
     if is_decode:
         assert rows.decodes is not None, "the situation applies only to steps with decodes"

@@ -95,7 +95,8 @@ def converted(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
       and the GPU has an instruction that converts them.
     - FLOAT8_BITS: the bits of each e4m3 number are shifted to their places in a float16 number. The
       result is the number divided by 256, because the exponent has the bias 7 in e4m3 and the bias
-      15 in float16. `load_scales` therefore multiplies the factors by 256.
+      15 in float16. `load_scales` therefore multiplies the factors by 256. An e4m3 NaN would give a
+      finite number, but the cache contains none.
     """
     if FLOAT8 == FLOAT8_NONE:
         result = tile.to(dtype)

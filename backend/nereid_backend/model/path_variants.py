@@ -15,9 +15,9 @@ from transformers import AttentionMaskInterface
 
 from nereid_backend.attention.choose_backend import (
     cache_type,
-    tested_type,
     step_layout,
     stored_type,
+    tested_type,
 )
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache

@@ -91,7 +91,9 @@ def engine_of(folder_of, monkeypatch):
             # test_engine_on_kernels.py tests this check with the kernels.
             monkeypatch.setattr(choose_path, "check_path", lambda *_, **__: 0.0)
         # Packed products are called past torch, where the stand-in does not see them.
-        settings = {"device": "cpu", "max_model_len": 128, **settings}
+        # On a GPU, the engine has no draft tokens by default.
+        defaults = {"device": "cpu", "max_model_len": 128, "num_speculative_tokens": 0}
+        settings = {**defaults, **settings}
         engine = open_engine(folder_of(name), prepack=False, **settings)
         opened.append(engine)
         if capture is not None:

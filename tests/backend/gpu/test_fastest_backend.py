@@ -55,7 +55,9 @@ def reference_kernels(monkeypatch):
     """The project's kernels are replaced by the reference, which needs no interpreter."""
     own = ReferenceBackend()
     monkeypatch.setattr(
-        gpu_attention, "_launch_kernels", lambda situation, inputs, out: own.attend(situation, inputs, out)
+        gpu_attention,
+        "_launch_kernels",
+        lambda situation, inputs, out: own.attend(situation, inputs, out),
     )
 
     def store(key, value, call, slots):

@@ -441,7 +441,7 @@ def start(folder_of, name, monkeypatch, capture=rerun, **settings):
         lambda config, hook, _: load(config, hook, lines.append),
     )
     # All graphs are captured at load, so few rows keep these tests fast.
-    settings = {"max_num_seqs": 8, **settings}
+    settings = {"max_num_seqs": 8, "num_speculative_tokens": 0, **settings}
     engine = open_engine(folder_of(name), device="cpu", prepack=False, **settings)
     return engine, "\n".join(lines)
 

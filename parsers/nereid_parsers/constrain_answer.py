@@ -217,9 +217,9 @@ def _check_node(node: object, path: str) -> None:
 def _inner_nodes(
     node: Mapping[str, Any], node_type: str, path: str
 ) -> Iterator[tuple[object, str]]:
-    """Yield each direct inner node of `node`, and the path of the inner node in the request.
+    """Yield each child of a grammar node, and the path of the child in the request.
 
-    Examples for inner nodes `a` and `b`, and the path `$`:
+    Examples for children `a` and `b`, and the path `$`:
 
         node                                        yielded values
         {"type": "sequence", "elements": [a, b]}    (a, "$.elements[0]"), (b, "$.elements[1]")

@@ -69,10 +69,13 @@ def _attend_decodes(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of a step's decodes, [num_decodes, num_heads, value_dim].
+    """Compute attention for the sequences that add one token in this step.
 
-    A decode is a sequence that adds one token. The decodes are the first tokens of `query`. All
+    The tokens of these sequences, which are called decodes, are the first tokens of `query`. All
     keys and values are read from the cache. `attend` documents the arguments.
+
+    Returns:
+        The output of attention, [num_decodes, num_heads, value_dim].
     """
     number, spec = layer
     rows = query[:, : batch.num_decodes].transpose(0, 1)

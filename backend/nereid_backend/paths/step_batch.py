@@ -286,11 +286,11 @@ class BatchBuilder:
     def _decode_groups(
         self, groups: list[_DecodeLengths], tensors: Iterator[Tensor]
     ) -> list[DecodeGroup]:
-        """Build a `DecodeGroup` for each group of decodes from tensors on the device.
+        """Build a `DecodeGroup` for each group of sequences that add one token.
 
-        `tensors` yields the tensors in the order in which `_decode_arrays` has returned the arrays:
-        for each group the blocks, the lengths and the token indices. If the token indices are a
-        slice (all decodes form one group), they have no tensor.
+        `tensors` yields tensors on the device, in the order of the arrays that `_decode_arrays`
+        returns: for each group the blocks, the lengths and the token indices. If the token indices
+        are a slice (all decodes form one group), they have no tensor.
         """
         decode_groups = []
         for tokens, _ in groups:

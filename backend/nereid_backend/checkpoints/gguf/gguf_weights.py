@@ -174,7 +174,9 @@ class GgufWeight:
 def gguf_weights(
     file: GgufFile, num_heads: int, num_kv_heads: int, dtype: torch.dtype
 ) -> dict[str, GgufWeight]:
-    """Return the weights of a GGUF file by their names in transformers. No weight is read.
+    """Describe the weights of a GGUF file, and return a dict by their names in transformers.
+
+    The data of the weights is not read.
 
     Args:
         file: the header of the file.

@@ -45,10 +45,10 @@ class TextRules:
     def check_and_create(
         cls, late: LateInteraction, max_model_len: int, tokenizer: PreTrainedTokenizerBase
     ) -> "TextRules":
-        """Check that the model supports the rule of query expansion. Return all rules for texts.
+        """Create the rules for texts, and check the rule that expands short queries.
 
-        Only the rule of query expansion is checked. This rule appends mask tokens to each short
-        query, until the query has a certain length, such as 32 tokens.
+        This rule appends mask tokens to each short query, until the query has a certain length,
+        such as 32 tokens. The other rules need no check.
 
         Args:
             late: the rules in the files of the checkpoint.

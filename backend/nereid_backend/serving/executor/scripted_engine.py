@@ -99,8 +99,8 @@ class ScriptedEngine:
         self.compiled: list[tuple[str, float, float]] = []
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
         self._adapters = dict(config.lora_adapters)
-        # The scripted engine has no prefix cache, so it has no sessions. The class PrefixSessions
-        # requires a BlockPool even without a prefix cache, but does not use the BlockPool.
+        # The scripted engine has no prefix cache, so it has no sessions. The constructor of
+        # PrefixSessions requires a BlockPool, which is used only if there is a prefix cache.
         self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
 
     def _encode(self, text: str) -> list[int]:

@@ -17,7 +17,7 @@ _WRAPPER_KEYS = frozenset({"function", "tool_call"})
 
 
 class KeyRole(Enum):
-    """What a key means in a JSON object that represents a tool call, for example NAME.
+    """The meaning of a key in a JSON object. The object represents a tool call.
 
     Example: in `{"name": "f", "arguments": {}, "type": 1}`, the roles are NAME, ARGUMENTS and
     IGNORED.

@@ -85,7 +85,7 @@ class Dialect:
         return ""
 
     def is_quote_incomplete(self, text: str, pos: int) -> bool:
-        r"""Return whether `text[pos:]` is only the beginning of a quote.
+        r"""Return whether `text[pos:]` may be the beginning of a longer quotation mark.
 
         Example: the text `""` may be an empty string, or the start of a string in triple quotes.
         """

@@ -152,8 +152,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
-        # A macro is a part of the template, so its call can write all literal text of the template.
-        # Other functions are written in Python, and write no text of the template.
+        # The call of a macro can write literal text of the template, and at most all of this text.
+        # Other functions are written in Python, so they write no literal text of the template.
         budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
         if isinstance(owner, str | bytes | int | float):

@@ -247,7 +247,7 @@ class Runner:
 
 
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
-    """Start to compute the log-probabilities of prompt tokens, for requests that asked for them.
+    """Compute the log-probabilities of the prompt tokens of requests that ask for them.
 
     Args:
         logits: [sum of the chunks' num_logits, vocab_size].

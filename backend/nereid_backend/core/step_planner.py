@@ -362,8 +362,8 @@ class StepPlanner:
     def _preempt_other_clients(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if a waiting sequence needs their rows or blocks.
 
-        A preempted sequence returns to the waiting queue and computes its tokens again later. No
-        client loses so many sequences that it gets less than its fair share.
+        A preempted sequence returns to the waiting queue and computes its tokens again later. A
+        client that has lost a sequence still has at least its fair share.
         """
         num_blocks = self.tables.num_blocks_to_start(sequence)
         # `_next_victim` returns None if enough rows and blocks are free, or if no sequence can be

@@ -168,7 +168,7 @@ class OpenCall:
             return Outcome.NO_CALL
         writes_model_text = self._body_reader.is_verbatim
         if not writes_model_text:
-            # The reader converts the arguments to JSON, so it can complete the JSON text.
+            # The reader writes the JSON of the arguments itself, so it can complete the JSON.
             self._body_reader.end_invalid_call()
             return Outcome.ENDED
         return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN

@@ -284,8 +284,8 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if prompt_end is None or header in prompt_end:
         return (header,)
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
-    # If no text opens the answer, the header is not returned either. Otherwise the parser would
-    # find the header of an earlier message in the prompt.
+    # If the end of the prompt contains no marker that opens the answer, the header alone is not
+    # returned, because the parser would find the header of an earlier message in the prompt.
     return (header, other_marker) if other_marker else ()
 
 

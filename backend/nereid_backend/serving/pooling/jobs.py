@@ -110,9 +110,10 @@ class Outcome:
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Outcome":
-        """Build an Outcome from a list that the method `row` has returned in the worker process.
+        """Build an Outcome from the list that the worker process has sent.
 
-        The list contains the bytes of each array. The new arrays share the memory of these bytes.
+        The method `row` has built the list in the worker process. The list contains the bytes of
+        each array. The new arrays share the memory of these bytes.
         """
         kind, shape, values, counts, weights, num_tokens, offsets = row
         return cls(

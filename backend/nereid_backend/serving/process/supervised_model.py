@@ -345,7 +345,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 self.handle(result.process, kind, values)
 
     def _take_arrivals(self) -> None:
-        """Take the requests and the responses that the server's thread has queued.
+        """Process the requests and the responses that a thread of the Triton server has queued.
 
         Add the requests to `requests`, and send the responses. If a request was sent to a child
         process that has died since then, end the request.

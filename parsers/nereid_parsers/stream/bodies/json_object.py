@@ -50,8 +50,8 @@ class ObjectReader(StepReader):
         self._parts = CallParts()  # The name, the id and the arguments that have been read.
         # Decides what each key means: the name, the arguments or another member.
         self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
-        # The keys of the enclosing objects, such as ["function"] in `{"function": {"name": ..`. ""
-        # stands for an object that the format does not declare.
+        # The keys of the enclosing objects, such as ["function"] in `{"function": {"name": ..`. The
+        # list contains the empty string for an object that the format does not declare.
         self._outer_keys: list[str] = []
         self._key = ""  # The key of the member that is being read.
         # The objects that read the current value.

@@ -21,6 +21,7 @@ from torch import Tensor
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
+from nereid_backend.cpu_threads import CpuThreads
 from nereid_backend.device_transfer import HostCopy, upload
 from nereid_backend.sampling.accept_tokens import read_sampled
 from nereid_backend.sampling.draft_verification import Sampling, sampling_of
@@ -96,14 +97,23 @@ class _Report:
 class Runner:
     """Runs the forward passes of the model, and samples the next tokens of the sequences."""
 
-    def __init__(self, path: ForwardPath, *, sampling_kernel: bool = False) -> None:
+    def __init__(
+        self,
+        path: ForwardPath,
+        *,
+        sampling_kernel: bool = False,
+        cpu_threads: CpuThreads | None = None,
+    ) -> None:
         """Create a runner, which runs forward passes and samples tokens.
 
         Args:
             path: the forward path, which runs the model.
             sampling_kernel: whether the sampler uses its GPU kernel; see `Sampler`.
+            cpu_threads: adjusts the number of CPU threads before each step; None if the number of
+                threads never changes.
         """
         self._path = path
+        self._cpu_threads = cpu_threads
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
         # The size of the vocabulary, which is the number of columns of the logits; None before the
@@ -132,6 +142,8 @@ class Runner:
 
         Mutates: the state of the model.
         """
+        if self._cpu_threads is not None:
+            self._cpu_threads.adjust()
         sampling = sampling_of(plan)
         mask_jobs: abc.Sequence[Job] | None = None
         if previous is None and self._vocab_size is not None:

@@ -225,6 +225,8 @@ def run_contestant(
         "BENCH_ENGINE": json.dumps({**given, **own, **(settings or {})}),
     }
     environment.pop("TRITON_INTERPRET", None)
+    # nereid_backend has set this variable in this process. Each engine uses its own default.
+    environment.pop("GOMP_SPINCOUNT", None)
     return outcome(command, limit_s, environment)
 
 

@@ -397,21 +397,6 @@ def _available_in_meminfo() -> int | None:
     return None
 
 
-def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use, within the quota of the container."""
-    if hasattr(os, "sched_getaffinity"):
-        num_cpus = len(os.sched_getaffinity(0))
-    else:
-        num_cpus = os.cpu_count() or 1
-    try:
-        # The file contains two numbers of microseconds, such as "200000 100000" for two CPUs.
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        num_quota_cpus = max(1, round(int(quota) / int(period)))
-    except (OSError, ValueError):
-        return num_cpus  # Without the file, or with the text "max", there is no quota.
-    return min(num_cpus, num_quota_cpus)
-
-
 def format_bytes(count: int) -> str:
     """Return a readable size. Example: `format_bytes(3 * 2**29)` returns "1.5 GiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -22,6 +22,7 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo
+from nereid_backend.cpu_threads import CpuThreads, set_num_threads
 from nereid_backend.draft_model import DraftModel
 from nereid_backend.errors import UnsupportedModelError
 from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
@@ -44,7 +45,6 @@ from nereid_backend.model.limits import (
     describe_memory,
     kv_cache_budget,
     plan_memory,
-    usable_cpus,
 )
 from nereid_backend.model.load_draft import check_draft_folder, open_draft
 from nereid_backend.model.load_mtp import open_mtp
@@ -185,7 +185,7 @@ def load(
         ModelError: if the checkpoint is missing or broken, or its architecture is not supported.
     """
     clock = StageClock()
-    torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
+    cpu_threads = set_num_threads(config.num_threads)
     device = choose_device(config.device)
     _warn_about_experiments(config, device, progress)
     check_draft_folder(config)
@@ -236,7 +236,7 @@ def load(
         config.lora_memory,
     )
     return Loaded(
-        runner=_make_runner(config, device, steps, progress),
+        runner=_make_runner(config, device, steps, cpu_threads, progress),
         info=_engine_info(config, opened, memory, clock.seconds, num_tokens),
         spec=spec,
         groups=plan.groups,
@@ -365,13 +365,19 @@ def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) ->
 
 
 def _make_runner(
-    config: EngineConfig, device: torch.device, path: ForwardPath, progress: Progress
+    config: EngineConfig,
+    device: torch.device,
+    path: ForwardPath,
+    cpu_threads: CpuThreads,
+    progress: Progress,
 ) -> Runner:
     """Return a `Runner` object, which runs the forward passes of a model and samples tokens.
 
     The runner uses the GPU sampling kernel if the setting sampling_kernel is true and the kernel
-    works on the device.
+    works on the device. The number of CPU threads is adjusted only if the model runs on the CPU.
     """
+    if device.type == "cpu":
+        return Runner(path, cpu_threads=cpu_threads)
     if config.sampling_kernel and device.type == "cuda":
         reason = gpu_sampling.why_unusable(device)
         if reason is None:

@@ -18,12 +18,13 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
+from nereid_backend.cpu_threads import usable_cpus
 from nereid_backend.errors import UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Progress, choose_device, load_checkpoint
 from nereid_backend.model.choose_image_path import refuse_images
 from nereid_backend.model.choose_path import ChosenPath, Trials, check_variant
 from nereid_backend.model.length_limits import model_limit
-from nereid_backend.model.limits import kv_cache_budget, usable_cpus
+from nereid_backend.model.limits import kv_cache_budget
 from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
 from nereid_backend.model.weight_memory import check_weight_memory
 from nereid_backend.parallel.check_support import (

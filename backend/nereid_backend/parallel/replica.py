@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from nereid_backend.config import EngineConfig
+from nereid_backend.cpu_threads import usable_cpus
 from nereid_backend.errors import ConfigError
-from nereid_backend.model.limits import usable_cpus
 
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nereid_backend.model.limits import usable_cpus
+from nereid_backend.cpu_threads import set_num_threads
 from nereid_backend.pooling.describe_model import describe_model
 from nereid_backend.pooling.forward.choose_forward import ChosenForward, own_attention
 from nereid_backend.pooling.forward.image_forward import ImageForward
@@ -69,7 +69,7 @@ class PoolingModel:
             ModelError: the checkpoint is missing, broken or not supported.
         """
         started = time.monotonic()
-        torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
+        self._cpu_threads = set_num_threads(config.num_threads)
         self._loaded = loaded = load_model(config, progress)
         self.info = describe_model(config, loaded, time.monotonic() - started)
         # The object that builds the prompts of a vision-language model; None for other models.
@@ -106,6 +106,7 @@ class PoolingModel:
             One output for each item. If an output contains numbers that are not finite, None
             replaces the output.
         """
+        self._cpu_threads.adjust()
         outputs: list[Value | None] = [None] * len(batch)
         parts = split_batch(
             batch, computes_all_alone=self._computes_all_alone, is_packed=self._is_packed

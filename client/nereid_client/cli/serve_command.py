@@ -32,11 +32,6 @@ from nereid_client.supervise.start_fork_server import ADDRESS_VARIABLE, choose_a
 from nereid_client.supervise.supervisor import Supervisor
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-# The number of loop iterations for which a thread of the OpenMP library waits before it sleeps.
-# With the library's default of 300,000, the engine nearly stops if another process uses one of its
-# CPUs, because the waiting thread takes the time that the delayed thread needs. With 2,000
-# iterations, the engine keeps about 0.4 of its speed (docs/history/cpu-kernels.md).
-_GOMP_SPINCOUNT = "2000"
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -205,7 +200,6 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
     grpc_url = f"{_local_host(args.host or '127.0.0.1')}:{args.grpc_port}"
     _warn_about_other_server(grpc_url)
     return {
-        "GOMP_SPINCOUNT": _GOMP_SPINCOUNT,
         **os.environ,
         **_variables_of_flags(args),
         "NEREID_MODEL": str(model),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from backend.serving.fake_server import DEMO
 from nereid_backend import EngineConfig
+from nereid_backend.cpu_threads import usable_cpus
 from nereid_backend.errors import ConfigError
-from nereid_backend.model.limits import usable_cpus
 from nereid_backend.parallel.replica import own_gpus, prepare_replica
 
 

@@ -62,16 +62,6 @@ def test_the_variable_of_the_log_level_applies_to_both_programs(plan):
     assert made.frontend_program.environment["NEREID_LOG_LEVEL"] == "debug"
 
 
-@pytest.mark.parametrize(("variables", "value"), [({}, "2000"), ({"GOMP_SPINCOUNT": "5"}, "5")])
-def test_threads_sleep_soon_unless_the_operator_decides_otherwise(
-    plan, monkeypatch, variables, value
-):
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    [port] = free_ports(1)
-    made = plan(f"--openai-port={port}", **variables)
-    assert made.server.environment["GOMP_SPINCOUNT"] == value
-
-
 def test_the_address_of_another_triton_server_is_reported_as_having_no_effect(plan, capsys):
     [port] = free_ports(1)
     made = plan(f"--openai-port={port}", NEREID_GRPC_URL="10.0.0.5:8001")

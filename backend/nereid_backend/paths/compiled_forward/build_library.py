@@ -12,8 +12,10 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +92,11 @@ def build_library(
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The library is compiled in a temporary folder and then moved, because another process may
     # compile the same model at the same time.
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary, _without_warnings():
+    with (
+        tempfile.TemporaryDirectory(dir=folder.parent) as temporary,
+        _without_warnings(),
+        _with_variable_threads(),
+    ):
         finished = Path(temporary) / "library"
         finished.mkdir()
         torch._inductor.aoti_compile_and_package(
@@ -174,6 +180,16 @@ def _constants_of_code(
             raise UnfitError(NO_PARAMETER.format(name=name))
         literals[name] = tensor.detach().clone().contiguous()
     return literals
+
+
+def _with_variable_threads() -> AbstractContextManager[object]:
+    """Return a context manager in which compiled code may later run with fewer threads.
+
+    torch's compiler writes the number of threads into the code, unless the number is that of all
+    CPUs. Therefore the context manager replaces the number of CPUs by the number of threads. The
+    compiled code then uses at most this number of threads; see `CpuThreads`.
+    """
+    return mock.patch("os.cpu_count", torch.get_num_threads)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets the number of CPU threads of torch and of Nereid's kernels.
+
+The threads of a step wait for each other after every layer. If another program uses the CPU of one
+thread, all threads wait for this thread, and a step takes two to three times as long. Therefore the
+engine uses fewer threads while other programs use its CPUs.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+
+# The number of threads changes at most once in this number of seconds. The kernel counts CPU time
+# in ticks of 1 to 10 ms, so a much shorter time would not be measured precisely.
+_WINDOW_S = 1.0
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use, within the quota of the container."""
+    num_cpus = len(_allowed_cpus())
+    try:
+        # The file contains two numbers of microseconds, such as "200000 100000" for two CPUs.
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        num_quota_cpus = max(1, round(int(quota) / int(period)))
+    except (OSError, ValueError):
+        return num_cpus  # Without the file, or with the text "max", there is no quota.
+    return min(num_cpus, num_quota_cpus)
+
+
+def set_num_threads(num_threads: int | None) -> "CpuThreads":
+    """Set the number of threads of tensor operations.
+
+    Args:
+        num_threads: the largest number of threads; None to leave one CPU to other processes.
+
+    Returns:
+        An object that reduces the number of threads while other processes use the CPUs.
+    """
+    max_threads = num_threads or max(1, usable_cpus() - 1)
+    torch.set_num_threads(max_threads)
+    cpus = _allowed_cpus()
+    return CpuThreads(max_threads, len(cpus), partial(cpu_time_of_others, cpus))
+
+
+class CpuThreads:
+    """Reduces the number of threads while other processes use the CPUs of this process."""
+
+    def __init__(
+        self,
+        max_threads: int,
+        num_cpus: int,
+        cpu_time_of_others: Callable[[], float | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start to measure the CPU time of other processes.
+
+        Args:
+            max_threads: the number of threads if other processes leave enough CPUs. Torch must
+                already use this number.
+            num_cpus: the number of CPUs that this process may use.
+            cpu_time_of_others: returns the CPU time in seconds that other processes have used on
+                these CPUs, since an arbitrary start; None if the time is unknown.
+            clock: returns the present time in seconds.
+        """
+        self._max_threads = max_threads
+        self._num_threads = max_threads
+        self._num_cpus = num_cpus
+        self._cpu_time_of_others = cpu_time_of_others
+        self._clock = clock
+        # The time of the last measurement, and the CPU time that others had used at that time.
+        self._last_time = clock()
+        self._last_cpu_time = cpu_time_of_others()
+
+    def adjust(self) -> None:
+        """Set the number of threads with which a step is expected to be fastest.
+
+        The thread that computes the steps calls this method before each step. Most calls return
+        immediately, because the number of threads changes at most once per second. If the CPU time
+        of other processes is unknown, the number of threads does not change.
+        """
+        now = self._clock()
+        elapsed = now - self._last_time
+        if elapsed < _WINDOW_S:
+            return
+        cpu_time = self._cpu_time_of_others()
+        if cpu_time is not None and self._last_cpu_time is not None:
+            used_by_others = (cpu_time - self._last_cpu_time) / elapsed
+            num_threads = suitable_threads(self._max_threads, self._num_cpus, used_by_others)
+            if num_threads != self._num_threads:
+                self._num_threads = num_threads
+                torch.set_num_threads(num_threads)
+        self._last_time = now
+        self._last_cpu_time = cpu_time
+
+
+def suitable_threads(max_threads: int, num_cpus: int, used_by_others: float) -> int:
+    """Return the number of threads with which a step is expected to be fastest.
+
+    All threads of a step get the same amount of work, so the slowest thread determines the time of
+    the step. Examples for four CPUs and `max_threads` 4: if other processes use 0.1 CPUs, four
+    threads run at 0.9 of their speed, which is better than three threads. If other processes use
+    0.7 CPUs, three threads are better.
+
+    Args:
+        max_threads: the largest possible result.
+        num_cpus: the number of CPUs that this process may use.
+        used_by_others: the number of these CPUs that other processes use on average. Example: two
+            processes that each run half of the time use 1.0 CPUs.
+    """
+
+    def expected_speed(num_threads: int) -> float:
+        # Other processes first use the CPUs on which no thread runs. The rest of their CPU time is
+        # taken from one of the threads, which delays all threads.
+        taken_from_threads = used_by_others - (num_cpus - num_threads)
+        return num_threads * (1 - min(1.0, max(0.0, taken_from_threads)))
+
+    return max(range(1, max_threads + 1), key=expected_speed)
+
+
+def cpu_time_of_others(cpus: frozenset[int]) -> float | None:
+    """Return the CPU time in seconds that other processes have used since the system's start.
+
+    Processes of low priority (with a positive nice value) do not count, because they hardly delay
+    the threads of this process.
+
+    Args:
+        cpus: the numbers of the CPUs that count.
+
+    Returns:
+        The CPU time, or None if the system has no readable file /proc/stat.
+    """
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            # The first lines of the file describe the CPUs.
+            lines = takewhile(lambda line: line.startswith("cpu"), file)
+            total_ticks = sum(_ticks_of_line(line, cpus) for line in lines)
+    except (OSError, ValueError):
+        return None
+    return total_ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def _ticks_of_line(line: str, cpus: frozenset[int]) -> int:
+    """Return the time in clock ticks during which a CPU ran processes of normal priority.
+
+    Args:
+        line: a line of /proc/stat, such as "cpu0 763916 119878 61013 ...".
+        cpus: the CPUs that count. For another CPU, and for the first line "cpu  1563478 ...", which
+            has the sum of all CPUs, the result is 0.
+    """
+    name, *ticks = line.split()
+    number = name.removeprefix("cpu")
+    if not number or int(number) not in cpus:
+        return 0
+    user, _low_priority, system = map(int, ticks[:3])
+    return user + system
+
+
+def _allowed_cpus() -> frozenset[int]:
+    """Return the numbers of the CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))

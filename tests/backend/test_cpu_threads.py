@@ -1,0 +1,95 @@
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nereid_backend.cpu_threads import CpuThreads, cpu_time_of_others, suitable_threads
+
+
+@pytest.mark.parametrize(
+    ("max_threads", "num_cpus", "used_by_others", "num_threads"),
+    [
+        (2, 2, 0.0, 2),
+        (2, 2, 0.3, 2),
+        (2, 2, 0.6, 1),
+        (2, 2, 2.0, 1),
+        # One CPU is free for the other process.
+        (15, 16, 1.0, 15),
+        (16, 16, 1.0, 15),
+        # Two engines with 15 threads each divide the CPUs.
+        (15, 16, 8.0, 8),
+        # The measured CPU time can be negative by a rounding error.
+        (4, 4, -0.01, 4),
+    ],
+)
+def test_other_processes_reduce_the_number_of_threads(
+    max_threads, num_cpus, used_by_others, num_threads
+):
+    assert suitable_threads(max_threads, num_cpus, used_by_others) == num_threads
+
+
+@given(
+    max_threads=st.integers(1, 64),
+    num_cpus=st.integers(1, 64),
+    loads=st.tuples(st.floats(0, 64), st.floats(0, 64)),
+)
+def test_more_load_never_means_more_threads(max_threads, num_cpus, loads):
+    fewer, more = (suitable_threads(max_threads, num_cpus, load) for load in sorted(loads))
+    assert 1 <= more <= fewer <= max_threads
+
+
+@pytest.fixture
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_the_number_of_threads_follows_the_load_of_the_last_second():
+    now, used = 0.0, 0.0
+    threads = CpuThreads(2, 2, lambda: used, lambda: now)
+    seen = []
+    for seconds, load in [(0.5, 1.0), (0.6, 1.0), (1.0, 0.9), (1.0, 0.1)]:
+        now += seconds
+        used += seconds * load
+        threads.adjust()
+        seen.append(torch.get_num_threads())
+    assert seen == [2, 1, 1, 2]
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_without_a_measurement_the_number_of_threads_does_not_change():
+    now = 0.0
+    threads = CpuThreads(2, 2, lambda: None, lambda: now)
+    now = 5.0
+    threads.adjust()
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_cpu_time_of_another_process_is_measured():
+    cpus = frozenset(os.sched_getaffinity(0))
+    before = cpu_time_of_others(cpus)
+    busy = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", busy], check=True)
+    assert cpu_time_of_others(cpus) - before > 0.4
+    assert cpu_time_of_others(frozenset()) <= 0  # no CPU counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch uses another OpenMP library")
+@pytest.mark.parametrize(("variables", "value"), [({}, "2000"), ({"GOMP_SPINCOUNT": "5"}, "5")])
+def test_waiting_threads_sleep_soon_unless_the_operator_decides_otherwise(variables, value):
+    environment = {name: text for name, text in os.environ.items() if "GOMP" not in name}
+    # The OpenMP library prints its settings when torch loads the library.
+    environment |= {"OMP_DISPLAY_ENV": "verbose", **variables}
+    command = [sys.executable, "-c", "import nereid_backend, torch"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = re.search(r"GOMP_SPINCOUNT = '(\d+)'", result.stderr)
+    assert found is not None, result.stderr
+    assert found[1] == value

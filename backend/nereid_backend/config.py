@@ -234,7 +234,7 @@ class EngineConfig:
 
     @property
     def requests_drafts(self) -> bool:
-        """Whether the operator has turned speculative decoding on, instead of using the default."""
+        """Whether the operator has explicitly turned on speculative decoding."""
         settings = (self.speculative_method, self.draft_model, self.num_speculative_tokens)
         return self.max_draft_tokens > 0 and any(setting is not None for setting in settings)
 

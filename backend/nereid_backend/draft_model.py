@@ -49,13 +49,13 @@ from nereid_backend.sequence_draft import SequenceDraft
 logger = logging.getLogger(__name__)
 
 # The known tokens of a sequence are the prompt and the tokens generated so far. A sequence gets
-# draft tokens only if the large model still has to compute at most _MAX_REMAINING of its known
-# tokens. While a prompt is computed and after a preemption, more known tokens remain. Drafts would
+# draft tokens only if the large model has at most _MAX_REMAINING known tokens left to compute.
+# During a long prompt or after a preemption, more known tokens are left, and draft tokens would
 # then cost more time than they save.
 _MAX_REMAINING = 16
-# The time for the draft tokens is measured only if the draft model still has to compute at most
-# `_MAX_TIMED_TOKENS` known tokens (tokens of the prompt or the answer) of each sequence. The
-# computation of more known tokens would take most of the measured time.
+# The time for the draft tokens is measured only if, for each sequence, the draft model has at most
+# `_MAX_TIMED_TOKENS` known tokens (tokens of the prompt or the answer) left to compute. Computing
+# more known tokens would take most of the measured time.
 _MAX_TIMED_TOKENS = 4
 
 
@@ -138,8 +138,8 @@ class DraftModel:
         self._proposals = {}
         if self._is_broken:
             return
-        # `lengths` chooses the number of draft tokens. This number depends on the time that a draft
-        # token takes, and this time depends on the number of sequences in the batch.
+        # `lengths` chooses the number of draft tokens, based on the time that a draft token takes.
+        # This time depends on the number of sequences in the batch.
         self.lengths.begin_step(len(sequences))
         self._release_preempted()
         prepared = [self._prepare_draft(target) for target in sequences]
@@ -198,8 +198,9 @@ class DraftModel:
         draft = self._drafts.get(target) or self._start_draft(target)
         if draft is None:
             return None
-        # An MTP layer computes accepted draft tokens again, because it then gets the hidden states
-        # of the large model for these tokens.
+        # An MTP layer computes accepted draft tokens a second time, because the large model's
+        # hidden states of these tokens are available only after the large model has verified the
+        # tokens.
         draft.update(keeps_accepted=self._mtp is None)
         draft.length = length
         if self._tables.cache is not None:
@@ -228,7 +229,8 @@ class DraftModel:
             return 0
         return min(
             self.lengths.next_length(target),  # the number that saves the most time
-            # The large model adds one token to the accepted draft tokens.
+            # Subtract 1, because the large model itself adds one token after the accepted draft
+            # tokens.
             target.max_total_tokens - num_known - 1,
             self._sizes.max_model_len - num_known,
         )
@@ -341,16 +343,16 @@ class DraftModel:
                 num_logits=int(has_last_token),
             )
             planned.append((draft, chunk))
-        # The attention code expects that sequences with one new token come before sequences with
-        # several new tokens. The token budget can reduce the last chunk (the new tokens of a
-        # sequence) to one token. Therefore, the chunks are sorted again.
+        # The attention code requires sequences with one new token to come before sequences with
+        # several new tokens. The token budget may have shortened the last chunk (the new tokens of
+        # a sequence) to one token. Therefore, the chunks are sorted again.
         planned.sort(key=lambda pair: pair[1].num_tokens)
         return planned
 
     def _append_sampled_tokens(
         self, logits: torch.Tensor, drafts: list[SequenceDraft]
     ) -> list[SequenceDraft]:
-        """Sample a token for each draft, and append the token. Return the drafts that need more.
+        """Append a sampled token to each draft. Return the drafts that need more tokens.
 
         A draft needs no more tokens if it ends with a stop token or has its planned length. If the
         sampler reports an error for a draft, the draft gets no token and is not returned.

@@ -22,7 +22,7 @@ class NereidError(Exception):
 
 
 class RequestError(NereidError):
-    """A request is wrong. Other requests are not affected."""
+    """A request is invalid or not allowed. Other requests are not affected."""
 
 
 class CapacityError(NereidError):

@@ -29,8 +29,8 @@ from typing import Any
 
 from nereid_backend.cache_folder import cache_folder
 
-# The module of transformers with the function that builds the index of all models. The function
-# reads the source files of all models.
+# The module of transformers that contains the function `_FUNCTION`. This function builds the index
+# of all models from the source files of the models.
 _MODULE = "transformers.utils.import_utils"
 _FUNCTION = "create_import_structure_from_path"
 _SCIPY_MODULE = "scipy.optimize"
@@ -65,7 +65,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_scipy() -> Iterator[None]:
-    """While the `with` block runs, let a placeholder replace the module scipy.optimize.
+    """While the `with` block runs, replace the module scipy.optimize with a placeholder.
 
     If the module has already been imported, it is not replaced.
     """
@@ -123,7 +123,7 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,  # noqa: ARG002 - the base class requires this parameter
     ) -> ModuleSpec | None:
-        """Return a specification that makes `_Loader` load the module with the name `_MODULE`.
+        """If the module is `_MODULE`, return a specification with `_Loader` as the module's loader.
 
         Python calls this method for each module that is imported. Return None for any other module,
         so that Python imports that module as usual. `_Loader` replaces one function of `_MODULE`
@@ -131,8 +131,8 @@ class _Finder(MetaPathFinder):
         """
         if fullname != _MODULE:
             return None
-        # This specification contains Python's own loader. Another type of loader, for example for a
-        # zip file, is not replaced.
+        # Replace the loader only if it is Python's loader for source files. Any other loader, for
+        # example for a zip file, remains.
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
@@ -151,7 +151,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_cache(compute_index: Callable[[Any], Any], package: Path) -> Callable[[Any], Any]:
-    """Return a function that replaces `compute_index` and stores its result in a file.
+    """Return a replacement for `compute_index` that stores the computed index in a file.
 
     The index contains the names that each model file of transformers defines. Computing the index
     takes about a second, and reading the file is much faster. Only the index of all models is
@@ -192,7 +192,7 @@ def _fingerprint(package: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Read the index from a file; None if the file is missing or damaged."""
+    """Read the index from a file. Return None if the file is missing or damaged."""
     try:
         index = marshal.loads(path.read_bytes())
     except (OSError, EOFError, ValueError, TypeError):

@@ -73,10 +73,10 @@ def to_request_error(error: ValidationError) -> RequestError:
     Example: `seed="x"` gives `seed: the value must be an integer, but the request has "x".`
     """
     first_error = error.errors(include_url=False)[0]
-    # The location is the name of the field. If a single item of a list or dict is wrong, the index
-    # or the key of this item follows.
+    # The location starts with the name of the field. If a single item of a list or dict is wrong,
+    # the index or the key of the item follows the name.
     field_name, *item_location = map(str, first_error["loc"])
-    # The end of the sentence "the value must be ...", such as "at least {ge}".
+    # A template for the end of the sentence "the value must be ...", such as "at least {ge}".
     requirement = _REQUIREMENTS.get(first_error["type"])
     if requirement is None:
         return RequestError(f"{field_name}: {first_error['msg']}.")

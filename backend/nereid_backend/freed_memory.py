@@ -22,9 +22,10 @@ from torch import Tensor, nn
 # have been freed.
 _STEP_BYTES = 32 * 2**20
 _PAGE_BYTES = mmap.PAGESIZE
-# The file /proc/self/pagemap contains 64 bits for each page of this process. Three of these bits
-# are set if the page is in memory, if it is in the swap space, and if it belongs to a file. If this
-# process has changed a page of a file, the page is a copy that does not belong to a file.
+# The file /proc/self/pagemap contains 64 bits for each page of this process. One of these bits
+# shows whether the page is in memory, one shows whether it is in the swap space, and one shows
+# whether it belongs to a file. If this process has changed a page of a file, the page is a copy
+# that does not belong to the file.
 _IS_PRESENT, _IS_SWAPPED, _IS_FILE_PAGE = 1 << 63, 1 << 62, 1 << 61
 
 
@@ -84,7 +85,7 @@ def discard_file_pages(tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def discard_weights_after_use(model: nn.Module) -> Iterator[None]:
-    """In the `with` block, discard the weights of each module from memory after the module's call.
+    """In the `with` block, discard the weights of a module from memory after each of its calls.
 
     Only weights in mapped files are discarded. They keep their values, because the operating system
     reads a page from the file again when the page is used; see `discard_file_pages`. This saves
@@ -104,7 +105,7 @@ def discard_weights_after_use(model: nn.Module) -> Iterator[None]:
 
 
 def _whole_pages(address: int, num_bytes: int) -> range:
-    """Return the numbers of the pages that lie completely in a part of the memory."""
+    """Return the numbers of the memory pages that lie completely inside an address range."""
     first_page = (address + _PAGE_BYTES - 1) // _PAGE_BYTES  # rounded up
     end_page = (address + num_bytes) // _PAGE_BYTES  # rounded down
     return range(first_page, end_page)

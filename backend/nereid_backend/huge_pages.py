@@ -49,8 +49,9 @@ def move_weights(model: nn.Module) -> None:
     Args:
         model: the model, for inference only. Mutated.
     """
-    # Each item contains the tensors that share one storage. In the loop below, an item is removed
-    # before it is moved, so that nothing refers to its old memory afterwards.
+    # Each item contains the tensors that share one storage. The loop below removes each item from
+    # the queue before it moves the tensors. Otherwise, the queue would still refer to the old
+    # tensors, and their memory could not be freed.
     groups = deque(_movable_tensors(model).values())
     total_bytes = sum(_aligned(tensors[0].untyped_storage().nbytes()) for tensors in groups)
     if total_bytes == 0:
@@ -112,7 +113,7 @@ def _copy_storage(storage: torch.UntypedStorage, target: Tensor, num_tensors: in
         target: the new memory, uint8. Mutated.
         num_tensors: the number of moved tensors, all of which use this storage.
     """
-    # Count the references to the storage before `source`, the next reference, is created.
+    # `source` will be one more reference to the storage, so the references are counted first.
     can_discard = _num_references(storage) <= num_tensors
     source = torch.tensor([], dtype=torch.uint8).set_(storage)
     for start in range(0, len(source), _SLICE_BYTES):
@@ -123,7 +124,7 @@ def _copy_storage(storage: torch.UntypedStorage, target: Tensor, num_tensors: in
 
 
 def _num_references(storage: torch.UntypedStorage) -> int:
-    """Return the number of other references to a storage. The object `storage` is not counted."""
+    """Return the number of references to a storage, without the Python object `storage` itself."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
@@ -135,8 +136,8 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
         mapped: bytes, uint8.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
-    # `start` counts bytes from the start of `mapped`, which can begin inside its storage. However,
-    # `set_` counts items from the start of the storage.
+    # `start` is an index of bytes in `mapped`. `set_` needs an index of items in the whole storage
+    # of `mapped`, which may begin before `mapped`.
     start_of_copy = (mapped.storage_offset() + start) // tensor.itemsize
     # torch distinguishes inference tensors (created in inference mode) from normal tensors. The new
     # tensor must be of the same type as the old tensor.
@@ -172,8 +173,8 @@ def _allocate_pages(size: int) -> Tensor:
     """
     is_large = size >= _HUGE_BYTES
     page_bytes = _HUGE_BYTES if is_large else _PAGE_BYTES
-    # Round the size up to whole pages. A rest that is smaller than a huge page would otherwise
-    # consist of small pages.
+    # Round the size up to a multiple of the page size. Otherwise, the operating system would use
+    # small pages for the end of the memory.
     mapped_bytes = _rounded_up(size, page_bytes)
     # One more page is allocated, because the operating system may return memory that does not
     # begin at the start of a huge page.

@@ -257,7 +257,7 @@ def _choose_dtype(
         device: the device of the weights.
     """
     if name == "auto":
-        # The config contains a torch.dtype, or its name.
+        # In the config, the data type is a torch.dtype or the name of a torch.dtype.
         dtype: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
         if isinstance(dtype, str):
             dtype = _DTYPES.get(dtype)

@@ -32,8 +32,9 @@ from nereid_backend.runner import ForwardPath
 # The largest number of hidden states that are stored for one sequence. If a hidden state is
 # missing, the MTP layer uses zeros instead. Its draft tokens are then accepted less often.
 _MAX_STATES = 4096
-# If the last tensor of a sequence contains fewer than _MAX_APPENDED hidden states, new hidden
-# states are appended to this tensor. A sequence then has only a few tensors.
+# If the last tensor of a sequence contains fewer than `_MAX_APPENDED` hidden states, new hidden
+# states are appended to this tensor instead of being stored in a separate tensor. This limits the
+# number of tensors.
 _MAX_APPENDED = 256
 
 
@@ -55,7 +56,7 @@ class _StoredStates:
         return self.start + len(self.states)
 
     def copy_into(self, rows: Tensor, rows_start: int) -> None:
-        """Copy each hidden state into the row of `rows` for its position. Mutates: `rows`.
+        """Copy the hidden states into `rows`, which has one row for each position. Mutates: `rows`.
 
         `rows_start` is the position of the first row. Example: the object has the hidden states at
         the positions 4 to 9, and `rows` has 5 rows for the positions 2 to 6. The last 3 rows become
@@ -82,7 +83,8 @@ class HiddenStates:
         self._outputs: list[Tensor] = []
         self._handle = decoder.register_forward_hook(self._record)
         # Maps each sequence to a list. Each item of the list contains the hidden states of
-        # consecutive tokens. If two items contain the same position, the later item is valid.
+        # consecutive tokens. If two items contain a hidden state for the same position, the later
+        # item is valid.
         self._parts: dict[Sequence, list[_StoredStates]] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
@@ -102,7 +104,7 @@ class HiddenStates:
         return logits
 
     def clear(self, sequence: Sequence) -> None:
-        """Delete the hidden states of a sequence, and clear the sequence in the large model."""
+        """Delete the hidden states of a sequence, and clear its cache in the large model."""
         self._parts.pop(sequence, None)
         self._path.clear(sequence)
 
@@ -237,7 +239,7 @@ class MtpPath:
         self._last_outputs: dict[Sequence, Tensor] = {}
 
     def follow(self, own: Sequence, target: Sequence) -> None:
-        """Let `own` use the hidden states of `target`, which is a sequence of the large model."""
+        """Use the hidden states of `target` (large model) for the sequence `own` (MTP layer)."""
         self._targets[own] = target
 
     def release(self, own: Sequence) -> None:
@@ -271,7 +273,7 @@ class MtpPath:
         hidden = torch.cat([self._previous_hidden_states(chunk) for chunk in plan.chunks])
         attention = PagedForward(self._layers, self._cache, batch.attention)
         with self._hook.serving(attention):
-            # The first token of each sequence is left out, so the positions begin at 1.
+            # The MTP layer skips the first token of each sequence, so its positions begin at 1.
             output = run_layer(self._model, batch.input_ids, hidden, batch.position_ids + 1)
         return output[0]
 
@@ -280,15 +282,15 @@ class MtpPath:
         self._cache.clear(sequence.block_table)
 
     def _previous_hidden_states(self, chunk: Chunk) -> Tensor:
-        """For each token of a chunk, return the hidden state at the token before it.
+        """For each token of a chunk, return the hidden state of the previous token.
 
         The result is [num_tokens, hidden_size]. The hidden states for known tokens (tokens of the
         prompt or the answer) come from the large model, or are zeros if they are not stored. The
         hidden state for a draft token is the last output of the MTP layer.
         """
         target = self._targets[chunk.sequence]
-        # The MTP layer leaves out the first token of each sequence. Therefore, the layer knows one
-        # token less than `target` contains.
+        # The MTP layer skips the first token of each sequence, so it has one token less than
+        # `target`.
         num_known = len(target.token_ids) - 1
         is_draft_token = chunk.start >= num_known
         if is_draft_token:

@@ -7,8 +7,8 @@ import resource
 # The nice value of child processes. It gives them a low priority, so that they do not slow down the
 # steps of the engine.
 _NICENESS = 5
-# The parent process kills a child at its time limit. If the parent process itself was killed, the
-# kernel kills the child after the time limit and this number of seconds.
+# Normally, the parent process kills a child that reaches its time limit. If the parent process was
+# killed, the kernel kills the child instead, this number of seconds after the time limit.
 _EXTRA_SECONDS = 2
 
 
@@ -27,7 +27,7 @@ def limit_child(max_bytes: int, timeout_s: float) -> None:
     limit_memory(max_bytes)
     cpu_seconds = int(timeout_s) + _EXTRA_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
-    # A killed child would otherwise write its memory to a core file.
+    # Do not write a core file (a copy of the child's memory) when the kernel kills the child.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

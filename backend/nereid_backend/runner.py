@@ -117,8 +117,9 @@ class Runner:
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
         # The size of the vocabulary, which is the number of columns of the logits; None before the
-        # first forward pass. Token masks need the size, so the masks of the first forward pass are
-        # filled after this forward pass. Later masks can be filled during the forward pass.
+        # first forward pass. Token masks cannot be filled without this size. The masks of the first
+        # forward pass are therefore filled after the forward pass. Later masks can be filled during
+        # the forward pass.
         self._vocab_size: int | None = None
 
     def run(self, plan: StepPlan) -> StepResult:

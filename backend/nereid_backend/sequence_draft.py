@@ -41,7 +41,7 @@ class SequenceDraft:
 
     @property
     def num_missing(self) -> int:
-        """The number of tokens in `sequence` that the draft model has not computed yet."""
+        """The number of tokens in `sequence` that the draft model must still process."""
         return len(self.sequence.token_ids) - self.sequence.num_computed_tokens
 
     def update(self, *, keeps_accepted: bool) -> None:
@@ -59,7 +59,8 @@ class SequenceDraft:
         own = self.sequence
         # The tokens that the large model has chosen since the last update.
         chosen_tokens = self.target.token_ids[self.start_in_target + self.num_known :]
-        # The number of tokens whose keys and values in the draft model's KV cache stay valid.
+        # The draft model's KV cache stays valid for this number of tokens at the beginning of the
+        # sequence.
         num_reusable = self.num_known
         if keeps_accepted:
             num_reusable += common_prefix_len(self.tokens, chosen_tokens)

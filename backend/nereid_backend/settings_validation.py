@@ -78,7 +78,7 @@ def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
 
 # ---- the types of settings
 
-# A validator reports a wrong value with a ValueError. The text of this error is the end of the
+# A validator raises a ValueError for a wrong value. The text of the ValueError completes the
 # sentence "the value must be ...".
 
 
@@ -122,7 +122,7 @@ def _parse_adapters(value: object) -> object:
         adapters = {name.strip(): path.strip() for name, _, path in pairs}
     is_complete = isinstance(adapters, dict) and all(adapters.keys()) and all(adapters.values())
     if not is_complete:
-        # The text of the error is the end of the sentence "the value must be ...".
+        # The text of the error completes the sentence "the value must be ...".
         raise ValueError("pairs such as name=/path, separated by commas")
     return adapters
 
@@ -198,7 +198,7 @@ def check_names(names: Iterable[str], known: Sequence[str], *, prefix: str = "")
 
 @contextmanager
 def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
-    """Convert a ValidationError of pydantic in the `with` block to a ConfigError.
+    """In a `with` block, convert each ValidationError of pydantic to a ConfigError.
 
     Example of a message: "max_num_seqs: the value must be greater than 0, but it is 0."
     """
@@ -207,7 +207,8 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
         yield
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        # pydantic names the wrong setting, or gives its index if the argument was positional.
+        # pydantic reports the name of the invalid setting, or its index if the setting was passed
+        # as a positional argument.
         [location] = problem["loc"]
         name = known_names[location] if isinstance(location, int) else location
         if problem["type"] == "unexpected_keyword_argument":
@@ -216,7 +217,7 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
 
 
 def _describe_problem(problem: ErrorDetails) -> str:
-    """Describe a wrong value of a setting. The description follows the setting's name in a message.
+    """Return the part of an error message that describes a wrong value of a setting.
 
     Example: pydantic's message "Input should be a valid integer, unable to parse string as an
     integer" becomes "the value must be an integer, but it is 'many'."

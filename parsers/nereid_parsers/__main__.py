@@ -1,4 +1,4 @@
-"""The command line of nereid_parsers: lists formats, parses texts and analyses chat templates."""
+"""Command-line program that lists formats, parses model output and analyses chat templates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EXIT_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments select, and return the exit status of the command.
+    """Run the selected command, such as `parse`, and return the exit status.
 
     The exit status is 2 if an error has occurred. For each command, the argument parser sets
     `options.run` to the function that runs the command.
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _create_argument_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command-line arguments, with one subcommand for each command.
+    """Return an argument parser with the subcommands `formats`, `parse` and `template`.
 
     Parsing the arguments of a command sets `run` to the function that runs this command.
     """
@@ -116,7 +116,7 @@ def _run_formats(options: argparse.Namespace) -> int:
 
 
 def _run_parse(options: argparse.Namespace) -> int:
-    """Parse the text of a model, print the result, and return the exit status.
+    """Parse model output from a file or stdin, print the result, and return the exit status.
 
     With the option `--stream`, the events of each piece of the text are printed. Without this
     option, the whole text is printed with one colour for each classification (reasoning, content,
@@ -137,11 +137,12 @@ def _run_parse(options: argparse.Namespace) -> int:
 
 
 def _print_whole_text(paint: Paint, options: argparse.Namespace) -> None:
-    """Parse the whole text, and print the coloured text and the parsed message."""
+    """Parse the text in one piece. Print the text in colour, and then the parsed message."""
     coloured_pieces: list[str] = []
     parser = _create_stream_parser(
         options,
-        # The parser calls this function with each part of the text and its kind, such as `content`.
+        # The parser calls this function with each piece of the text. `kind` is the type of the
+        # piece, such as `content`.
         trace=lambda kind, piece: coloured_pieces.append(paint(kind, piece)),
     )
     text = _read(options.file)
@@ -152,7 +153,7 @@ def _print_whole_text(paint: Paint, options: argparse.Namespace) -> None:
 
 
 def _create_stream_parser(options: argparse.Namespace, trace: Trace | None = None) -> StreamParser:
-    """Create a parser of model output from the options of the command `parse`.
+    """Create a `StreamParser` from the command-line options of the command `parse`.
 
     The parser numbers the generated ids of tool calls (`call_0`, `call_1`), so that the output is
     the same each time. The parser passes each piece of the text to `trace`.

@@ -59,15 +59,15 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# Matches one character that is neither `[` nor white space. A list of tool calls cannot start with
-# such a character.
+# Matches one character other than `[` and white space. Free text starts with this node, because `[`
+# would start a list of tool calls.
 _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
 
 
 def structural_tag(
     fmt: FormatData, request: Request, reasoning: ReasoningState
 ) -> dict[str, Any] | None:
-    """Return a JSON grammar for xgrammar, or None if the request allows any output.
+    """Return a grammar for xgrammar as a dict, or None if the request allows any output.
 
     A structural tag is the JSON object from which xgrammar builds the grammar of the output. The
     grammar forces the model to write valid tool calls, or an answer of the requested form. If
@@ -115,7 +115,8 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
         return None
     opening, closing = markers
     is_open = start.stage is Stage.REASONING
-    # The model may still start to reason, unless the prompt already contains the reasoning.
+    # If the prompt contains neither open nor finished reasoning, the model may still start to
+    # reason.
     may_open = not is_open and not start.has_reasoned
     return ReasoningGate(opening, closing, is_open=is_open, may_open=may_open)
 
@@ -140,7 +141,8 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
         if declaration is None:
             return None
         return _ReasoningMarkers(declaration.open, declaration.close)
-    # The reasoning is a message of its own. `route` declares the header of such a message.
+    # In this layout, the reasoning is a separate message, and `route` describes the header of that
+    # message.
     route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         return None
@@ -218,9 +220,9 @@ def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
     }
     options = [reasoning]
     if declaration.is_opened_by_model:
-        # Such a model may write `</think>` alone to skip the reasoning.
+        # A model that opens its reasoning itself may write only `</think>` to skip the reasoning.
         options.append(const(close))
-    # The white space around the markers is optional, because models do not always write it.
+    # White space around the markers is optional, because some models omit the white space.
     return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE))
 
 
@@ -339,14 +341,14 @@ def _unmarked_list_or_text(tools: ToolSection, request: Request) -> Node:
 
 
 def _is_unmarked_list(tools: ToolSection) -> bool:
-    """Return whether tool calls are written as a list, such as `[f(), g()]`, without a marker."""
+    """Return whether the format writes tool calls as a list without a marker: `[f(), g()]`."""
     call = tools.calls[0]
     has_marker = bool(tools.opens or call.trigger)
     return isinstance(call.body, ListBody) and not has_marker
 
 
 def _tag_at_trigger(node: Node) -> Node:
-    r"""Convert the grammar node of a tool call to a `tag` node without white space at its start.
+    r"""Convert the node of a tool call to a `tag` node whose `begin` has no leading white space.
 
     xgrammar requires that `begin` starts with a trigger, such as `<tool_call>`. Example: the tag of
     `const("\n<tool_call>")` has the `begin` text `<tool_call>`.

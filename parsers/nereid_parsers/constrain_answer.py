@@ -77,7 +77,7 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
 
 
 def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa: ANN401  # JSON
-    """Log a warning, or raise an error, if xgrammar does not enforce all keywords of a schema.
+    """Log a warning or raise an error if a schema has keywords that xgrammar does not enforce.
 
     An error is raised only if the request demands that the whole schema is enforced ("strict").
 
@@ -255,7 +255,7 @@ def _required_list(value: object, path: str) -> list[Any]:
 
 
 def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
-    """Convert a structural tag with the older keys `structures` and `triggers` to a grammar node.
+    """Convert a structural tag in the older form (`structures`, `triggers`) to a grammar node.
 
     Example: `{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}`
     gives a node of type `triggered_tags` with one tag. This node matches free text. After a

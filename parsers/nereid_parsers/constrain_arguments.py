@@ -30,23 +30,23 @@ from nereid_parsers.tool_declarations import (
     TaggedArguments,
 )
 
-# xgrammar supports arguments in nested XML elements only with this text before each tag.
+# xgrammar supports nested XML elements as arguments only if this text precedes each tag.
 _NESTED_PREFIX = "]<]minimax[>["
 _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # The regular expression for single-quoted strings cannot enforce these keywords. If the schema of a
-# string has one of them, the model must write the string in double quotes.
+# string has one of these keywords, the model must write the string in double quotes.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# If all arguments of a tool are optional, the grammar enforces their order. The size of this
-# grammar grows with the square of the number of arguments. The grammar therefore does not enforce
-# the order of more than `_MAX_ORDERED_MEMBERS` arguments.
+# If all arguments of a tool are optional, a grammar that enforces their order grows with the square
+# of the number of arguments. For more than `_MAX_ORDERED_MEMBERS` arguments, the grammar therefore
+# allows any order.
 _MAX_ORDERED_MEMBERS = 6
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
-    """Return the grammar node for a pattern, such as `<parameter={key}>`, with given field values.
+    """Return the grammar node for a pattern, such as `<p={key}>`, after its fields are filled in.
 
     `values` maps the name of each field to the list of texts that may replace the field.
 
@@ -98,7 +98,7 @@ def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, A
 
 
 def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the grammar node for an argument and its tags, if the argument may be a string.
+    """Return the grammar node for a tagged argument that may be a string: `<p=city>Paris</p>`.
 
     Example of matching text: `<parameter=city>Paris</parameter>`.
 
@@ -115,8 +115,9 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
         opening = pattern_node(declaration.open, field_values)
         value = one_of(*(const(choice) for choice in choices))
         return sequence(opening, value, const(declaration.close))
-    # If the declared tags contain quotes, as in `<p><![CDATA[..]]></p>`, a model may omit them. The
-    # form without quotes, `<p>..</p>`, is one of the other forms in `declaration.also`.
+    # Some formats declare tags that contain quotes or CDATA, as in `<p><![CDATA[..]]></p>`. A model
+    # may omit the quotes or the CDATA. The shorter form, `<p>..</p>`, is listed in
+    # `declaration.also`.
     unquoted = [form for form in declaration.also if _is_quoted_form_of(declaration, form)]
     options = [
         _text_until(pattern_node(form.open, field_values), form.close)
@@ -147,7 +148,7 @@ def _text_until(opening: Node, close: str) -> Node:
 
 
 def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bool:
-    """Return whether `quoted.open` is longer than `unquoted.open` and starts with `unquoted.open`.
+    """Return whether `quoted.open` consists of `unquoted.open` and additional text at its end.
 
     Some templates write a string in quotes or in CDATA only if the string contains special
     characters, so there are two forms of an argument. Example: `<p><![CDATA[..]]></p>` is the
@@ -160,7 +161,7 @@ def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bo
 def _tagged_json(
     declaration: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
 ) -> Node:
-    """Return the grammar node for an argument and its tags, if the argument cannot be a string.
+    """Return the grammar node for a tagged argument that cannot be a string: `<p=days>3</p>`.
 
     Example of matching text: `<parameter=days>3</parameter>`.
 
@@ -195,16 +196,17 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
 
 
 def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Select those forms of an argument's tags that models use for a number, a boolean or null.
+    """Return the forms of an argument's tags that models use for numbers, booleans and null.
 
     Example: of the forms `<p>3</p>` and `<p><![CDATA[3]]></p>`, only the form without quotes is
     returned, because models quote only values with special characters.
     """
-    # In some forms, the opening tag declares the type of the value (`{type}`). If there are other
-    # forms, these forms are omitted, so that the grammar stays small.
+    # In some forms, the opening tag declares the type of the value (`{type}`). If other forms
+    # declare no type, only those other forms are used, so that the grammar stays small.
     untyped = tuple(form for form in forms if "{type}" not in form.open)
     candidates = untyped if untyped else forms
-    # A form has quotes if its opening text is the opening text of another form, and more.
+    # A form is quoted if its opening text starts with the complete opening text of another form.
+    # Example: `<p><![CDATA[` starts with `<p>`.
     with_quotes = [
         form for form in candidates if any(_is_quoted_form_of(form, other) for other in forms)
     ]
@@ -349,7 +351,7 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
 
 
 def _list_of_optional(members: list[Node], separator: str) -> Node:
-    """Return the grammar node for a list that may omit any of `members`.
+    """Return the grammar node for a list in which each of `members` is optional.
 
     Example: if the members match `a` and `b`, and the separator is `,`, the node matches the empty
     text, `a`, `b` and `a,b`. If there are more than `_MAX_ORDERED_MEMBERS` members, the node also
@@ -359,8 +361,8 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
         return NOTHING
     if len(members) > _MAX_ORDERED_MEMBERS:
         return optional(separated_tags(members, separator))
-    # Any member can be the first member of the list. For each member, one alternative of the
-    # grammar therefore starts with this member.
+    # Any member can be the first member of the list, because the members before it can be omitted.
+    # The grammar therefore has one alternative for each possible first member.
     options: list[Node] = []
     for index, first in enumerate(members):
         later_members = members[index + 1 :]
@@ -369,5 +371,5 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """Return a grammar node for each member. It matches `separator` and the member, or nothing."""
+    """Return, for each member, a node that matches `separator` and the member, or no text."""
     return [optional(sequence(const(separator), member)) for member in members]

@@ -42,8 +42,8 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# The types that describe a list of tool calls, such as `[f(), g()]`. All other types describe one
-# tool call, or the arguments of one tool call.
+# A body of one of these types is a list of tool calls, such as `[f(), g()]`. A body of any other
+# type is one tool call, or the arguments of one tool call.
 ListBody = JsonArray | PythonCalls
 
 # The keys are fields, such as `{id}`, in the text before the arguments of a tool call. The values
@@ -52,7 +52,8 @@ _HEAD_FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1
 _QUOTED_ID: Node = {"type": "regex", "pattern": '"[a-zA-Z0-9_.:-]{1,40}"'}
 # Matches the white space inside an array. Models write arrays on one line or on several lines.
 _ARRAY_WHITESPACE: Node = {"type": "regex", "pattern": r"( |\n {0,16})?"}
-# Matches the tokens of JSON text: strings, brackets, braces, commas, colons, and other words.
+# Matches one token of JSON text: a string, a bracket, a brace, a comma, a colon, or another word
+# such as `12` or `true`.
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 
 
@@ -107,7 +108,7 @@ def _list_or_object(section: ToolSection, body: ListBody, request: Request) -> N
 
 
 def trigger_of(section: ToolSection) -> str:
-    """Return the text that starts the tool calls, the "trigger". Example: `<tool_call>`.
+    """Return the "trigger": the text that starts the tool calls, such as `<tool_call>`.
 
     xgrammar lets the model write any text before the trigger. As soon as the model has written the
     trigger, xgrammar enforces a valid tool call.
@@ -277,7 +278,7 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
 
 
 def _is_id_optional(keys: Keys, id_path: str) -> bool:
-    """Return whether the id of a tool call is optional and is directly in the outer JSON object."""
+    """Return whether the id of a tool call is an optional key of the outer JSON object."""
     is_required = "id" in keys.order
     is_in_inner_object = "." in id_path
     return not is_required and not is_in_inner_object
@@ -333,7 +334,8 @@ def _with_whitespace(node: Node, whitespace: Node) -> Node:
         node: The node for a JSON object, or for a part of a JSON object.
         whitespace: The node that matches the white space.
     """
-    # Only constants are changed. Other nodes, such as a schema, define their own white space.
+    # White space is added only to constants. Other nodes, such as a schema, define their own white
+    # space.
     match node["type"]:
         case "optional":
             return optional(_with_whitespace(node["content"], whitespace))
@@ -346,7 +348,7 @@ def _with_whitespace(node: Node, whitespace: Node) -> Node:
 
 
 def _json_text_with_whitespace(json_text: str, whitespace: Node) -> Node:
-    """Return the grammar node for `json_text`, with white space in braces and after `,` and `:`.
+    """Return the node for `json_text` that allows white space inside `{}` and after `,` and `:`.
 
     The node `whitespace` matches the white space. White space between the tokens of `json_text` is
     ignored. Example: `{"a": ` gives the sequence `{`, `whitespace`, `"a":`, `whitespace`.

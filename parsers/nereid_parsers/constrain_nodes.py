@@ -33,7 +33,7 @@ def const(text: str) -> Node:
 
 
 def any_text(excludes: tuple[str, ...] = ()) -> Node:
-    """Return the grammar node that matches any text without the strings in `excludes`.
+    """Return the grammar node that matches any text with none of the strings in `excludes`.
 
     In a sequence, the text ends where the next node starts. White space at both ends of a string in
     `excludes` is removed, and strings that contain only white space are ignored. Example:
@@ -180,7 +180,7 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_whitespace(node: Node) -> Node:
-    r"""Return a copy of `node` without white space at the start and at the end of the matched text.
+    r"""Return a copy of `node` without leading and trailing white space in its constant text.
 
     White space is removed only from constants at the start and at the end of `node`. Example:
     `const("\n<a>\n")` gives `const("<a>")`.

@@ -10,7 +10,7 @@ from nereid_parsers.stream.parser import OutputStart
 
 
 class ReasoningState(Enum):
-    """Whether the reasoning is open, possible, ended or excluded when the output starts.
+    """The state of the reasoning at the start of the output, such as OPEN.
 
     OPEN      The prompt opens the reasoning, so the constrained text starts inside the reasoning.
     POSSIBLE  The model may open the reasoning.
@@ -25,7 +25,7 @@ class ReasoningState(Enum):
 
 
 def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
-    """Return whether the reasoning is open, possible, ended or excluded when the output starts.
+    """Return the state of the reasoning at the start of the output, such as OPEN.
 
     Example: if the prompt ends with `<think>`, the reasoning is OPEN.
 
@@ -43,7 +43,7 @@ def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
 
 
 def unclosed_reasoning_error(fmt: FormatData) -> ConstraintError:
-    """Return an error that says: the prompt ends inside reasoning, but no marker ends reasoning."""
+    """Return the error for a prompt whose open reasoning cannot be closed by any marker."""
     return ConstraintError(
         f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
         "ends the reasoning. The output after such a prompt cannot be constrained."

@@ -48,7 +48,7 @@ class ToolSchema:
         return cls(name, enforceable(parameters), is_strict)
 
     def argument(self, key: str) -> Mapping[str, Any]:
-        """Return the schema of the argument `key`, with the definitions (`$defs`) of the tool.
+        """Return the schema of the argument `key`, including the tool's definitions (`$defs`).
 
         The schema of the argument may refer to these definitions (`$defs`). Example: if the
         parameters are `{"$defs": {"C": {..}}, "properties": {"city": {"$ref": "#/$defs/C"}}}`, the

@@ -22,11 +22,11 @@ ANNOTATIONS = frozenset(
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # The largest value of `multipleOf` that xgrammar enforces.
 _LARGEST_MULTIPLE_OF = 1024
-# The maximum length of a schema's list of allowed multiples. A longer list would make the grammar
-# too large.
+# A schema with `multipleOf` and bounds is rewritten as a list of all allowed values. The list may
+# not be longer than this limit, because a long list would make the grammar too large.
 _MAX_MULTIPLES = 256
-# Schemas with a bound of 2**53 or more are not rewritten. Python divides with floats, which cannot
-# represent all integers above 2**53.
+# Schemas with a bound of 2**53 or more are not rewritten. The code divides bounds as floats, and
+# floats cannot represent all integers above 2**53.
 _LIMIT_OF_BOUNDS = 2**53
 
 
@@ -82,7 +82,8 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
     if not all(is_number(bound) and abs(bound) < _LIMIT_OF_BOUNDS for bound in bounds):
         return []
-    # One factor for `minimum` and one for `exclusiveMinimum`, if the schema has these keywords.
+    # `lowest` contains one factor for each of the keywords `minimum` and `exclusiveMinimum` that
+    # the schema has. `highest` contains the factors for the two maximum keywords.
     lowest = _lowest_factors(schema, multiple)
     highest = _highest_factors(schema, multiple)
     if not lowest or not highest:
@@ -94,7 +95,7 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
 
 
 def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
-    """Return the smallest `n` with `n * multiple >= minimum`, and the same for `exclusiveMinimum`.
+    """Return, for each lower bound, the smallest `n` for which `n * multiple` is allowed.
 
     The list contains no integer for a keyword that the schema does not contain. Examples for the
     multiple 5: the bound `{"minimum": 10}` gives [2], because 2 * 5 is allowed. The bound
@@ -109,7 +110,7 @@ def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
 
 
 def _highest_factors(schema: Schema, multiple: int) -> list[int]:
-    """Return the largest `n` with `n * multiple <= maximum`, and the same for `exclusiveMaximum`.
+    """Return, for each upper bound, the largest `n` for which `n * multiple` is allowed.
 
     The list contains no integer for a keyword that the schema does not contain. Examples for the
     multiple 5: the bound `{"maximum": 10}` gives [2], because 2 * 5 is allowed. The bound

@@ -91,7 +91,7 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
 
 
 def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
-    """Merge all schemas in the keyword `allOf` and the other keywords of `schema` into one schema.
+    """Merge the schemas in `schema["allOf"]`, and all other keywords of `schema`, into one schema.
 
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
     `{"type": "integer", "minimum": 1, "maximum": 5}`. A schema without `allOf`, or with parts that

@@ -43,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """The next part of a tool call's arguments. The joined parts of one call are JSON text."""
+    """The next part of a tool call's arguments. All parts of one call, joined, are JSON text."""
 
     index: int
     text: str

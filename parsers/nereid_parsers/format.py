@@ -105,7 +105,7 @@ class Format(FormatData):
     """
 
     def with_policy(self, policy: Policy) -> Format:
-        """Return a copy of this chat format. The policy of the copy is `policy`."""
+        """Return a copy of this chat format with the given policy."""
         return replace(self, policy=policy)
 
     def stage(self, prompt: str | None) -> Stage:
@@ -131,7 +131,7 @@ class Format(FormatData):
         prompt: str | None = None,
         skip_reasoning: bool = False,
     ) -> dict[str, Any] | None:
-        """Return a JSON grammar for xgrammar, or None if the request allows any output.
+        """Return a grammar for xgrammar as a dict, or None if the request allows any output.
 
         A structural tag is the JSON object from which xgrammar builds the grammar of the output.
         The grammar allows only valid tool calls, and answers of the requested form.

@@ -162,7 +162,8 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     allowed = {name: schema for name, schema in merged.items() if schema is not False}
     if any(name in required for name in merged.keys() - allowed.keys()):
         raise CannotMergeError("a required property is forbidden")
-    # The schemas of all properties that `properties` does not name (`additionalProperties`).
+    # These schemas apply to all properties that `properties` does not name
+    # (`additionalProperties`).
     first_others, second_others = _schema_of_others(first), _schema_of_others(second)
     if first_others is True and second_others is True:
         return {"properties": allowed}
@@ -171,7 +172,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
 
 
 def _schema_of(name: str, schema: Schema) -> object:
-    """Return the schema of the property `name` from the schema of an object."""
+    """Return the schema that applies to the property `name` of an object."""
     properties = schema.get("properties") or {}
     return properties.get(name, _schema_of_others(schema))
 
@@ -194,7 +195,7 @@ def _merge_or_forbid(first: object, second: object) -> dict[str, Any] | Literal[
 
 
 def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
-    """Copy a schema, and remove the values from `enum` that do not have the declared type.
+    """Copy a schema, and remove each value of `enum` that does not have the declared type.
 
     Example: `{"type": "string", "enum": ["a", 1]}` gives `{"type": "string", "enum": ["a"]}`.
     """
@@ -220,8 +221,8 @@ def _has_ignored_keyword(schema: Schema) -> bool:
     has_length = "minLength" in schema or "maxLength" in schema
     if has_length and "pattern" in schema:
         return True
-    # Annotations, such as `title`, and the type of an `enum` do not count, because the schema
-    # accepts the same values without them.
+    # Annotations, such as `title`, and a `type` next to `enum` are not restrictions, because the
+    # schema accepts the same values without these keywords.
     restrictions = schema.keys() - ANNOTATIONS
     if "enum" in restrictions and isinstance(schema.get("type"), str):
         restrictions -= {"type"}

@@ -64,7 +64,8 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     if prefill is None:  # The format does not declare the text that starts an answer.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        # The parser reads the prefill before the output. Its markers then change the stage.
+        # The parser first reads the prefill, which is the start of the answer in the prompt. A
+        # marker in the prefill, such as `<think>`, then changes the stage.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
 
@@ -125,7 +126,8 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
         return StartPoint(stage=None, is_prompt_known=False)
     prefill = _open_message(fmt, layout, prompt)
     if prefill.strip():
-        # The parser reads the prefill before the output. Its markers then change the stage.
+        # The parser first reads the prefill, which is the start of the message in the prompt. A
+        # marker in the prefill, such as `<|start|>assistant`, then changes the stage.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(stage=None)  # None means that the output starts with a header.
 

@@ -117,8 +117,8 @@ def _are_disjoint(options: list[Any]) -> bool:
         if json_type is None:
             return False
         options_by_type.setdefault(json_type, []).append(option)
-    # No value matches two schemas of different types. Of schemas with the same type, only the
-    # constants are compared.
+    # Two schemas of different types never match the same value. Of several schemas with the same
+    # type, each must declare a different constant.
     return all(
         len(same_type) == 1 or _have_different_constants(same_type)
         for same_type in options_by_type.values()

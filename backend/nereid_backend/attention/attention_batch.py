@@ -43,7 +43,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class VisibleBlocks:
-    """The KV cache blocks that a group of decodes reads for one attention window.
+    """The KV cache blocks that are read for a group of decodes (sequences with one new token).
 
     Attributes:
         blocks: [num_decodes, n] int64, the block numbers. If a sequence has fewer than n blocks,
@@ -78,14 +78,14 @@ class DecodeGroup:
     _rows: dict[tuple[LayerWindow, int], Tensor] = field(default_factory=dict)
 
     def visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Return the cache blocks that the decodes read in a layer with the window `window`."""
+        """Return the cache blocks that a layer with the attention window `window` reads."""
         visible = self._visible.get(window)
         if visible is None:
             visible = self._visible[window] = self._compute_visible(window)
         return visible
 
     def rows(self, window: LayerWindow, num_heads: int) -> Tensor:
-        """Return the row indices of the blocks that a layer with `num_heads` key heads reads."""
+        """Return the indices of the cache rows that a layer with `num_heads` key heads reads."""
         rows = self._rows.get((window, num_heads))
         if rows is None:
             rows = self._rows[window, num_heads] = gather_rows(
@@ -94,7 +94,7 @@ class DecodeGroup:
         return rows
 
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Return the blocks that the decodes read, and an attention bias that hides masked tokens.
+        """Return the blocks to read, and an attention bias that hides some tokens of these blocks.
 
         A decode is a sequence with one new token, which attends to itself and to earlier tokens.
 
@@ -107,13 +107,13 @@ class DecodeGroup:
         blocks, first_blocks = self._blocks_in_window(first_positions, window)
         num_read_tokens = blocks.shape[1] * self.block_size
         offsets = torch.arange(num_read_tokens, device=blocks.device)
-        # [num_decodes, num_read_tokens], the position of each token in the blocks that are read.
+        # For each token in `blocks`, its position in the sequence, [num_decodes, num_read_tokens].
         positions = first_blocks * self.block_size + offsets
         is_hidden = positions >= lens
         if not window.is_full:
             is_hidden |= positions < first_positions
-        # All heads use the same attention bias, and a decode has only one query. Therefore, the
-        # dimensions for heads and queries have the size 1.
+        # The bias is the same for all heads, and each decode has only one query. Therefore, the
+        # dimensions for heads and queries have size 1.
         bias = hiding_bias(is_hidden)[:, None, None, :]
         return VisibleBlocks(blocks, bias)
 
@@ -137,13 +137,12 @@ class DecodeGroup:
         table_width = self.blocks.shape[1]
         max_blocks = table_width
         if window.limit is not None:
-            # If the first token of the window is the last token of a block, the window overlaps
-            # the largest number of blocks.
+            # The window overlaps the most blocks if its first token is the last token of a block.
             max_blocks = 1 + math.ceil((window.limit - 1) / self.block_size)
         if max_blocks >= table_width:
             return self.blocks, torch.zeros_like(first_positions)  # the whole block tables
         first_blocks = first_positions // self.block_size
-        # [num_decodes, max_blocks], the indices of the returned blocks in the block tables.
+        # The columns to return from each decode's block table, [num_decodes, max_blocks].
         indices = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
         # A short sequence may have fewer than `max_blocks` blocks after the first block of the
         # window. The indices must stay within the width of the block table.
@@ -212,7 +211,7 @@ class AttentionBatch:
 
 
 def hiding_bias(is_hidden: Tensor) -> Tensor:
-    """Return the float32 bias that hides keys from attention: -inf for hidden keys, 0 for others.
+    """Return the float32 bias that hides keys from attention: -inf for hidden keys, otherwise 0.
 
     Example: [True, False] gives [-inf, 0]. If the bias is added to the scores, hidden keys get the
     weight 0.
@@ -222,7 +221,7 @@ def hiding_bias(is_hidden: Tensor) -> Tensor:
 
 
 def _first_visible(positions: Tensor, window: LayerWindow) -> Tensor:
-    """Return the first position to which the token at each of `positions` attends.
+    """For the token at each position, return the first position to which this token attends.
 
     With a sliding window, a token attends to the last `size` tokens, including itself. With chunks,
     a token attends only to tokens of its own chunk. Examples for the positions [2, 9]: a sliding

@@ -35,9 +35,9 @@ _NAMES: dict[type[KVCache], str] = {
 _NO_GPU_KERNELS = "Attention runs without GPU kernels and is several times slower, because %s."
 # The classes of KV cache that the reference implementation can read.
 _REFERENCE_TYPES = (Int8KVCache, Float8KVCache, KVCache)
-# If the setting kv_cache_dtype is not "auto", the class for unrounded numbers is replaced by a
-# class that stores 8-bit numbers. Example: for "int8", GpuKVCache is replaced by GpuInt8KVCache.
-# The CPU kernels do not support fp8, so the reference implementation reads fp8 caches on a CPU.
+# If the setting kv_cache_dtype is not "auto", a cache class that stores 8-bit numbers replaces the
+# class that stores unrounded numbers. Example: for "int8", GpuInt8KVCache replaces GpuKVCache. The
+# CPU kernels do not support fp8, so on a CPU, the reference implementation reads fp8 caches.
 _STORED_TYPES: dict[type[KVCache], dict[str, type[KVCache]]] = {
     gpu_attention.GpuKVCache: {
         "int8": gpu_attention.GpuInt8KVCache,
@@ -87,8 +87,8 @@ def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
             "Attention runs without CPU kernels and is several times slower, because the CPU "
             "kernels do not support kv_cache_dtype=fp8. Set kv_cache_dtype=int8."
         )
-    # `_STORED_TYPES` maps each class for unrounded numbers to its classes for 8-bit numbers. `kind`
-    # may be a subclass of a key.
+    # The keys of `_STORED_TYPES` are the cache classes that store unrounded numbers. `kind` may be
+    # a subclass of one of these classes.
     unrounded_type = _first_superclass(kind, _STORED_TYPES)
     return _STORED_TYPES[unrounded_type][kv_cache_dtype]
 
@@ -100,7 +100,7 @@ def tested_type(
     dtype: torch.dtype,
     device: torch.device,
 ) -> type[KVCache]:
-    """Test the GPU kernels, and return the KV cache class that can be used.
+    """Return `kind`, or the reference implementation's cache class if the GPU kernels fail a test.
 
     The test computes one attention layer of each kind with the kernels and with the reference
     implementation (plain torch). If the results differ, log a warning and return the class for the
@@ -165,7 +165,7 @@ def attend(
         return cpu_attention.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
     if isinstance(cache, gpu_attention.GpuKVCache):
         return gpu_attention.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
-    # The reference implementation does not store the keys and values itself.
+    # `reference.attend` does not write to the cache, so the keys and values must be stored first.
     _, key, value = inputs
     store_layer(key, value, layer, cache, batch)
     return reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
@@ -212,8 +212,8 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
             query, None, layer, cache, batch, scale=scale, sinks=sinks, out=out
         )
         return
-    # `None` in place of the key and the value means that all keys and values are read from the
-    # cache.
+    # Because the key and the value are None, the reference implementation reads all keys and values
+    # from the cache.
     inputs = (query, None, None)
     out.copy_(reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks))
 
@@ -275,7 +275,7 @@ def _fastest_backends(
 
 
 def attention_name(kind: type[KVCache]) -> str:
-    """Return the name that reports use for an attention implementation."""
+    """Return the name of the attention implementation that belongs to a KV cache class."""
     return next(_NAMES[base] for base in kind.__mro__ if base in _NAMES)
 
 

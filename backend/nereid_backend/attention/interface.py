@@ -107,8 +107,8 @@ class PagedForward:
                 contains the metadata for the other groups.
         """
         self._layers = layers
-        # Yields the index of each layer. The n-th attention call of the forward pass takes the n-th
-        # index.
+        # An iterator over the indices of the layers. The n-th attention call of the forward pass
+        # takes the n-th index.
         self._layer_numbers = iter(range(len(layers)))
         self._cache = cache
         self._batches = (batch, *batch.other_groups)
@@ -130,7 +130,7 @@ class PagedForward:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """Store the keys and values of one layer in the KV cache, and compute its attention.
+        """Store one layer's keys and values in the KV cache, and compute the layer's attention.
 
         `AttentionForward` documents the arguments and the result. The n-th call in a forward pass
         belongs to the n-th layer.

@@ -68,8 +68,7 @@ class KVCache:
         values_of_place: list[Tensor] = []
         for index in self._first_layers():
             layer = layers[index]
-            # The shape of the keys and values without the head size, which can differ between keys
-            # and values.
+            # `shape` lacks the last dimension, which can differ between keys and values.
             shape = (num_blocks + 1, layer.num_kv_heads, block_size)
             keys_of_place.append(_zeros((*shape, layer.key_dim), dtype, device))
             values_of_place.append(_zeros((*shape, layer.value_dim), dtype, device))

@@ -9,7 +9,7 @@ from nereid_backend.core.blocks.window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class LayerWindow:
-    """The attention window of one layer, which limits the earlier tokens to which a token attends.
+    """The attention window of one layer. It limits how many earlier tokens a token attends to.
 
     There are two kinds of limits: `size` and `chunk`. A layer may have none, one or both of them.
 
@@ -107,7 +107,7 @@ class LayerGroups:
 
 
 def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
-    """Return the attention window of some layers; None if any of the layers has full attention."""
+    """Return the combined window of several layers; None if any of them has full attention."""
     if not layers or any(layer.window.is_full for layer in layers):
         return None
     distinct_windows = dict.fromkeys(layer.window for layer in layers)

@@ -83,8 +83,8 @@ def _attend_decodes(
     for group in batch.decodes:
         # `group.tokens` is None if the group contains all decodes of the step.
         tokens = slice(None) if group.tokens is None else group.tokens
-        # Copy the blocks that overlap the attention window. The bias hides the other tokens of
-        # these blocks.
+        # Copy the blocks that overlap the attention window. The bias hides the tokens of these
+        # blocks that are outside the window.
         keys, values = cache.gather(number, group.rows(spec.window, spec.num_kv_heads))
         bias = group.visible(spec.window).bias
         group_inputs = (rows[tokens].unsqueeze(2), keys, values)
@@ -110,7 +110,8 @@ def _attend_prefills(
     parts: list[Tensor] = []
     for index, prefill in enumerate(batch.prefills):
         keys, values = _keys_and_values(inputs, layer, cache, prefill)
-        # Without a mask, torch uses a faster mode, in which a token attends to all earlier tokens.
+        # If each token attends to all earlier tokens, pass no mask, because torch is faster without
+        # a mask.
         mask = None
         if not _attends_to_all_earlier_tokens(prefill, spec):
             mask = batch.prefill_mask(index, spec.window)
@@ -176,8 +177,8 @@ def _attend_prefill(
         sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
     """
     query, key, value = inputs
-    # torch's fused attention supports no softcap and no sinks. On a CPU, it is slow in bfloat16:
-    # batched matrix products take only one half to two thirds of its time.
+    # torch's fused attention supports no softcap and no sinks. In bfloat16 on a CPU, it is slow:
+    # batched matrix products compute the same attention in one half to two thirds of the time.
     is_slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
     can_use_fused = spec.softcap is None and sinks is None
     if can_use_fused and not is_slow:
@@ -192,7 +193,8 @@ def _attend_prefill(
         )
     if mask is None:
         shape = (query.shape[2], key.shape[2])
-        # A token attends to itself and to earlier tokens: the lower triangle of the mask.
+        # A token attends to itself and to all earlier tokens, so the lower triangle of the mask is
+        # True.
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril_()
     return _attend_in_slices(inputs, mask, spec, scale, sinks)
 
@@ -264,7 +266,7 @@ def _attend_stepwise(
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    """Return the softmax of each query's scores for the keys, with the sink as one more score.
+    """Return the softmax of each query's scores. The sink of the head is an additional score.
 
     A sink is a score that each head has in addition to the scores of the keys. It belongs to no
     key, so the weights of the keys sum to less than 1.

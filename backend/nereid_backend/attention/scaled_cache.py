@@ -70,7 +70,7 @@ class ScaledKVCache(KVCache):
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Round vectors to 8-bit numbers. Return these vectors, and the factors that restore them.
+        """Round vectors to 8-bit numbers. Return the rounded vectors, and one factor per vector.
 
         The subclasses define the format of the 8-bit numbers. Example for int8: [1.0, -2.0] gives
         [64, -127] and the factor 2 / 127.
@@ -106,7 +106,7 @@ class ScaledKVCache(KVCache):
         self.value_scales[layer].view(-1).index_copy_(0, rows, value_scales.flatten())
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values that are converted to the model's dtype; see `KVCache.gather`."""
+        """Read keys and values, and convert them to the model's dtype; see `KVCache.gather`."""
         keys, values = super().gather(layer, rows)
         return (
             self._restore_gathered(keys, self.key_scales[layer], rows),
@@ -119,7 +119,7 @@ class ScaledKVCache(KVCache):
         return [*super().tensors(), *scales]
 
     def _restore_gathered(self, stored: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        """After a read from the cache, convert the keys or values to the model's dtype.
+        """Convert keys or values that were read from the cache to the model's dtype.
 
         The vectors were gathered from the cache rows `rows`. `scales` contains the factors of all
         vectors of the layer.
@@ -147,7 +147,7 @@ def scaled_to(top: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
     largest = wide.abs().amax(-1)
     largest = torch.where(largest.isfinite(), largest, float("nan"))
     restoring_factors = largest / top
-    # A vector of zeros has no scaling factor, because `top / 0` is infinite.
+    # For a vector of zeros, use the scaling factor 0, because `top / 0` is infinite.
     scaling_factors = torch.where(largest > 0, top / largest, 0.0)
     # Integers cannot represent NaN and infinity, so 0 is stored instead. The factor that restores
     # the vector is NaN, so the restored vector is NaN, too.

@@ -60,7 +60,8 @@ def _attend(
     the inputs may have more rows than the step has tokens. The outputs of the padding are zero.
     `layer` is the index of the layer. `AttentionForward` documents the shapes.
     """
-    # The object that the engine has set for this step. It has the KV cache and the block tables.
+    # The object that the engine has set for this step. The object contains the KV cache and the
+    # block tables.
     forward = _current_forward()
     num_tokens = forward.num_tokens
     num_padding = query.shape[2] - num_tokens
@@ -70,8 +71,8 @@ def _attend(
     key = key[:, :, :num_tokens]
     value = value[:, :, :num_tokens]
     out = forward.attend(layer, query, key, value, scale, sinks)
-    # `pad` takes two numbers for each dimension, beginning with the last dimension. Only the end of
-    # dimension 1, the tokens, is padded.
+    # `pad` takes two numbers for each dimension, beginning with the last dimension. Only dimension
+    # 1 (the tokens) is padded, at its end.
     return functional.pad(out, (0, 0, 0, 0, 0, num_padding)).contiguous()
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_integers
 from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
 
-# An int32 contains the integers of eight outputs. `_ORDER` is the order of these outputs, from the
-# lowest bits to the highest bits.
+# Each int32 contains eight integers, one for each of eight outputs. `_ORDER` lists these outputs,
+# from the lowest bits to the highest bits of the int32.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

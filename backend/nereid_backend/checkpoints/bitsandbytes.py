@@ -107,8 +107,8 @@ def _decode_four_bits(
         )
     number_by_code = tensors[_MAP].float()
     weight = torch.empty(shape.numel(), dtype=dtype)
-    # Decode the weight in parts, so that the float32 numbers need little memory. Each part consists
-    # of whole blocks.
+    # Decode the weight in parts, because float32 numbers for the whole weight would need much
+    # memory. Each part consists of whole blocks.
     part_size = max(1, PART_NUMBERS // block_size) * block_size
     for start in range(0, len(weight), part_size):
         part = weight[start : start + part_size]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the folder of a checkpoint for the setting `model`."""
+"""Finds the folder of the checkpoint that the setting `model` selects."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ GGUF_LINK = "model.gguf"
 
 
 def checkpoint_folder(model: str) -> str:
-    """Return the checkpoint folder for the setting `model`.
+    """Return the folder of the checkpoint that the setting `model` selects.
 
     If the setting is the path of a GGUF file (llama.cpp's format, a single file), return a folder
     in Nereid's cache folder that describes the file. The folder is created if it does not exist.

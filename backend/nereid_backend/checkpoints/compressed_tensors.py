@@ -135,7 +135,7 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
 
 def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the group size of the quantisation schemes. Return None if it is not unique.
+    """Return the common group size of the quantisation schemes; None if there is no common size.
 
     `weights` contains the settings of each scheme. The result is None if no scheme has groups, or
     if two schemes have different group sizes.
@@ -146,7 +146,7 @@ def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Return the block shape (rows, columns) of the weights. Return None if there are no blocks.
+    """Return the block shape (rows, columns) of the weights; None if the weights have no blocks.
 
     A scheme for float8 weights may divide each weight into blocks, which have one scale each.
     `weights` contains the settings of each scheme.
@@ -189,8 +189,8 @@ def _decode_packed(
     values = _signed(unpack_integers(packed, bits, num_inputs), bits)
     zeros = tensors.get(".weight_zero_point")
     if zeros is not None:
-        # The zeros of a group are packed along the rows: the shape is [words, groups]. However,
-        # `unpack_integers` expects the words in the last dimension.
+        # Each word contains the zeros of several rows, so the shape is [words, groups]. The tensor
+        # is transposed, because `unpack_integers` expects the words in the last dimension.
         zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
     return _create_integer_weight(values, zeros, tensors, group_size, bits)
 
@@ -230,8 +230,8 @@ def _create_integer_weight(
     num_rows, num_inputs = values.shape
     scales = by_row(tensors[".weight_scale"], num_rows)
     num_groups = scales.shape[1]
-    # The settings contain one group size, but single layers can have another group size. The
-    # number of scales in the file shows the real group size.
+    # The settings contain one group size, but some layers may have a different group size. The
+    # number of scales in the file determines the actual group size.
     if group_size is None or math.ceil(num_inputs / group_size) != num_groups:
         group_size = math.ceil(num_inputs / num_groups)
     if zeros is not None:
@@ -241,7 +241,10 @@ def _create_integer_weight(
 
 
 def _input_groups(tensors: Mapping[str, Tensor], num_groups: int) -> Tensor | None:
-    """Return the group of each input, int64 [in_features]; None if groups are consecutive."""
+    """Return the group of each input; None if the inputs of each group are consecutive.
+
+    The result is int64 [in_features], and contains the index of the group.
+    """
     groups = tensors.get(".weight_g_idx")
     if groups is None:
         return None

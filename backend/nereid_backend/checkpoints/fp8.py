@@ -51,7 +51,7 @@ def fp8_format(settings: Settings) -> Format:
 
 
 def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
-    """Return one layout of float8 weights for each name that the tensor of the scales can have.
+    """Return one layout of float8 weights for each possible name of the tensor with the scales.
 
     A layout lists the tensors of one weight, and contains the function that decodes them. Examples:
     the weight of the layer "mlp.up_proj" consists of the tensors "mlp.up_proj.weight" and

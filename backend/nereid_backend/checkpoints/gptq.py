@@ -41,7 +41,8 @@ def gptq_format(settings: Settings) -> Format:
             f"the GPTQ format {format_name} with {bits} bits is not supported. The supported "
             f"formats are gptq and gptq_v2 with {', '.join(map(str, _BITS))} bits"
         )
-    # A checkpoint of the first version contains zero - 1 instead of each zero.
+    # In the format gptq, the file contains `zero - 1` for each zero. In gptq_v2, it contains
+    # `zero`.
     has_offset = format_name == "gptq"
     layout = Layout(
         main=".qweight",

@@ -174,7 +174,7 @@ def linear_names(model: nn.Module) -> set[str]:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Replace the integer weights of linear layers by placeholders, and return the new dict.
+    """Return a copy of `weights` with placeholders for the integer weights of linear layers.
 
     A placeholder is a tensor without data. transformers, which cannot load integer weights, loads
     the placeholders instead. Afterwards, `fill_placeholders` stores the integers in the layers.
@@ -233,7 +233,8 @@ def fill_placeholders(
         ModelError: if a weight cannot be read, or if a placeholder is not the weight of a layer.
     """
     # Maps the memory address of each placeholder tensor to its `Placeholder` object, which also
-    # contains the real weight. In the layer, the loaded tensor has the same address.
+    # contains the real weight. transformers does not copy a placeholder tensor, so the tensor has
+    # the same address in the layer.
     placeholders = {
         weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
     }
@@ -300,8 +301,8 @@ def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
         layer.weight = nn.Parameter(numbers, requires_grad=False)
         return False
     grouped = change_class(layer, GroupedLinear)
-    # `GroupedLinear` stores integers with 4 or 8 bits: with 4 bits if they have at most 4 bits,
-    # otherwise with 8 bits.
+    # `GroupedLinear` stores integers with either 4 or 8 bits. Integers of at most 4 bits are stored
+    # with 4 bits, and larger integers with 8 bits.
     panel_bits = 4 if weight.bits <= 4 else 8
     grouped.set_quantised(
         weight.values, weight.scales, weight.zeros, weight.group_size, bits=panel_bits

@@ -119,7 +119,7 @@ def scale_blocks(
 
 
 def _divided_up(shape: Sequence[int], divisors: Sequence[int]) -> tuple[int, int]:
-    """Divide the two sizes in `shape` by the two numbers in `divisors`, and round the results up.
+    """Divide each size in `shape` by its divisor in `divisors`, and round the quotients up.
 
     Example: a matrix of 256 rows and 299 columns with the divisors (2, 3) returns (128, 100).
     """
@@ -175,14 +175,14 @@ def _scale_matrix(values: Tensor, scales: Tensor, block: tuple[int, int], result
     num_rows, num_columns = values.shape
     block_of_row = torch.arange(num_rows) // height
     block_of_column = torch.arange(num_columns) // width
-    # Some rows are scaled at a time, because the float32 numbers of all rows need much memory.
+    # Scale the matrix in parts, because float32 numbers for all rows would need much memory.
     for rows in _row_slices(num_rows, num_columns):
         element_scales = scales[block_of_row[rows]][:, block_of_column]
         result[rows] = values[rows].float().mul_(element_scales)
 
 
 def _as_float(scales: Tensor) -> Tensor:
-    """Convert scales to float32. If the data type is uint8, byte b is the scale 2**(b - 127)."""
+    """Convert scales to float32. In a uint8 tensor, the byte b means the scale 2**(b - 127)."""
     return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
@@ -208,7 +208,8 @@ def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tens
     if bits == 8:
         values = row_bytes
     elif bits in (1, 2, 4):
-        # Each byte contains a whole number of integers.
+        # No integer begins in one byte and ends in the next byte, because 8 is a multiple of
+        # `bits`.
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
         mask = 2**bits - 1
         values = ((row_bytes.unsqueeze(2) >> shifts) & mask).flatten(1)

@@ -141,14 +141,14 @@ def _with_placeholders(
     dtype: torch.dtype,
     rounded_bits: int | None,
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Replace the integer weights of linear layers by placeholders, and return the new dict.
+    """Return a copy of `weights` with placeholders for the integer weights of linear layers.
 
     transformers loads the placeholders, which are tensors without data. `fill_placeholders` then
     stores the integers in the layers. If `rounded_bits` is not None, the weights of linear layers
     are rounded to integers with this number of bits, and therefore replaced, too.
     """
-    # Only the names and shapes of the layers are needed. A model on the device "meta" has them, and
-    # takes no memory.
+    # Only the names and shapes of the layers are needed. On the device "meta", the weights of a
+    # model take no memory.
     with torch.device("meta"):
         empty_model = model_class(config)(config)
     if rounded_bits is not None:
@@ -203,8 +203,9 @@ def _convert_error(
         attention: the name of the attention implementation.
     """
     if isinstance(error, ValueError | KeyError | ImportError):
-        # If transformers refuses the attention implementation, the message contains its name. The
-        # class of the model then accepts only its own attention implementations.
+        # If the error message contains the name of the attention implementation, transformers has
+        # refused this implementation, because the class of the model does not use transformers'
+        # attention interface.
         if attention in str(error):
             return _OwnAttentionError()
         return UnsupportedModelError(
@@ -219,7 +220,7 @@ def _convert_error(
 
 
 def _check_missing_weights(folder: Path, names: list[str]) -> None:
-    """Raise a ModelError if `names` is not empty.
+    """Raise a ModelError if weights are missing from a checkpoint.
 
     `names` contains the names of the weights that the checkpoint in `folder` lacks.
     """

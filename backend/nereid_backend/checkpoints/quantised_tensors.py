@@ -156,7 +156,8 @@ def lazy_weights(
     for name, tensor in stored.items():
         if name in used_names or name.endswith(chosen_format.ignored):
             continue
-        # In a quantised checkpoint, a tensor may belong to a quantised weight that is incomplete.
+        # In a quantised checkpoint, a tensor that no complete weight uses may belong to a quantised
+        # weight whose other tensors are missing.
         if settings is not None and _is_leftover(tensor):
             raise ModelError(
                 f"{tensor.file} contains the tensor {name} of a quantised weight. The other "
@@ -171,7 +172,7 @@ def lazy_weights(
 def _quantised_weights(
     stored: Mapping[str, StoredTensor], chosen_format: Format, dtype: torch.dtype
 ) -> tuple[dict[str, LazyWeight], set[str]]:
-    """Return the quantised weights of a checkpoint by name, and the names of their tensors.
+    """Return the quantised weights by name, and the names of all tensors that belong to them.
 
     Example: for AWQ, the tensors "up_proj.qweight", "up_proj.qzeros" and "up_proj.scales" give the
     weight "up_proj.weight" and the set of these three names.
@@ -209,7 +210,7 @@ def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401
 
 
 def _choose_format(settings: Settings) -> Format:
-    """Return the Format object of the quantisation method that `settings` contains.
+    """Return the Format object of the quantisation method that is named in `settings`.
 
     `settings` is the field quantization_config of config.json.
 
@@ -284,7 +285,7 @@ def _find_layout(
 def _tensors_of_weight(
     stem: str, layout: Layout, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of one weight by suffix. The main tensor comes first.
+    """Return a dict that maps suffixes to the tensors of one weight. The main tensor comes first.
 
     The name of each tensor consists of `stem` and a suffix. Example: for the stem
     "model.layers.0.mlp.up_proj", the key ".scales" is the tensor

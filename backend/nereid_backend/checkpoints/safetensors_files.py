@@ -18,7 +18,8 @@ from torch import Tensor
 from nereid_backend.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
-# The program that converts a checkpoint with pickle files; its argument is the folder.
+# The program that converts a checkpoint from pickle files to safetensors files. The argument of the
+# program is the folder of the checkpoint.
 _CONVERSION_CODE = (
     "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
     "p = sys.argv[1]; "
@@ -101,7 +102,8 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
     paths = sorted({folder / file for file in file_of_tensor.values()})
     if not paths:
         paths = _files_without_index(folder)
-    # The files are counted as used memory only if the library opens them for torch ("pt").
+    # The operating system counts a file as used memory if the library opens the file for torch
+    # ("pt"), but not if the library opens the file for "numpy".
     framework = "pt" if for_reading else "numpy"
     tensors: dict[str, StoredTensor] = {}
     for path in paths:

@@ -93,7 +93,7 @@ def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
 
 def _canonical(content: bytes) -> bytes:
-    """Convert a JSON file to a canonical form, so that the files of equal tokenizers become equal.
+    """Convert a JSON file to a canonical form, which is the same for the files of equal tokenizers.
 
     The fields in `_IGNORED_FIELDS` are removed, and the other fields are sorted. Example:
     b'{"b": 2, "a": 1, "name_or_path": "x"}' becomes b'{"a": 1, "b": 2}'. If the content is not

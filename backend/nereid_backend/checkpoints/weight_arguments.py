@@ -56,7 +56,7 @@ def weight_arguments(
 def _arguments_with_weights(
     config: PretrainedConfig, weights: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return the arguments of from_pretrained for weights in a dict, without a folder."""
+    """Return arguments of from_pretrained that pass the weights as a dict instead of a folder."""
     return {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
 
 
@@ -71,10 +71,12 @@ def _gguf_weights(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> d
 
 
 def restore_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Read the generation config of a folder, and set it in a model. Mutates: the model.
+    """Read the generation config in a folder, and store it in the model.
 
     transformers does not set the generation config if it loads the weights from a dict. The engine
     needs the end-of-sequence tokens in the generation config.
+
+    Mutates: `model`.
     """
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

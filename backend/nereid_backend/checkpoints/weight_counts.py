@@ -21,7 +21,7 @@ _ANY_DTYPE = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class WeightCounts:
-    """The size of a checkpoint. A weight here is one number of a weight matrix.
+    """The size of a checkpoint. In this class, "weight" means one number of a weight matrix.
 
     Attributes:
         num_weights: the number of weights.
@@ -81,8 +81,8 @@ def _weights(folder: Path) -> dict[str, LazyWeight]:
     if gguf_link.is_file():
         return _gguf_weights(gguf_link.resolve())
     config = _read_config(folder)
-    # In a multimodal model, the config of the text model may contain the field
-    # `quantization_config`.
+    # In a multimodal model, the field `quantization_config` may be in the config of the text model
+    # instead of the main config.
     text_config = config.get("text_config") or {}
     settings = config.get("quantization_config") or text_config.get("quantization_config")
     stored = open_tensors(folder, for_reading=False)

@@ -50,7 +50,7 @@ class ActiveRequests:
         return self._requests[sequence.request_id]
 
     def sequences_of(self, request_id: str) -> list[Sequence]:
-        """Return those sequences of a request that have not ended.
+        """Return the sequences of a request that have not ended.
 
         The list is empty if no request has the id `request_id`.
         """
@@ -87,7 +87,7 @@ class ActiveRequests:
             self._enqueue(request)
 
     def start(self, request_id: str, guide: Guide | None) -> None:
-        """Put a request into the waiting queue, with the guide that limits the request's tokens.
+        """Put a request into the waiting queue. `guide` restricts the tokens of the answer.
 
         A guide limits the next tokens of a sequence to those that a grammar allows. Call this
         method when the grammar is compiled. Do nothing if the request has ended.
@@ -137,16 +137,17 @@ class ActiveRequests:
         request = self.of(sequence)
         if _is_queued(request, sequence):
             self.waiting.remove(sequence)
-        # A client takes turns in the queue only while it has a sequence that has not ended.
+        # The queue divides the computing time among the clients that have unfinished sequences.
+        # Therefore, report to the queue that this sequence has ended.
         self.waiting.unregister(sequence)
         self._remove_from_request(request, sequence)
         is_follower = sequence in request.followers
         if is_follower:
             self._remove_follower(request, sequence)
         elif request.waits_for_prompt:
-            # The leader has ended, and the followers still wait for the prompt. While the grammar
-            # is being compiled, `waits_for_prompt` is false. In that case, `_enqueue` selects the
-            # leader after the compilation.
+            # The leader ended before it had computed the prompt, so the next follower becomes the
+            # leader. While the grammar is being compiled, `waits_for_prompt` is false, because
+            # `_enqueue` selects the leader after the compilation.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 
@@ -198,7 +199,7 @@ class ActiveRequests:
             self.waiting.add(follower)
 
     def _remove_follower(self, request: Request, sequence: Sequence) -> None:
-        """Remove a sequence from `request.followers`, the sequences that wait for the prompt.
+        """Remove a sequence from `request.followers`, which lists sequences that wait for a prompt.
 
         If no follower is left, release the blocks of the prompt.
         """
@@ -215,7 +216,7 @@ def _is_queued(request: Request, sequence: Sequence) -> bool:
 
 
 def _num_held_back(request: Request) -> int:
-    """Count those sequences of a request that are not running and not in the waiting queue."""
+    """Count the sequences of a request that are neither running nor in the waiting queue."""
     if not request.is_prepared:
         return len(request.sequences)
     return 0 if request.has_queued_followers else len(request.followers)

@@ -46,7 +46,7 @@ class PendingPlans:
         return any(sequence is chunk.sequence for plan in self._plans for chunk in plan.chunks)
 
     def keep_until_commit(self, sequence: Sequence) -> None:
-        """Keep the row and the blocks of an ended sequence.
+        """Keep the batch row and the KV cache blocks of an ended sequence until no plan uses them.
 
         The row and the blocks are kept until every plan that contains the sequence is committed.
         """
@@ -83,7 +83,8 @@ class PendingPlans:
             for sequence in sampling_sequences:
                 sequence.token_ids.pop()  # the placeholder
         if plan.chunks:
-            # Without chunks, the next step does not run, so only the running step is unfinished.
+            # The engine does not run a plan without chunks, so such a plan is not stored as
+            # unfinished.
             _add_pending_tokens(plan, sampling_sequences)
             self._plans = [before, plan]
         return plan
@@ -109,8 +110,8 @@ class PendingPlans:
             last token of its sequence, the chunk does not sample.
         """
         corrected: dict[int, Chunk] = {}
-        # `chunk_index` is an index into `plan.chunks`. `sampled_index` is the index of the chunk's
-        # only token in `device_token_ids`.
+        # `chunk_index` is the index of a chunk in `plan.chunks`. `sampled_index` is the index of
+        # the input token of this chunk in `device_token_ids`.
         for chunk_index, sampled_index in plan.pending:
             chunk = plan.chunks[chunk_index]
             token_ids = chunk.sequence.token_ids
@@ -136,7 +137,7 @@ class PendingPlans:
         return reaches_limit or sequence in self.ended_sequences
 
     def take_releasable(self) -> list[Sequence]:
-        """Remove and return the sequences in `ended_sequences` that no unfinished step contains."""
+        """Remove from `ended_sequences` all sequences that no unfinished step uses. Return them."""
         planned = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
         releasable = [sequence for sequence in self.ended_sequences if sequence not in planned]
         for sequence in releasable:

@@ -67,7 +67,7 @@ class GrammarSpec(NamedTuple):
 
 
 class ThinkingSpec(NamedTuple):
-    """The delimiters and the token budget of a request's reasoning.
+    """The markers that delimit the reasoning in an answer, and the token budget of the reasoning.
 
     Attributes:
         start: the marker at the beginning of reasoning, such as "<think>"; empty if the model never
@@ -107,9 +107,9 @@ class ThinkingSpec(NamedTuple):
 
 
 def _as_tuple(fields: object) -> tuple[Any, ...]:
-    """Convert a list to a tuple. A value of any other type is invalid and becomes a tuple's item.
+    """Convert a list or a tuple to a tuple. Convert any other value to a tuple with one item.
 
-    The value comes from another process. An error message can show the tuple in both cases.
+    The value comes from another process and may be invalid. An error message can show the tuple.
     """
     return tuple(fields) if isinstance(fields, list | tuple) else (fields,)
 

@@ -58,14 +58,15 @@ class InvalidBlocks:
             return
         invalid_blocks = self._blocks
         self._blocks = set()
-        # A request with several sequences keeps the blocks of its prompt for its waiting sequences.
+        # A request with several sequences keeps the blocks of its prompt for the sequences that
+        # have not started yet. Release these blocks if one of them is invalid.
         self._tables.prompts.drop_with(invalid_blocks)
         for sequence in list(self._running):
             has_ended = sequence in self._pending_plans.ended_sequences
             has_invalid_block = not invalid_blocks.isdisjoint(sequence.all_blocks())
             if has_invalid_block and not has_ended:
-                # The sequence has computed its later tokens from the invalid blocks, so its own
-                # blocks must leave the prefix cache, too.
+                # This sequence attends to invalid blocks, so the blocks that it computed may be
+                # wrong, too. Remove all its blocks from the prefix cache.
                 self._tables.forget(self._tables.blocks_of(sequence))
                 self._planner.preempt(sequence)
         self._tables.forget(invalid_blocks)

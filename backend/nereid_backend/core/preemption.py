@@ -38,7 +38,9 @@ def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -
 def _victim_of_largest_client(
     candidates: Iterable[Sequence], running: RunningSequences
 ) -> Sequence:
-    """Return the cheapest candidate of the client that uses the most blocks for its weight.
+    """From the client with the most blocks, return the candidate that is cheapest to preempt.
+
+    The number of blocks of each client is divided by the client's weight.
 
     Example: the clients A and B have the weight 1. The running sequences of A have 30 blocks, and
     those of B have 20 blocks. The result is the cheapest candidate of A.
@@ -50,7 +52,8 @@ def _victim_of_largest_client(
     def sort_key(sequence: Sequence) -> tuple[float, tuple[int, int, int]]:
         client = sequence.params
         weighted_blocks = num_blocks_of_client[client.client_id] / client.client_weight
-        # The largest number of blocks comes first. Then the cheapest sequence comes first.
+        # The client with the most blocks for its weight comes first. Among the sequences of this
+        # client, the sequence that is cheapest to preempt comes first.
         return -weighted_blocks, _preemption_cost(sequence)
 
     return min(candidates, key=sort_key)
@@ -64,7 +67,7 @@ def fair_victim(
     *,
     by_rows: bool,
 ) -> Sequence | None:
-    """Choose a running sequence to put back into the waiting queue, for another client.
+    """Choose a running sequence to preempt for the benefit of a waiting sequence of another client.
 
     The share of a client is its number of rows or blocks, divided by its weight. A client may lose
     a sequence only if its share would still be at least the new share of the waiting sequence's

@@ -54,13 +54,14 @@ class PrefillShares:
         80 and 80 tokens return 80 and 20, and a third call returns 1.
         """
         if num_tokens <= 1 or not self._remaining:
-            # `_remaining` maps each client to the rest of its share. If it is empty, the budget was
-            # not divided. A single token does not count against the share, because the planner has
-            # already reserved one token of the budget for each running sequence.
+            # `_remaining` maps each client to the number of tokens that the client may still
+            # compute. If this dict is empty, the budget was not divided. A single token does not
+            # reduce this number, because the planner has already reserved one token of the budget
+            # for each running sequence.
             return num_tokens
         client = sequence.params.client_id
-        # Only the clients whose sequences were passed to `divide` have a share. For any other
-        # client, the first call of `take` allows all tokens.
+        # A client has a share only if one of its sequences was passed to `divide`. For a client
+        # without a share, the first call of `take` allows all tokens.
         remaining = self._remaining.get(client, num_tokens)
         num_allowed = min(num_tokens, max(1, remaining))
         self._remaining[client] = remaining - num_allowed

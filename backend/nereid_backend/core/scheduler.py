@@ -139,16 +139,16 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """The number of running sequences. They have a row and blocks, and they have not ended."""
+        """The number of sequences that have a batch row and blocks and have not ended."""
         return len(self._running) - len(self._pending_plans.ended_sequences)
 
     @property
     def num_waiting(self) -> int:
-        """The number of waiting sequences. They have no row and no blocks."""
+        """The number of waiting sequences. They have neither a batch row nor blocks."""
         return self._requests.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request was added, and its last update was not returned yet."""
+        """Return whether a request is active or its last update has not been returned yet."""
         return request_id in self._requests or any(
             update.request_id == request_id for update in self._unreported_updates
         )
@@ -215,7 +215,7 @@ class Scheduler:
         sequences = self._requests.sequences_of(request_id)
         aborted = [sequence for sequence in sequences if index in (None, sequence.index)]
         # End the sequences in reverse order. If the first sequence ended first, the next sequence
-        # would be put into the waiting queue to compute the prompt.
+        # would enter the waiting queue to compute the prompt, although it is aborted, too.
         updates = [self._endings.end(sequence, "abort") for sequence in reversed(aborted)]
         self._unreported_updates += reversed(updates)
 
@@ -272,14 +272,16 @@ class Scheduler:
         ended_sequences = self._pending_plans.ended_sequences
         for chunk_index, logprobs in result.prompt_logprobs.items():
             plan.chunks[chunk_index].sequence.prompt_logprobs += logprobs
-        # `result.sampled` has one entry for each chunk that samples, in the order of the chunks. A
-        # chunk that ends before the last known token of its sequence does not sample.
+        # `result.sampled` has one entry for each chunk with `chunk.samples` set, in the order of
+        # the chunks. No token is sampled for a chunk that ends before the last known token of its
+        # sequence.
         remaining_sampled = iter(result.sampled)
         for chunk in plan.chunks:
             sampled = next(remaining_sampled) if chunk.samples else None
             if sampled is not None and sampled.error is not None:
-                # The sequence failed, so its blocks may contain wrong values. Other sequences may
-                # use the same blocks, even if this sequence has ended.
+                # The sequence failed, so its blocks may contain wrong values. Mark the blocks as
+                # invalid even if the sequence has ended, because other sequences may use the same
+                # blocks.
                 self._invalid_blocks.add(chunk.sequence)
             # Testing `ended_sequences` first takes less time, because it is usually empty.
             if ended_sequences and chunk.sequence in ended_sequences:
@@ -300,7 +302,8 @@ class Scheduler:
         """
         updates, self._unreported_updates = self._unreported_updates, []
         self._pending_plans.remove(plan)
-        # Mark the blocks before the sequences end, because ended sequences have no blocks.
+        # Mark the blocks as invalid before the sequences end, because a sequence loses its blocks
+        # when it ends.
         for chunk in plan.chunks:
             self._invalid_blocks.add(chunk.sequence)
         for chunk in plan.chunks:
@@ -319,9 +322,9 @@ class Scheduler:
         """
         if self.drafter is None:
             return
-        # A chunk contains the tokens of one sequence in a step. After the prompt, a chunk contains
-        # the last known token and the draft tokens, and the step needs the logits of all of them. A
-        # chunk of prompt tokens needs fewer logits than it has tokens.
+        # A chunk contains the tokens that a step computes for one sequence. A chunk of an answer
+        # contains the last known token and the draft tokens, and the step needs the logits of all
+        # these tokens. A chunk of prompt tokens needs fewer logits than it has tokens.
         computes_no_prompt = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
         if computes_no_prompt:
             num_sequences = len(plan.chunks)
@@ -361,8 +364,8 @@ class Scheduler:
         # Unpacking a tuple takes less time than reading its fields by name.
         sequence, start, num_tokens, _samples, _is_first, _num_logits = chunk
         chunk_end = start + num_tokens
-        # The chunk may end with draft tokens. Draft tokens do not count as computed before they are
-        # verified. The conditional expression takes less time than `min`.
+        # The last tokens of the chunk may be draft tokens, which do not count as computed before
+        # they are verified. The conditional expression takes less time than `min`.
         num_known = len(sequence.token_ids)
         sequence.num_computed_tokens = chunk_end if chunk_end < num_known else num_known
         if sampled is None:
@@ -394,10 +397,10 @@ class Scheduler:
         if self.cache is not None:
             self.cache.add(sequence)
         if sequence.params.n > 1:
-            # A token was sampled, so the whole prompt is computed.
+            # A token was sampled, so the whole prompt has been computed.
             self._requests.share_prompt(sequence)
-        # A stop token may have ended the sequence. The log-probabilities of later tokens are not
-        # reported.
+        # A stop token may have ended the sequence before the last sampled token. The
+        # log-probabilities of the tokens after the stop token are not reported.
         top_logprobs = None if sampled.top is None else sampled.top[: len(new_token_ids)]
         update = make_update(sequence, new_token_ids, top_logprobs)
         if reason is None:

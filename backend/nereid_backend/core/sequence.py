@@ -93,7 +93,8 @@ class Sequence:
                 `params.ignore_eos` is true.
             seed: the 64-bit seed of the sequence's random numbers.
         """
-        # The id and index of the sequence, its scheduling rank, and its row.
+        # The id of the request, and the index, the scheduling rank and the batch row of the
+        # sequence.
         self.request_id = request_id
         self.index = 0
         self.rank: tuple[int, ...] = ()

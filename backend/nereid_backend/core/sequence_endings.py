@@ -20,7 +20,7 @@ class SequenceEndings:
         planner: StepPlanner,
         drafter: Drafter | None,
     ) -> None:
-        """Store the objects that manage sequences. An ended sequence is removed from each of them.
+        """Store the objects from which an ended sequence must be removed.
 
         Args:
             requests: the requests that have not ended.
@@ -81,7 +81,7 @@ class SequenceEndings:
             self._planner.release(sequence)
 
     def release(self) -> None:
-        """Release the row and the blocks of each ended sequence that no unfinished step uses.
+        """If no unfinished step uses an ended sequence, release its row and its blocks.
 
         The other ended sequences keep their blocks, because a running step still uses them.
         """

@@ -163,8 +163,9 @@ class StepPlanner:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
-            # The free blocks do not suffice for the overdue prompt. Compute the running sequences,
-            # because these sequences free blocks when they end.
+            # The first waiting prompt should come before the running sequences, but it needs more
+            # blocks than are free. Continue with the running sequences, because they free blocks
+            # when they end.
             self._plan_running(chunks, budget)
         return chunks
 
@@ -199,17 +200,17 @@ class StepPlanner:
         while index < len(running) and budget > 0:
             sequence = running[index]
             if is_ahead and self.pending_plans.will_end(sequence):
-                # The running step computes the last token of this sequence.
+                # The running step computes the last token of this sequence. Skip the sequence.
                 index += 1
                 continue
             start = sequence.num_computed_tokens
             needs_one_token = start + 1 == len(sequence.token_ids) and self.drafter is None
             chunk: Chunk | None
             if needs_one_token and self.tables.has_block(sequence, start):
-                # For most sequences, the step computes one token and needs no new block. In this
-                # case, the chunk is created here, because a call of `_plan_next_tokens` would take
-                # more time. Keyword arguments would also take more time. The arguments after
-                # `start` are `num_tokens`, `samples`, `is_first` and `num_logits`.
+                # Most sequences need only one token and no new block. For these sequences, the
+                # chunk is created here, because a call of `_plan_next_tokens` would take more time.
+                # Keyword arguments would also take more time. The arguments after `start` are
+                # `num_tokens`, `samples`, `is_first` and `num_logits`.
                 chunk = Chunk(sequence, start, 1, True, False, 1)
             else:
                 chunk = self._plan_next_tokens(index, budget)
@@ -258,7 +259,7 @@ class StepPlanner:
         return make_chunk(sequence, num_tokens, is_first=False)
 
     def _chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many tokens of a sequence the next step computes, at most `num_tokens`.
+        """Return the length of a sequence's next chunk of tokens, at most `num_tokens`.
 
         Two things can shorten the chunk: the share of the sequence's client in the token budget,
         and a snapshot, because a snapshot is saved only at the end of a chunk.
@@ -302,12 +303,12 @@ class StepPlanner:
             chunks.append(chunk)
             budget -= chunk.num_tokens
             if starts_with_overdue_prompt:
-                # This step computes only a prompt, so the running sequences must wait for the next
-                # step. A second prompt would make this wait longer, so only one prompt is planned.
+                # This step computes only this prompt, so the running sequences must wait for the
+                # next step. A second prompt would make them wait longer.
                 break
 
     def _first_chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        """Return the chunk of tokens that is computed first for a sequence that has just started.
+        """Return the first chunk (the first tokens to compute) of a sequence that has just started.
 
         The chunk contains at most `budget` tokens, but with `whole_prefill`, it contains all
         uncomputed tokens.
@@ -329,8 +330,8 @@ class StepPlanner:
             a block.
         """
         request = self.requests.of(sequence)
-        # A follower is a sequence that uses the prompt blocks of another sequence of its request.
-        # If the prompt ends within a block, the follower gets a copy of this block.
+        # A follower is a sequence that uses the prompt blocks of another sequence of the same
+        # request. If the prompt ends within a block, the follower gets a copy of this block.
         may_need_copy = sequence in request.followers
         if self.pending_plans.is_planning and may_need_copy:
             # The previous step is still running, so this plan must not copy blocks. The sequence
@@ -339,7 +340,7 @@ class StepPlanner:
             return False
         while not self.tables.try_admit(sequence, request):
             # Requests with several sequences may keep the blocks of their prompts. Free the blocks
-            # of one such prompt, and try again.
+            # of one of these prompts, and try again.
             if not self._free_kept_prompt():
                 return False
         self.requests.admit(sequence)

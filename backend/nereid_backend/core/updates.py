@@ -85,7 +85,7 @@ def _add_prompt_fields(update: RequestUpdate, sequence: Sequence) -> None:
     Mutates: `update`, and `sequence.prompt_logprobs`, which is cleared.
     """
     update.num_cached_tokens = sequence.num_cached_tokens or 0
-    # A sequence that ended without a new token may not have computed its whole prompt.
+    # A sequence can end before its whole prompt is computed. Its update then contains no new token.
     has_whole_prompt = bool(update.new_token_ids)
     if has_whole_prompt and sequence.index == 0:
         if sequence.params.prompt_logprobs is not None:

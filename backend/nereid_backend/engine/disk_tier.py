@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache on disk. After a restart of the process, its blocks can be used again.
+"""The prefix cache on disk, whose blocks remain usable after a restart of the process.
 
     a block was computed  -> its bytes are copied  -> a thread writes the file
     a request arrives     -> a thread reads files  -> the blocks join the prefix cache in memory
@@ -53,12 +53,12 @@ class _PrefixRead:
     future: "Future[None] | None" = None
 
     def is_ready(self, now: float) -> bool:
-        """Return whether the read has finished or its deadline is over at the time `now`."""
+        """Return whether the read has finished, or its deadline has passed at the time `now`."""
         return now >= self.deadline or (self.future is not None and self.future.done())
 
     @property
     def has_all_files(self) -> bool:
-        """Whether the files of all missing blocks and of a required snapshot were read."""
+        """Whether the thread has read every missing block, and the snapshot if one is needed."""
         has_snapshot = not self.needs_snapshot or self.state is not None
         return has_snapshot and len(self.contents) == len(self.missing_hashes)
 
@@ -133,7 +133,7 @@ class DiskTier:
         return _PrefixRead(hashes, missing_hashes, needs_snapshot, deadline)
 
     def _available_prefix(self, sequence: Sequence) -> list[bytes]:
-        """Return the block hashes of a sequence. Stop before the first block that is not available.
+        """Return the hashes of a sequence's blocks before the first unavailable block.
 
         A block is available if it is in memory or on disk. If the model has a recurrent state, the
         result ends at the last block whose snapshot is in memory or on disk.
@@ -169,7 +169,7 @@ class DiskTier:
             # continue only if it has the snapshot and all blocks.
             return
         self._insert_blocks(read.hashes, read.contents_by_hash())
-        # If the memory has too few free blocks, some blocks were not inserted. Without these
+        # If the memory had too few free blocks, some blocks were not inserted. Without these
         # blocks, the snapshot cannot be used.
         has_all_blocks = all(self._is_in_memory(block_hash) for block_hash in read.hashes)
         if read.state is not None and has_all_blocks:
@@ -332,8 +332,9 @@ class DiskTier:
         for block_hash in read.missing_hashes:
             if read.is_cancelled:
                 return
-            # The blocks after a damaged block are read, too, because `DiskStore.read` deletes
-            # damaged files. The engine then writes these files again.
+            # Blocks after a damaged block cannot be used. They are read only because
+            # `DiskStore.read` deletes damaged files, so that the engine can write these files
+            # again.
             content = self._read_block(block_hash)
             if content is None:
                 has_damaged_block = True

@@ -46,7 +46,7 @@ class Engine:
 
     @property
     def _parts(self) -> EngineParts:
-        """The loaded model and its objects. A call of `reload` replaces all of them."""
+        """The loaded model and the objects that depend on it; `reload` replaces all of them."""
         return self._model.parts
 
     @property
@@ -87,8 +87,8 @@ class Engine:
         if parts.disk is not None:
             parts.disk.save()  # copies the new blocks of the prefix cache to disk
         if not updates and parts.scheduler.num_running == 0:
-            # All requests are still being prepared. Wait here. Otherwise, the caller would call
-            # `step` in a busy loop.
+            # All requests are still being prepared. Wait here, because the caller would otherwise
+            # call `step` in a busy loop.
             parts.preparation.wait()
         return updates
 
@@ -142,7 +142,7 @@ class Engine:
         self._parts.adapters.unload(name)
 
     def reload(self, path: str = "", progress: Callable[[str], None] | None = None) -> None:
-        """Replace the weights of the model by the weights of another checkpoint.
+        """Replace the weights of the model with the weights of another checkpoint.
 
         The new checkpoint must have the same tensors as the present checkpoint. The LoRA adapters
         are loaded again, and the prefix cache is empty afterwards. If the new checkpoint is
@@ -284,7 +284,10 @@ class Engine:
 
     @property
     def compiled(self) -> list[tuple[str, float, float]]:
-        """The requests whose grammars were compiled before the last step; see `StepEngine`."""
+        """The requests whose grammar compilation had just finished when the last step began.
+
+        `StepEngine.compiled` describes the items of the list.
+        """
         return self._parts.preparation.compiled
 
     @property

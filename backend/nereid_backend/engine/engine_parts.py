@@ -124,7 +124,7 @@ class EngineParts:
         return ChatProcessor(folder, self.images.config)
 
     def advance_compilation(self) -> None:
-        """Load, check or activate the compiled forward pass, if the compiler has finished.
+        """If the compiler has finished, load, check or activate the compiled forward pass.
 
         Mutates: `swap`, which becomes None when no work is left.
         """
@@ -138,7 +138,8 @@ class EngineParts:
 
         `Engine.load_lora` documents the arguments and the errors.
         """
-        # A name must be valid in the setting lora_adapters, which has the form name=path,name=path.
+        # The setting lora_adapters has the form name=path,name=path, so a name must contain neither
+        # "=" nor ",".
         has_separator = "=" in name or "," in name
         if not name or has_separator:
             raise RequestError(
@@ -228,7 +229,8 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
     if config.max_draft_tokens == 0 or not is_wanted:
         return None
     if loaded.spec.removes_tokens:
-        # Rejected draft tokens can be removed from the KV cache.
+        # This forward path can remove rejected draft tokens from the KV cache, so drafts are
+        # possible.
         return PromptLookup(config.max_draft_tokens)
     if config.requests_drafts:
         report(
@@ -241,7 +243,7 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
 def _can_be_async(
     config: EngineConfig, loaded: Loaded, scheduler: Scheduler, report: Report
 ) -> bool:
-    """Return whether async scheduling is used: each step is planned while the previous one runs.
+    """Return whether async scheduling is used: a step is planned while the previous step runs.
 
     If the settings request async scheduling but it is impossible, report the reason.
     """

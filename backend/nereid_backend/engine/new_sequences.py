@@ -32,7 +32,7 @@ class NewSequences:
         images: ImageSupport,
         place_images: Callable[[ImageInputs], ImageInputs],
     ) -> None:
-        """Create an object that validates requests. It has no request yet.
+        """Create an object that validates new requests and creates their sequences.
 
         Args:
             config: the settings, including the limit on waiting requests and the seed.
@@ -124,7 +124,7 @@ class NewSequences:
             max_total_tokens=max_total_tokens,
             eos_token_ids=self._info.eos_token_ids,
             # A client can send any integer as the seed, but the random number generator needs a
-            # seed of 64 bits.
+            # 64-bit seed.
             seed=seed % 2**64,
         )
         if params.lora_name:
@@ -146,7 +146,7 @@ class NewSequences:
         return images
 
     def _check_kinds(self, images: ImageInputs) -> None:
-        """Raise a RequestError if the model does not accept a kind of media in `images`.
+        """Raise a RequestError if `images` contains a kind of media that the model does not accept.
 
         The kinds are images, videos and audio.
         """
@@ -196,7 +196,7 @@ class NewSequences:
 
 
 def _without_shared_blocks(images: ImageInputs) -> ImageInputs:
-    """Return a copy of `images`. With this copy, no other prompt can reuse the prompt's blocks.
+    """Return a copy of `images` that prevents other prompts from reusing this prompt's blocks.
 
     Some models store no keys and values in the blocks of a prompt with images, so no other prompt
     may reuse these blocks. `first_token` is the first token whose keys and values depend on the

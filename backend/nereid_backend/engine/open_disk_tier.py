@@ -15,7 +15,7 @@ from nereid_backend.errors import ConfigError
 from nereid_backend.paths.stored_prefixes import StoredPrefixes
 from nereid_backend.runner import ForwardPath
 
-# The keys and values of a model depend on the checkpoint files whose names match these patterns.
+# Patterns for the names of the checkpoint files on which the keys and values of a model depend.
 _MODEL_FILES = ("*.safetensors", "*.gguf", "*.bin", "*.json", "*.py")
 
 
@@ -52,8 +52,8 @@ def open_disk_tier(
     """
     assert config.prefix_cache_disk is not None
     prefixes = StoredPrefixes(path)
-    # Files are reused only by an engine with the same identity, because the keys and values depend
-    # on all of these facts.
+    # The keys and values depend on the model, the dtypes and the block layout. Therefore, an engine
+    # reuses only files that were written with the same identity.
     identity = {
         "model": f"{info.architecture} {model_digest(info.model)}",
         "dtype": f"{info.dtype}, weights {config.weight_dtype}",

@@ -25,7 +25,7 @@ class PendingGrammars:
     """Stores one future for each request whose grammar is being compiled."""
 
     def __init__(self) -> None:
-        # Both dicts have the same request ids as keys.
+        # `_futures` and `_added` have the same request ids as keys.
         self._futures: dict[str, Future[Any]] = {}
         self._added: dict[str, float] = {}  # the times of the calls of `add`
 

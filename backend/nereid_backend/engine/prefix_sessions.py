@@ -139,7 +139,7 @@ class PrefixSessions:
         }
 
     def _matching(self, client_id: str | None, prompt_cache_key: str | None) -> list[SessionUse]:
-        """Return the sessions with this client and this `prompt_cache_key`.
+        """Return the sessions that have this client id and this `prompt_cache_key`.
 
         The argument None matches every value.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the weights of the running engine by the weights of another checkpoint."""
+"""Replaces the weights of the running engine with the weights of another checkpoint."""
 
 import gc
 from dataclasses import replace
@@ -31,20 +31,20 @@ class ReloadableModel:
     def __init__(self, config: EngineConfig, report: Report) -> None:
         """Load a model; see `EngineParts` for the arguments and the errors."""
         self.parts = EngineParts(config, report)
-        # `reload` compares the tokenizer of each new checkpoint with these files. They are read
-        # now, because a new checkpoint may overwrite the files in the same folder later.
+        # `reload` compares the tokenizer of each new checkpoint with these files. The files are
+        # read now, because a new checkpoint may overwrite the files in the same folder later.
         self._tokenizer_files = read_tokenizer_files(config.model)
 
     def reload(self, path: str, report: Report) -> None:
-        """Replace the weights of the model by the weights of the checkpoint at `path`.
+        """Replace the weights of the model with the weights of the checkpoint at `path`.
 
         `Engine.reload` documents the arguments and the errors.
 
         Mutates: `parts`, which is replaced by the objects of the new model.
         """
         info = self.parts.info
-        # After the reload, the engine must have the adapters that are loaded now. They may differ
-        # from the adapters with which the engine was started.
+        # After the reload, the engine must have the adapters that are loaded now. These adapters
+        # may differ from the adapters with which the engine was started.
         old_config = replace(self.parts.config, lora_adapters=self.parts.adapters.paths)
         # The new model must accept prompts of the same length as the present model.
         new_config = replace(

@@ -19,7 +19,7 @@ class StepEngine(Protocol):
 
     @property
     def compiled(self) -> list[tuple[str, float, float]]:
-        """The requests whose grammar was compiled before the last step.
+        """The requests whose grammar compilation had just finished when the last step began.
 
         Each item contains the request id, the time at which the compilation was requested, and the
         time at which the engine noticed that it had finished (both by time.monotonic()).

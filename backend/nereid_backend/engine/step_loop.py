@@ -75,9 +75,10 @@ class StepLoop:
         self._is_async = is_async
         # The number of consecutive failed steps.
         self._num_failures = 0
-        # The time at which the method `step` started the last step, as a value of
-        # time.perf_counter(). The time is used to measure the cost of draft tokens. Steps that were
-        # started during the previous step have no draft tokens, so they do not change this value.
+        # The time at which the method `step` last started a step, as a value of
+        # time.perf_counter(). The time is used to measure the cost of draft tokens. A step that is
+        # started during the previous step has no draft tokens, so the start time of such a step is
+        # not stored.
         self._start_time = 0.0
         # With async scheduling, a step can still be running when the method `step` returns. This
         # attribute contains the running step. If it is None, the next call of `step` plans a step.
@@ -168,7 +169,7 @@ class StepLoop:
         try:
             return _NextStep(plan, self._runner.start(plan, step))
         except Exception as error:  # noqa: BLE001 - `_sample_next` ends the requests of the step
-            # The error is stored, because the running step must be committed first.
+            # The error is handled later, because the running step must be committed first.
             return _NextStep(plan, error)
 
     def _sample_next(

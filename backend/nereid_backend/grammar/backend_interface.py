@@ -63,7 +63,7 @@ class Matcher(Protocol):
         """
 
     def fork(self) -> Self:
-        """Return an independent copy of this matcher at the same position."""
+        """Return an independent copy of this matcher, at the same position in the grammar."""
 
 
 class Compiled(Protocol):
@@ -71,7 +71,7 @@ class Compiled(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """The approximate memory of the compiled grammar in bytes."""
+        """The approximate number of bytes of memory that the compiled grammar uses."""
 
     def matcher(self) -> Matcher:
         """Return a matcher that starts at the beginning of the grammar."""

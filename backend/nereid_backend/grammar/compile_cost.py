@@ -29,10 +29,10 @@ _LENGTH_KEYWORDS = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
 )  # fmt: skip
 
-# For one bound, xgrammar 0.2.8 needs this number of seconds: repetitions * vocabulary size * a
-# constant. The constant is _PATTERN_S for bounds in patterns, such as a{0,50}. The constant is
-# _LENGTH_S for length limits in JSON schemas, such as "maxLength": 50. Both constants were measured
-# on one core; see docs/history/sampling-and-constraints.md.
+# To compile one bound (a limit on repetitions), xgrammar 0.2.8 needs this number of seconds:
+# repetitions * vocabulary size * a constant. The constant is _PATTERN_S for a bound in a pattern,
+# such as a{0,50}, and _LENGTH_S for a length limit in a JSON schema, such as "maxLength": 50. The
+# constants were measured on one core; see docs/history/sampling-and-constraints.md.
 _PATTERN_S = 2.0e-7
 _LENGTH_S = 1.0e-8
 
@@ -52,7 +52,7 @@ class _Bound(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The compile time that this bound causes, in seconds for each token of the vocabulary."""
+        """The seconds of compile time that this bound causes for each token of the vocabulary."""
         return self.repetitions * self.unit_s
 
 
@@ -163,8 +163,8 @@ def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
             bound and the largest value that the limit allows.
     """
     bounds = list(_bounds(kind, source))
-    # `bound.cost` is the compile time for each token of the vocabulary in seconds. `unit_s` is the
-    # part of this time for one repetition.
+    # `bound.cost` is the compile time in seconds, divided by the size of the vocabulary. `unit_s`
+    # is the part of `bound.cost` that one repetition causes.
     total_s = sum(bound.cost for bound in bounds) * vocab_size
     if total_s <= limit_s:
         return

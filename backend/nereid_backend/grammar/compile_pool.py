@@ -109,7 +109,8 @@ class CompilePool(Generic[T]):
             _set_error(result, _closing_error())
             return
         _cancel_with(result, job)
-        # Closing the pool cancels the jobs that have not started. Their requests need an error.
+        # When the pool is closed, the jobs that have not started are cancelled. The requests that
+        # wait for these jobs must then get an error.
         job.add_done_callback(partial(_fail_if_cancelled, result))
 
 

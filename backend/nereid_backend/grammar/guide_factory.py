@@ -94,8 +94,8 @@ class Guides:
         # The compiled grammars, and the token masks that were computed from these grammars.
         self._cache: ByteCache[_CompiledSpec] = ByteCache(cache_bytes)
         self._rules: ByteCache[GuideRules] = ByteCache(_NUM_CACHED_RULES)
-        # The grammar libraries, and the pool that compiles grammars with them. The first call of
-        # `warm_up` sets the future, and `_load_libraries` sets the pool.
+        # The grammar libraries, and the pool that uses the libraries to compile grammars. The first
+        # call of `warm_up` sets `_libraries`. Later, `_load_libraries` sets `_pool`.
         self._libraries: Future[Libraries] | None = None
         self._pool: CompilePool[_CompiledSpec] | None = None
         # Protects `_libraries`, which several threads use.
@@ -261,7 +261,7 @@ class Guides:
         special_ids: frozenset[int],
         marker: str,
     ) -> GuideRules:
-        """Return the constant data of a guide, such as token masks, from a cache if possible.
+        """Return the constant data of a guide (such as token masks), from the cache if possible.
 
         Requests with equal arguments share one GuideRules object, because `rules_for` is slow.
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from nereid_backend.grammar.vocabulary import TokenMask, Vocabulary, mask_of
 
-# The bytes that count as white space before or after a marker.
+# The bytes that count as white space before or after a marker such as "</think>".
 WHITE_SPACE = b" \t\r\n"
 
 
 class SpanningToken(NamedTuple):
-    """A token that contains the end of a marker and further text.
+    """A token that contains the end of a marker such as "</think>", and more text after the end.
 
     Example: for the marker "</think>", the token `> {` has the `text_after` b"{".
 
@@ -75,8 +75,8 @@ def rules_for(
     """
     size = vocabulary.size
     stop_mask = mask_of(stop_ids, size)
-    # Before the marker, the grammar does not apply yet. Every token is allowed that does not end
-    # the answer.
+    # Before the marker, the grammar does not apply yet, so all tokens are allowed except the tokens
+    # that end the answer.
     all_tokens = mask_of(range(size), size)
     free_mask = all_tokens & ~stop_mask
     # A grammar never allows the special tokens that it does not contain.

@@ -32,7 +32,7 @@ _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_err
 # plus _BYTES_PER_CHARACTER for each character of the grammar's text.
 _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
-# If a message of llguidance is longer, an error message quotes only this number of characters.
+# An error message quotes at most this number of characters of a message of llguidance.
 _MAX_MESSAGE = 300
 # The largest number of schemas that are compiled to locate an error. If a schema is invalid, the
 # schemas inside it are compiled one by one to find the invalid schema.
@@ -277,7 +277,8 @@ def _pattern_problem(matcher: LLMatcher) -> str:
     error_text = str(matcher.get_error())
     message = _last_error(error_text)  # the text after "error: ", such as "unclosed group"
     if message is None:
-        # The message has no such line. Return its first line without the expression.
+        # llguidance's message has no line that begins with "error: ". Return the first line of the
+        # message without the regular expression.
         return _short_line(_INVALID_REGEX.sub("", error_text))
     column = _column_in_pattern(error_text)
     return message if column is None else f"{message} (column {column})"
@@ -320,7 +321,7 @@ def _definitions_in(schema: object) -> dict[str, object]:
 def _with_definitions(
     part: Mapping[str, object], path: str, definitions: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return a part of a schema, with the definitions of the whole schema added to the part.
+    """Return a part of a schema, extended by the definitions of the whole schema.
 
     The part can then be compiled alone, although it may refer to the definitions. Example: the part
     `{"$ref": "#/$defs/a"}` gives `{"$defs": {"a": {}}, "$ref": "#/$defs/a"}`. If the part itself is

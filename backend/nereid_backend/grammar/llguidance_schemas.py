@@ -46,19 +46,20 @@ def replace_exclusive_bounds(schema: object) -> None:
             continue
         excluded_minimum = part.get("exclusiveMinimum")
         excluded_maximum = part.get("exclusiveMaximum")
-        # The opposite bound can be inclusive ("maximum") or exclusive ("exclusiveMaximum").
+        # The bound on the other side can be inclusive ("maximum") or exclusive
+        # ("exclusiveMaximum").
         upper_bound = part.get("maximum", excluded_maximum)
         lower_bound = part.get("minimum", excluded_minimum)
         if _allows_excluded_minimum(excluded_minimum, upper_bound):
             part["minimum"] = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
-        # If the condition above and the condition below are true, the schema allows no number. It
-        # is then enough to replace the minimum.
+        # If the conditions of the `if` and the `elif` are both true, the schema allows no number.
+        # It is then enough to replace the minimum.
         elif _allows_excluded_maximum(excluded_maximum, lower_bound):
             part["maximum"] = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
 
 
 def _allows_excluded_minimum(minimum: object, upper_bound: object) -> bool:
-    """Return whether llguidance would wrongly accept the number `minimum`. The schema excludes it.
+    """Return whether llguidance would wrongly accept the excluded minimum of a schema.
 
     llguidance handles negative lower bounds correctly.
     """
@@ -68,7 +69,7 @@ def _allows_excluded_minimum(minimum: object, upper_bound: object) -> bool:
 
 
 def _allows_excluded_maximum(maximum: object, lower_bound: object) -> bool:
-    """Return whether llguidance would wrongly accept the number `maximum`. The schema excludes it.
+    """Return whether llguidance would wrongly accept the excluded maximum of a schema.
 
     llguidance handles positive upper bounds correctly.
     """

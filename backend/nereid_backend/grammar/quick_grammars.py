@@ -10,8 +10,8 @@ from nereid_backend.core.grammar import GrammarSpec
 # contains a slow keyword or pattern.
 _QUICK_BYTES = 8192
 _QUICK_PATTERN_CHARS = 128
-# Matches the parts of a regular expression that can take long to compile: a bound of three or more
-# digits, and a repetition of a group, such as `(a{9}){9}`.
+# Matches the parts of a regular expression that can take a long time to compile: a bound with three
+# or more digits, such as `{0,500}`, and a repetition of a group, such as `(a{9}){9}`.
 _SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]")
 # These keywords can make even a small schema slow to compile. For example, the libraries combine
 # all schemas of an `allOf` with each other.

@@ -61,7 +61,8 @@ class Thinking:
         self._tail = b""
         # The number of tokens in the reasoning so far.
         self.num_tokens = 0
-        # The tokens that must come next: the end marker, or its rest, once the budget is used up.
+        # The tokens that must come next. When the budget is used up, these are the tokens of the
+        # end marker that have not been generated yet. Otherwise, the tuple is empty.
         self.forced: tuple[int, ...] = ()
         # If the answer starts inside the reasoning, a budget of 0 is used up before the first
         # token.
@@ -164,9 +165,9 @@ class Thinking:
             self._tail = b""
             return
         self.num_tokens += 1
-        # The text does not contain the whole end marker, but may end with the beginning of the
-        # marker. This beginning is at least one byte shorter than the marker, so only that many
-        # bytes are stored.
+        # The text does not contain the whole end marker, but it may end with the beginning of the
+        # marker. This beginning is shorter than the marker, so the last len(marker) - 1 bytes
+        # suffice.
         self._tail = last_bytes(text, max(0, len(self._end_marker) - 1))
 
     def _force_end_if_budget_used_up(self) -> None:

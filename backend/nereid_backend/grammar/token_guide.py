@@ -32,15 +32,15 @@ from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, mask_of
 
 log = logging.getLogger(__name__)
 
-# After a marker, no further white space is allowed once there are `_MAX_WHITE_SPACE` bytes of white
-# space. Without a limit, a model might generate only white space until max_tokens.
+# If at least `_MAX_WHITE_SPACE` bytes of white space have followed a marker, no more white space is
+# allowed. Without this limit, a model might generate only white space until max_tokens.
 _MAX_WHITE_SPACE = 4
 # If the grammar allows only one text next, this text is tokenised together with the `_NUM_RECENT`
 # tokens before it. The reason is that the tokens of a text depend on the preceding text.
 _NUM_RECENT = 4
-# If the grammar allows only one text next, the tokens of this text are added without sampling. The
-# last token is always left out. A text of one byte has only one token, so no token would be added.
-# Therefore, the text must have at least `_MIN_FORCED_BYTES` bytes.
+# If the grammar allows only one text next, all tokens of this text except the last are added
+# without sampling. A text of one byte has only one token, so no token would be added. Therefore,
+# the text must have at least `_MIN_FORCED_BYTES` bytes.
 _MIN_FORCED_BYTES = 2
 
 
@@ -72,11 +72,10 @@ class TokenGuide:
         self._matcher = matcher
         self._thinking = thinking
         self._phase = Phase.BEFORE_MARKER if rules.marker else Phase.GRAMMAR
-        # In the phase BEFORE_MARKER, the last bytes of the answer. They may be the beginning of the
+        # The last bytes of the answer in the phase BEFORE_MARKER. They may be the beginning of the
         # marker, after which the grammar applies.
         self._tail = b""
-        # In the phase WHITE_SPACE, the number of bytes of white space that have followed the
-        # marker.
+        # The number of bytes of white space that have followed the marker in the phase WHITE_SPACE.
         self._num_white_space = 0
         # The last tokens of the answer. The method `forced` needs them.
         self._recent_ids: deque[int] = deque(maxlen=_NUM_RECENT)
@@ -95,9 +94,10 @@ class TokenGuide:
             for token_id in token_ids:
                 self._accept_token(token_id)
             return
-        # Only the grammar limits the tokens here. In the phase GRAMMAR, in which most tokens
-        # arrive, the first branch of the loop has the same effect as `_accept_token`, but takes
-        # less time. `grammar_bits` has one bit for each token that a grammar may allow.
+        # Only the grammar limits the tokens here, because there is no thinking budget. Most tokens
+        # arrive in the phase GRAMMAR. For these tokens, the first branch of the loop has the same
+        # effect as `_accept_token`, but takes less time. The bit of a token in `grammar_bits` is
+        # set if a grammar may allow the token.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
             if self._phase is Phase.GRAMMAR and _has_bit(grammar_bits, token_id):
@@ -127,7 +127,7 @@ class TokenGuide:
         self._recent_ids.append(token_id)
 
     def _raise_if_forbidden(self, token_id: int, is_allowed: bool) -> None:
-        """Raise an EngineError if `is_allowed` is False, because the grammar forbids the token."""
+        """If `is_allowed` is False, raise an EngineError: the grammar forbids the token."""
         if not is_allowed:
             text = self._rules.vocabulary.tokens[token_id]
             raise EngineError(
@@ -170,7 +170,7 @@ class TokenGuide:
         return True
 
     def _may_continue_white_space(self) -> bool:
-        """Return whether another white space token may follow the marker."""
+        """Return whether another token of white space may follow the marker."""
         is_after_marker = self._phase is Phase.WHITE_SPACE
         return is_after_marker and self._num_white_space < _MAX_WHITE_SPACE
 
@@ -249,8 +249,8 @@ class TokenGuide:
         Mutates: rows.
         """
         are_limited = []
-        # The rows whose masks a grammar library must write, by the class of the matcher. Each class
-        # belongs to one library.
+        # For each class of matchers, the rows whose masks must be written by this class. Each
+        # grammar library has one class of matchers.
         by_class: dict[type[Matcher], list[_GuideRow]] = {}
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
@@ -315,7 +315,8 @@ class TokenGuide:
                 continue
             # Each of these tokens completes the marker and continues with text after the marker.
             for token in tokens:
-                # Advance a copy of the matcher, because the token is only tested.
+                # Test the token with a copy of the matcher, so that the matcher itself does not
+                # advance.
                 if not matcher.fork().accept_bytes(token.text_after):
                     _clear_bit(row, token.token_id)
 
@@ -400,7 +401,7 @@ def _has_bit(bits: bytes, token_id: int) -> bool:
 
 
 def _clear_bit(row: TokenMask, token_id: int) -> None:
-    """Forbid a token in a mask. Example: the bit of the token 33 is bit 1 of word 1.
+    """Forbid a token in a mask. Example: with words of 32 bits, token 33 has bit 1 of word 1.
 
     Mutates: row.
     """

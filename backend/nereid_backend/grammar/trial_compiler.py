@@ -149,7 +149,8 @@ class TrialCompiler:
             name="grammar-outcomes",
             daemon=True,
         ).start()
-        # With these two values, the process loads the grammar libraries.
+        # The process needs the vocabulary and the ids of the end-of-sequence tokens to load the
+        # grammar libraries.
         connection.send((self._vocabulary, self._eos_token_ids))
         return connection
 
@@ -165,7 +166,7 @@ class TrialCompiler:
         command = [sys.executable, "-m", _MODULE, str(child_fd), str(self._timeout_s)]
         with self._lock:
             if self._is_closed:
-                # `_send_message` handles this error as if the process had ended.
+                # `_send_message` handles this error in the same way as the end of the process.
                 raise BrokenPipeError("the engine is shutting down")
             process = subprocess.Popen(command, pass_fds=[child_fd], stdin=subprocess.DEVNULL)
             self._process = process

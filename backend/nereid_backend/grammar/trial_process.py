@@ -111,7 +111,7 @@ class TrialServer:
         ready_connections = self._wait_for_event()  # those that can be read without waiting
         while self._connection.poll():
             self._handle_message(self._connection.recv())
-        # A child has sent its result or has ended if its connection is readable.
+        # If the connection of a child is readable, the child has sent its result or has ended.
         finished_jobs = [job for job in self._running if job.connection in ready_connections]
         for job in finished_jobs:
             self._send_outcome(job)
@@ -128,7 +128,7 @@ class TrialServer:
         return wait([self._connection, *children], timeout_s)
 
     def _remove_late_jobs(self) -> None:
-        """Remove each job whose deadline has passed, and report the job to the engine as late."""
+        """Remove each job whose deadline has passed, and send the outcome LATE to the engine."""
         now = time.monotonic()
         for job in [*self._running, *self._waiting]:
             if job.deadline <= now:
@@ -208,7 +208,7 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
         # without a message, the parent process uses the outcome CRASHED.
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 - the child ends here, and the engine must learn why
-        # Compare the name of the class, because an import of the class would import the engine.
+        # Compare only the name of the class, because importing the class would import the engine.
         class_name = type(error).__name__
         if class_name == "RequestError":
             result.send((Outcome.REFUSED.value, str(error)))
@@ -219,7 +219,7 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
 
 
 class _Unused:
-    """Replaces a class or a function that this process does not need."""
+    """A placeholder for the classes and functions that this process does not need."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Accept any arguments."""

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]  # it ships no types
 from referencing import Registry
 
-# If a message of jsonschema is longer, an error message quotes only this number of characters.
+# Error messages quote at most this number of characters of a jsonschema message.
 _MAX_TEXT = 80
 
 
@@ -47,7 +47,7 @@ def validate_strict(text: str, schema: object) -> str | None:
 
 
 def _description(error: Any) -> str:  # noqa: ANN401 - jsonschema ships no types
-    """Return the path and the shortened message of an error of jsonschema.
+    """Return the path and the shortened message of a jsonschema error.
 
     Example: `at $.a: 'x' is not of type 'number'`.
     """

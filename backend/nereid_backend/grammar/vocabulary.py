@@ -29,7 +29,7 @@ def mask_width(vocab_size: int) -> int:
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> TokenMask:
-    """Return a mask with the bits of the given tokens set. Ignore ids outside the vocabulary.
+    """Return a mask that sets the bits of the given tokens. Ignore ids outside the vocabulary.
 
     Example: the tokens 0 and 33 of a vocabulary of 40 tokens give the words [1, 2].
     """
@@ -131,7 +131,7 @@ class Vocabulary:
         raise KeyError(data[:1])
 
     def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
-        """Return the tokens that the tokenizer would choose for the required next bytes `data`.
+        """Return the tokens that the tokenizer would choose for `data`, the required next bytes.
 
         The grammar allows no other bytes next. The last token is left out, because it may merge
         with the text that follows. Only a marker, such as </think>, is never left out. Return no
@@ -148,8 +148,8 @@ class Vocabulary:
         forced_ids = self._encode_after(recent, data)
         if forced_ids and forced_ids[-1] not in self.marker_ids:
             forced_ids.pop()
-        # If the text changes during encoding, for example by Unicode normalisation, the tokens do
-        # not spell the forced bytes.
+        # If the tokenizer changes the text, for example by Unicode normalisation, the bytes of the
+        # tokens differ from `data`. Return no tokens in this case.
         return forced_ids if data.startswith(self._bytes_of(forced_ids)) else []
 
     def _encode_after(self, recent: list[int], data: bytes) -> list[int]:
@@ -184,7 +184,7 @@ class Vocabulary:
 def _without_tokenizer(
     tokens: tuple[bytes, ...], special_ids: frozenset[int], marker_ids: frozenset[int]
 ) -> Vocabulary:
-    """Recreate a pickled vocabulary. Its function `encode` does not need the tokenizer."""
+    """Recreate a pickled vocabulary. The new function `encode` does not need the tokenizer."""
 
     def encode(text: str) -> list[int]:
         return vocabulary.spell(text.encode())
@@ -246,7 +246,7 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
 
 
 def _backend_of(tokenizer: Any) -> Any:  # noqa: ANN401 - the libraries have no types
-    """Return the object of the library tokenizers that a tokenizer of transformers calls.
+    """Return the object `tokenizers.Tokenizer` that a tokenizer of transformers uses.
 
     The decoder of this object defines the bytes of each token.
 
@@ -303,9 +303,8 @@ def _bytes_function(decoder: object, ids: Mapping[str, int]) -> Callable[[str], 
     types = set(_decoder_types(decoder))  # such as {"Sequence", "ByteFallback"}
     if "ByteLevel" in types:
         return byte_level
-    # The bytes below 128 are not checked, because these bytes are ASCII characters. A vocabulary
-    # often contains an ASCII character as a token of its own. For example, the vocabulary contains
-    # the token `A` instead of the token `<0x41>`.
+    # Check only the bytes from 128 on. For a smaller byte, the vocabulary often contains the ASCII
+    # character itself, such as the token `A` instead of the token `<0x41>`.
     has_byte_tokens = all(f"<0x{byte:02X}>" in ids for byte in range(128, 256))
     if "ByteFallback" in types or has_byte_tokens:
         return byte_fallback

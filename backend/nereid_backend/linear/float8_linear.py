@@ -24,9 +24,9 @@ _MIN_SCALE = 1e-12
 # The kernels can multiply a matrix only if the number of its rows and the number of its columns are
 # multiples of `_MULTIPLE`.
 _MULTIPLE = 16
-# When a model is loaded, a matrix product is checked. `_TOLERANCE` is the largest relative error
-# that is accepted. Rounding to 3 mantissa bits causes an error of 0.04, and a wrong scale causes an
-# error of more than 0.3.
+# When a model is loaded, the product of two test matrices is compared with the exact product.
+# `_TOLERANCE` is the largest accepted relative error. Rounding to 3 mantissa bits causes an error
+# of 0.04, and a wrong scale causes an error of more than 0.3.
 _TOLERANCE = 0.1
 _NUM_TEST_ROWS = 5
 
@@ -67,7 +67,7 @@ class Float8Product:
         if self.has_row_scales:
             # The weight is transposed, so its scales must be transposed, too.
             weight_scales = weight_scales.t()
-        # With one scale for each row, torch supports only bfloat16 results.
+        # If there is one scale for each row, torch can compute only a bfloat16 result.
         dtype = torch.bfloat16 if self.has_row_scales else rows.dtype
         product: Tensor = torch._scaled_mm(
             rounded_rows, weight.t(), scale_a=row_scales, scale_b=weight_scales, out_dtype=dtype
@@ -101,10 +101,10 @@ class Float8Linear(nn.Linear):
 
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | None:
-    """Return the most accurate way to multiply e4m3 matrices that works on a device.
+    """Test the methods that multiply e4m3 matrices on a device, and return the most accurate one.
 
-    e4m3 is an 8-bit floating-point format. Each way is tested: a small product is computed and
-    compared with the exact product. Return None if no way works.
+    e4m3 is an 8-bit floating-point format. Each method is tested: a small product is computed and
+    compared with the exact product. Return None if no method works.
 
     Args:
         device: the device that computes the product.
@@ -130,7 +130,7 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
 
 @torch.inference_mode()
 def store_linears_as_float8(model: nn.Module, product: Float8Product) -> int:
-    """Replace the weights of a model's linear layers by weights in the format e4m3.
+    """Replace the weights of a model's linear layers with weights in the format e4m3.
 
     The output layer is not converted, because rounding its weight would change all logits directly.
     A layer is also not converted if another layer shares its weight, or if a size of the layer is

@@ -94,8 +94,9 @@ class GroupedLinear(nn.Linear):
         _check(values, scales, zeros, group_size, bits)
         # On the device `meta`, the constructor of nn.Linear allocates no memory for a weight.
         layer = cls(in_features, out_features, bias=False, device="meta")
-        # The layer computes its output from the packed integers. The attribute `weight` only has
-        # the right shape. It stores a single NaN for all elements, so it needs almost no memory.
+        # The layer computes its output from the packed integers. The attribute `weight` only
+        # provides the shape. All its elements share one NaN in memory, so `weight` needs almost no
+        # memory.
         weight = torch.full((1, 1), float("nan")).expand(out_features, in_features)
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
@@ -167,9 +168,9 @@ class GroupedLinear(nn.Linear):
         # The layer stores unsigned integers. If `values` is signed, the offset is added to the
         # integers and to the zeros.
         offset = 2 ** (self.bits - 1) if values.dtype == torch.int8 else 0
-        # `view` turns a negative int8 number into a uint8 number of at least 128. The addition then
-        # overflows, and the result is correct. Example with 8 bits: -3 becomes 253, and 253 + 128
-        # gives 125.
+        # `view` converts a negative int8 number to uint8 by adding 256. The addition of the offset
+        # then overflows, which subtracts 256 again. Example with the offset 128: -3 becomes 253,
+        # and 253 + 128 becomes 125, which is -3 + 128.
         unsigned = values.view(torch.uint8) + offset if offset else values
         self.values[panels] = pack_values(unsigned, self.bits, self.group_size)
         self.scales[panels] = self._stored_layout(scales.float())
@@ -183,8 +184,9 @@ class GroupedLinear(nn.Linear):
         A number is repeated for each smaller group into which a group of the checkpoint is divided.
         """
         repeated = of_groups.repeat_interleave(self._num_subgroups, dim=1)
-        # Each scale is copied once for each smaller group of a complete group. The last group can
-        # be incomplete and then needs fewer copies. The slice removes the unneeded copies.
+        # Every group of the checkpoint is divided into `_num_subgroups` smaller groups, which get
+        # copies of the scale. The last group of a row may be shorter and need fewer copies, so the
+        # slice removes the surplus copies.
         num_stored_groups = self.scales.shape[1]
         return _panels_of_groups(repeated[:, :num_stored_groups])
 
@@ -212,7 +214,7 @@ class GroupedLinear(nn.Linear):
         return linear(input, *arguments, *sizes)
 
     def _by_input(self, of_groups: Tensor) -> Tensor:
-        """Repeat the scale or zero of each group once for each weight of the group.
+        """Repeat the scale or zero of each group, so that every weight of the group gets a copy.
 
         The result is [panels * 16, groups * group_size].
         """
@@ -305,11 +307,13 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
     # `pad` copies the values, so it is called only if padding is needed.
     padded = functional.pad(values, padding) if any(padding) else values.contiguous()
-    # [panels, inputs / 4, 16, 4]: four consecutive inputs for all 16 outputs of a panel.
+    # The shape is [panels, inputs / 4, 16, 4]. The last dimension contains four consecutive inputs
+    # of one output.
     quadruples = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 8:
         return quadruples.contiguous()
-    # Combine inputs 0 to 3 with inputs 4 to 7, inputs 8 to 11 with inputs 12 to 15, and so on.
+    # Store two integers in each byte: inputs 0 to 3 in the lower halves of four bytes, and inputs 4
+    # to 7 in the upper halves. Inputs 8 to 15 fill the next four bytes, and so on.
     lower_halves = quadruples[:, 0::2]
     upper_halves = quadruples[:, 1::2] << 4
     return (lower_halves | upper_halves).contiguous()
@@ -371,7 +375,7 @@ def _panels_of_groups(of_groups: Tensor) -> Tensor:
 
 
 def _used_group_size(group_size: int, in_features: int) -> int:
-    """Return the number of inputs that share a scale in the stored layer.
+    """Return the group size of a layer: how many consecutive inputs share one scale.
 
     The checkpoint has groups of `group_size` inputs. A stored group has at most 128 inputs, because
     the inputs of large groups are rounded less accurately. A larger group is therefore divided into
@@ -383,11 +387,12 @@ def _used_group_size(group_size: int, in_features: int) -> int:
     """
     has_one_group = group_size >= in_features
     if has_one_group:
-        # The last of the smaller groups may be incomplete.
+        # The row is divided into groups of this size. The last group may be incomplete.
         padded_row = _divide_up(in_features, UNIT) * UNIT
         return min(_MAX_GROUP_SIZE, padded_row)
     num_parts = _divide_up(group_size, _MAX_GROUP_SIZE)
-    # Increase the number of parts until the size of a part is a multiple of `UNIT` (8).
+    # A group is divided into `num_parts` equal parts. Increase this number until the size of a part
+    # is a multiple of `UNIT` (8).
     while group_size % (num_parts * UNIT):
         num_parts += 1
     return group_size // num_parts

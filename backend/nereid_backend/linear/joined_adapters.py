@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenates the matrices of several LoRA adapters, so that one product computes all of them.
+"""Concatenates the matrices of LoRA adapters: one large product replaces many small products.
 
 Each row of an input uses at most one adapter. The products of all other adapters are masked, which
 means that they are set to 0.
@@ -66,7 +66,7 @@ class JoinedLayer:
 
 
 def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
-    """Concatenate the matrices of several LoRA adapters for linear layers with the same input.
+    """Concatenate the matrices that several LoRA adapters have for a group of linear layers.
 
     An adapter changes the output of a layer by up @ (down @ x). The matrices `down` of all layers
     are concatenated to one matrix. The matrices `up` are concatenated separately for each layer.
@@ -131,12 +131,12 @@ class AdapterStep:
         """
         self._row_adapters = row_adapters
         self._chunk_adapters = chunk_adapters
-        # The masks that the method `mask` has already computed for this forward pass. A mask marks
-        # the numbers that are set to 0. The keys are the arguments of `mask`.
+        # Caches the results of the method `mask` during one forward pass. The keys are the
+        # arguments of `mask`.
         self._masks: dict[tuple[Ranks, int], Tensor] = {}
 
     def mask(self, ranks: Ranks, num_rows: int) -> Tensor:
-        """Return a boolean mask of the numbers that must be set to 0. Compute each mask only once.
+        """Return a boolean mask that is True for the numbers that must be set to 0. Cache the mask.
 
         The mask applies to the product of a layer's input and the concatenated matrices `down` of
         several adapters. The product has one column for each rank of each adapter. A number is
@@ -174,7 +174,7 @@ class AdapterStep:
 
 
 def _adapters_of_columns(ranks: tuple[int, ...]) -> Tensor:
-    """Return the index of the adapter for each column of a product with several adapters.
+    """Return the adapter index of each column, given the number of columns of each adapter.
 
     `ranks` contains the number of columns of each adapter. Example: (1, 2) gives [0, 1, 1].
     """
@@ -199,7 +199,8 @@ def masked_hidden(group: JoinedGroup, layer_input: Tensor, step: AdapterStep) ->
         return group.hidden
     down = group.down  # a linear layer whose weight contains the concatenated matrices
     hidden = product(down, layer_input.reshape(-1, down.in_features).to(down.weight.dtype))
-    # Set the masked numbers to 0. A multiplication by 0 would turn NaN and infinity into NaN.
+    # The masked numbers are replaced by 0 and not multiplied by 0, because NaN or infinity times 0
+    # is NaN.
     hidden.masked_fill_(step.mask(group.ranks, len(hidden)), 0)
     group.input = layer_input
     group.hidden = hidden

@@ -52,12 +52,12 @@ from nereid_backend.linear.native_adapters import (
     adapter_bytes,
 )
 
-# The matrices for a layer that torch computes are in memory `_COPIES` times: as the matrices of the
-# adapter, and as parts of the concatenated matrices.
+# If torch computes a layer, the matrices of an adapter for this layer are in memory `_COPIES`
+# times: once separately, and once as parts of the concatenated matrices.
 _COPIES = 2
-# An earlier forward pass may have concatenated the matrices of more adapters than the present
-# forward pass needs. The concatenated matrices are used again if their total rank is at most
-# `_MAX_UNUSED` times the total rank of the needed adapters.
+# Concatenated matrices from an earlier forward pass are used again even if they include adapters
+# that are no longer needed. However, their total rank must be at most `_MAX_UNUSED` times the total
+# rank of the needed adapters.
 _MAX_UNUSED = 2
 
 
@@ -98,7 +98,7 @@ class LoraLayers:
 
     @cached_property
     def _native(self) -> NativeAdapters:
-        """The matrices of the adapters for the layers whose products the CPU kernels add.
+        """The object with which the CPU kernels apply the LoRA adapters.
 
         The object is created when it is first used, not in `__init__`, because it needs the packed
         layers of the model. The layers are packed after `__init__`.
@@ -132,11 +132,12 @@ class LoraLayers:
             adapter: the adapter.
             weights: the two matrices for each changed linear layer, by the name of the layer.
         """
-        # `_native` stores the matrices for which the kernels compute the products. torch computes
-        # the products of all other matrices.
+        # If the kernels support a layer, they compute the adapter's product for this layer. For all
+        # other layers, torch computes the product.
         for_kernels = {name: pair for name, pair in weights.items() if name in self._native}
         for_torch = {name: pair for name, pair in weights.items() if name not in self._native}
-        # Layers that the kernels do not compute, but whose adapter products the kernels compute.
+        # The kernels compute the adapter's product for these layers, but not the layers themselves.
+        # Therefore, a forward hook must call the kernels.
         kernel_hooks = [name for name in for_kernels if self._native.needs_hook(name)]
         self._native.add(adapter, for_kernels)
         self._loaded[adapter] = _LoadedAdapter(
@@ -185,7 +186,8 @@ class LoraLayers:
         chunk_lengths = [chunk.num_tokens for chunk in chunks]
         loaded = [self._loaded[adapter] for adapter in distinct]
         if any(one.weights for one in loaded):
-            # torch computes the products of some layers, from the joined matrices of all adapters.
+            # For some layers, torch computes the adapters' products. This requires the concatenated
+            # matrices of all adapters in the step.
             self._ensure_joined(distinct)
             self._step = self._make_step(chunk_adapters, chunk_lengths)
         try:
@@ -230,11 +232,12 @@ class LoraLayers:
         return AdapterStep(upload(row_indices, self._device), chunk_indices)
 
     def _ensure_joined(self, adapters: tuple[Adapter, ...]) -> None:
-        """Concatenate the matrices of `adapters`, unless suitable concatenated matrices exist."""
+        """Concatenate the matrices of `adapters`, if the existing concatenation cannot be used."""
         if set(adapters) <= set(self._joined_adapters):
             needed_rank = sum(self._loaded[adapter].total_rank for adapter in adapters)
             joined_rank = sum(self._loaded[adapter].total_rank for adapter in self._joined_adapters)
-            # The time of a step depends on the joined rank, so few unused adapters are acceptable.
+            # Unneeded adapters in the concatenated matrices make a step slower, so their number is
+            # limited.
             if joined_rank <= _MAX_UNUSED * needed_rank:
                 return
         self._join(adapters)
@@ -252,7 +255,7 @@ class LoraLayers:
             self._joined.update(zip(names, join_group(pairs), strict=True))
 
     def _names_by_input(self, adapters: tuple[Adapter, ...]) -> Iterable[list[str]]:
-        """Return the names of the layers that the adapters change, grouped by the layers' input.
+        """Return the names of the layers that the adapters change, as one list for each input.
 
         Example: the adapters change q_proj, k_proj and o_proj. q_proj and k_proj are merged layers,
         which have the same input. The result is [["q_proj", "k_proj"], ["o_proj"]].
@@ -262,8 +265,8 @@ class LoraLayers:
         )
         names_of_group: dict[object, list[str]] = {}
         for name in names:
-            # Merged layers with the same input have one object as their attribute `group`. Any
-            # other layer has no such attribute, and forms a group of its own.
+            # Merged layers with the same input refer to one shared object in the attribute `group`.
+            # Every other layer forms a separate group.
             group = getattr(self._model.get_submodule(name), "group", None)
             key = name if group is None else id(group)
             names_of_group.setdefault(key, []).append(name)

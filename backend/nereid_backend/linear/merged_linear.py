@@ -57,9 +57,8 @@ class _MergedGroup:
         """
         self._sizes = sizes
         self._is_native = is_native
-        # `_input` is the argument `x` of the last call of `compute_outputs`. `_outputs` contains
-        # the outputs of the layers. `take_output` replaces an output by None when it returns the
-        # output.
+        # The input of the last call of `compute_outputs`, and the outputs of the layers. After
+        # `take_output` has returned an output, the list contains None instead of this output.
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -82,7 +81,7 @@ class _MergedGroup:
             output = torch.ops.nereid.packed_linear(x, merged, bias, size)
         else:
             output = linear(x, merged, bias, size)
-        # `take_output` checks whether its argument `x` is this tensor object.
+        # `take_output` returns the outputs only if its argument `x` is this tensor object.
         self._input = x
         self._outputs = list(torch.split(output, self._sizes, dim=-1))
 
@@ -164,7 +163,7 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def _record_calls(model: nn.Module, run: Callable[[], object]) -> list[_Call]:
-    """Call `run`, which runs the model, and return the calls of linear layers in their order."""
+    """Run the model by calling `run`. Return the calls of linear layers in chronological order."""
     calls: list[_Call] = []
     # The hooks append to `calls`. `name.rpartition` gives the name of the layer's parent module.
     hooks = [
@@ -205,7 +204,7 @@ def _merge(layers: list[nn.Linear]) -> None:
 
 
 def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
-    """Return the groups of layers that can be merged, from the calls of one forward pass.
+    """Determine from the calls of one forward pass which groups of layers can be merged.
 
     Each group has at least two layers, which were called one after the other with the same input.
     If a layer of a group was called twice, the group is omitted, because the inputs of the two

@@ -68,7 +68,7 @@ class NativeAdapters:
     """Stores LoRA adapters in the layout that the CPU kernels read."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Create an object without adapters for the linear layers of a model.
+        """Create an object for the linear layers of a model. The object contains no adapters yet.
 
         The memory addresses of the model's weights must not change afterwards. If the model is not
         on a CPU, or if this CPU has no kernels, the object contains no layers.
@@ -88,7 +88,7 @@ class NativeAdapters:
         }
         self._products = _matrix_products(groups)
         self._stored: dict[Adapter, _StoredAdapter] = {}
-        # Whether the matrices of the adapters are bfloat16; otherwise, they are float32.
+        # True if the matrices of the adapters are bfloat16, False if they are float32.
         self._is_bfloat16 = False
         # Whether a step with adapters is running.
         self._is_serving = False
@@ -136,7 +136,8 @@ class NativeAdapters:
         )
         is_copy = out.data_ptr() != output.data_ptr()
         if is_copy:
-            # `to` or `contiguous` has created a copy, so `output` does not have the result yet.
+            # `to` or `contiguous` has created a copy, which contains the result. Copy the result
+            # back to `output`.
             output.copy_(out)
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
@@ -147,7 +148,8 @@ class NativeAdapters:
             weights: the matrices of the adapter. This object must contain all their layers.
         """
         matrices = [_kernel_layout(pair) for pair in weights.values()]
-        # One struct for each layer. The struct of a layer that the adapter does not change is zero.
+        # One struct for each layer. If the adapter does not change a layer, all fields of the
+        # layer's struct are zero.
         structs = (NativeAdapterMatrices * len(self._layer_outputs))()
         for name, pair in zip(weights, matrices, strict=True):
             structs[self._layer_numbers[name]] = NativeAdapterMatrices(
@@ -181,7 +183,7 @@ class NativeAdapters:
                 chunks. In this case, the outputs of the step are wrong.
         """
         if not self._layer_numbers:
-            # The kernels compute no layer of the model.
+            # The kernels cannot apply adapters to any layer of this model.
             yield
             return
         # The buffers must stay in memory during the step, because the struct has their addresses.
@@ -247,7 +249,7 @@ def _kernel_layout(pair: LayerPair) -> LayerPair:
     Example: `down` has the shape [3, 20] and is padded with zeros to [4, 32]. `up` has the shape
     [20, 3] and becomes [2, 4, 16], which contains two panels of 16 outputs.
     """
-    # The kernels support only these two data types.
+    # The kernels support only matrices in bfloat16 and float32.
     dtype = torch.bfloat16 if pair.down.dtype == torch.bfloat16 else torch.float32
     rank, inputs, outputs = _padded_sizes(pair)
     down = pair.down.new_zeros(rank, inputs, dtype=dtype)
@@ -325,7 +327,8 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
                 )
             )
         first_number += len(layers)
-    # The kernels find a product by the address of its weights, with a binary search.
+    # Sort the products by the address of their weights, because the kernels use a binary search to
+    # find the product with a certain address.
     products.sort(key=lambda product: product.weight)
     return (NativeAdaptedProduct * len(products))(*products)
 

@@ -83,7 +83,7 @@ def pack(weight: Tensor, release: Callable[[Tensor], None] = lambda _: None) -> 
     """
     num_rows, dim = weight.shape
     num_panels = -(-num_rows // LANES)
-    # If the weight is bfloat16, the last dimension contains two consecutive inputs of one output.
+    # In a packed bfloat16 weight, the last dimension contains pairs of consecutive inputs.
     inputs = (dim // 2, 2) if weight.dtype == torch.bfloat16 else (dim,)
     packed = weight.new_empty(num_panels, inputs[0], LANES, *inputs[1:])
     # The rows are packed in slices, so that the memory never contains a large weight twice.
@@ -110,8 +110,8 @@ def unpack_rows(packed: Tensor, indices: Tensor) -> Tensor:
         [..., in_features], with the dtype of the weight.
     """
     rows = packed[indices // LANES, :, indices % LANES]
-    # If the weight is bfloat16, the last dimension contains two consecutive inputs. `flatten` joins
-    # the two dimensions of the inputs.
+    # A packed bfloat16 weight contains pairs of consecutive inputs, so `rows` has the shape [...,
+    # in_features / 2, 2]. `flatten` removes the division into pairs.
     return rows.flatten(-2) if packed.dim() == 4 else rows
 
 

@@ -22,7 +22,8 @@ from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import free_weight, output_layer_of
 from nereid_backend.linear.quantise_weights import can_quantise, round_layer
 
-# The number of bits of a rounded embedding that does not share its weight with the output layer.
+# If an embedding does not share its weight with the output layer, the embedding is rounded to this
+# number of bits.
 _EMBEDDING_BITS = 8
 
 
@@ -115,8 +116,8 @@ def pack_embedding(
     if layer is None:
         return False
     original_class, original_weight = type(embedding), embedding.weight
-    # A tied embedding shares its weight with the output layer. The unpacked weight is freed only if
-    # neither of them refers to this weight any more.
+    # A tied embedding shares its weight with the output layer. The memory of the unpacked weight is
+    # freed only if neither the embedding nor the output layer refers to the weight any more.
     is_tied = layer is output_layer_of(model)
     _change_embedding(embedding, layer)
     if is_tied:

@@ -25,8 +25,8 @@ from nereid_backend.loading_progress import no_progress, report_items
 LinearClass = TypeVar("LinearClass", bound=nn.Linear)
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# The number of input rows for which oneDNN optimises the layout of the weight. An input may also
-# have another number of rows.
+# oneDNN optimises the layout of a weight for inputs with this number of rows. Other numbers of rows
+# also work.
 _ROWS = 256
 
 
@@ -93,7 +93,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def shared_weights(model: nn.Module) -> set[int]:
-    """Return the memory addresses of the parameters that several modules of a model share."""
+    """Return the memory addresses of the parameters that more than one module of a model uses."""
     counts = collections.Counter(
         parameter.data_ptr()
         for module in model.modules()

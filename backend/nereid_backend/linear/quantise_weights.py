@@ -108,7 +108,7 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
     Example with 8 bits: a group with the weights [0.5, -1.27] has the scale 0.01 and the integers
     [50, -127].
     """
-    # The weight is rounded in slices of some rows, so that the temporary copies need little memory.
+    # Only a few rows are rounded at a time, so that the temporary copies need little memory.
     num_rows = _rows_of_slice(weight.shape[1])
     parts = [_quantise_rows(rows.float(), bits) for rows in torch.split(weight.detach(), num_rows)]
     values, scales, zeros = zip(*parts, strict=True)
@@ -214,8 +214,8 @@ def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
 
     def read_rows(start: int, end: int) -> Tensor:
         rows = weight[start:end].float()
-        # The rows are not read again. If the weight is in a memory-mapped file, return the pages to
-        # the operating system.
+        # These rows are not read again. If they are in a memory-mapped file, return their memory
+        # pages to the operating system.
         discard_file_pages(weight[start:end])
         return rows
 

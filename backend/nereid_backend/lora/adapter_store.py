@@ -137,7 +137,7 @@ class AdapterStore:
         return read_adapter(name, path, self._sizes, self._max_bytes, self._like)
 
     def _move_into_memory(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Store the matrices of an adapter on the model's device, in the memory for adapters.
+        """Store the matrices of an adapter in memory, on the model's device.
 
         If necessary, first remove adapters that no request uses.
 
@@ -176,7 +176,7 @@ class AdapterStore:
             self._remove(adapter)
 
     def _remove_unselectable(self) -> None:
-        """Remove an adapter from memory if it was unloaded or replaced and no request uses it."""
+        """Free the memory of each adapter that no request uses and no new request can select."""
         needed = self._in_use() | set(self._named.values())
         unselectable = [adapter for adapter in self._resident if adapter not in needed]
         for adapter in unselectable:

@@ -46,8 +46,8 @@ _HARMLESS_SETTINGS = frozenset(
 # The weights may need twice as many bytes in the file as in memory. Example: the file contains
 # float32 numbers, and the memory contains bfloat16 numbers.
 _FILE_RATIO = 2
-# Some methods with which PEFT can initialise an adapter. These methods also change the weights of
-# the model, so the adapter does not fit the original weights.
+# PEFT can initialise an adapter with these methods, which also change the weights of the model.
+# Such an adapter does not fit the original weights.
 _CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -171,7 +171,7 @@ def _parse_config(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _check_settings(file: Path, config: dict[str, Any]) -> None:
-    """Raise a ModelError if an adapter changes more than the outputs of linear layers.
+    """Raise a ModelError if an adapter changes anything other than the outputs of linear layers.
 
     An adapter is refused if it replaces modules, biases or the weights of the model, or if it has a
     setting whose effect this module does not know.
@@ -214,7 +214,7 @@ def _convert_weights(
     layers: Mapping[str, LayerSizes],
     like: Tensor,
 ) -> AdapterWeights:
-    """Return the two matrices of each linear layer that an adapter changes, by the layer's name.
+    """For each linear layer that an adapter changes, return the two matrices of the adapter.
 
     The matrix lora_A (down), [rank, in_features], reduces the inputs of a layer to `rank` numbers.
     The matrix lora_B (up), [out_features, rank], converts these numbers into a change of the
@@ -246,7 +246,7 @@ def _convert_weights(
 
 
 def _check_rank(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> None:
-    """Raise a ModelError if the rank of a layer in adapter_config.json differs from its weights.
+    """Raise a ModelError if the weights of a layer do not have the rank in adapter_config.json.
 
     In this case, the two files do not belong to the same adapter.
 
@@ -353,7 +353,7 @@ def _scale(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> fl
 def _layer_setting(
     file: Path, config: dict[str, Any], setting: str, layer_name: str, default: object
 ) -> object:
-    """Return the value of a setting that can be different for some layers.
+    """Return the value of a setting for one layer. Patterns select the layers with special values.
 
     Example: with rank_pattern={"q_proj": 2} and the default 8, the layer "layers.0.q_proj" has the
     rank 2, and the layer "layers.0.k_proj" has the rank 8.

@@ -191,7 +191,7 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
     graph, so a step is replayed from several graphs (pieces). `use_decode_graphs` describes the
     arguments.
     """
-    # The check captures and replays the graphs of a separate path.
+    # The check captures and replays the graphs of a separate test path, not of `path`.
     try:
         _check_piecewise_graphs(checkpoint, chosen, compiled, sizes, capture)
     except Exception as error:  # noqa: BLE001 - capturing a model's code can raise any exception
@@ -209,7 +209,7 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
 def _raise_if_device_is_lost(
     device: torch.device, error: Exception, setting: str, problem: str
 ) -> None:
-    """Raise a ConfigError if a device cannot be used any more after a failed attempt.
+    """Raise a ConfigError if a failed attempt has made a device unusable.
 
     Example: an invalid memory access of a CUDA graph makes the GPU unusable for this process.
 
@@ -245,8 +245,8 @@ def use_fastest_attention(
     test_path = chosen.spec.build(chosen.trial.sizes)
     if not isinstance(path, PackedPath) or not isinstance(test_path, PackedPath):
         return
-    # `choose_attention` measures the libraries for each kind of layer and kind of step. It returns
-    # the number of these pairs for which a library is used.
+    # `choose_attention` measures the libraries for each combination of a kind of layer and a kind
+    # of step. It returns the number of combinations that use a library.
     num_test_uses = test_path.choose_attention()
     if num_test_uses == 0:
         return
@@ -330,8 +330,8 @@ def _check_graphs(
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if messages:
         raise UnfitError(graphs.failure or messages[0])
-    # Each graph is replayed once for the step in which it was captured. More replays than captures
-    # show that later steps were replayed, too.
+    # Each graph is replayed once for the step in which it was captured. If there are more replays
+    # than captures, later steps were replayed, too.
     has_replayed_later_steps = graphs.num_replays > graphs.num_captures
     if not has_replayed_later_steps:
         raise UnfitError(graphs.failure or "the check had no decode step")

@@ -13,9 +13,9 @@ from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall
 
-# The number of tokens in the test step. A layer whose input has this many rows computes all tokens
-# of the step. The number must not be 1, because the output layer computes a single row. The number
-# must also differ from the number of experts in usual models.
+# The number of tokens in the test step. If the input of a layer has this many rows, the layer
+# computes every token of the step. The number must not be 1, because the output layer computes one
+# row, and it must not be a common number of experts.
 _NUM_TOKENS = 7
 
 
@@ -61,7 +61,7 @@ class _RecordedLayer(NamedTuple):
 
     @property
     def can_be_adapted(self) -> bool:
-        """True if the model has called the layer and each of these calls computed all tokens."""
+        """True if the model has called the layer, and every call has computed all tokens."""
         return bool(self.computed_all) and all(self.computed_all)
 
 
@@ -74,7 +74,7 @@ def _run_test_step(checkpoint: Checkpoint) -> None:
 
 
 def _sizes_of(module: nn.Module) -> LayerSizes | None:
-    """Return the numbers of inputs and outputs of a linear layer; None for other modules."""
+    """Return the number of inputs and of outputs of a linear layer; None for other modules."""
     # transformers' Conv1D is a linear layer whose sizes are named nx and nf.
     for names in (("in_features", "out_features"), ("nx", "nf")):
         sizes = [getattr(module, name, None) for name in names]

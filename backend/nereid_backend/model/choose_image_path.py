@@ -150,8 +150,8 @@ def choose_image_path(
         features=features,
         refused=refused,
     )
-    # The check covers only the way in which a decoder prepares images. Encoder-decoder models and
-    # the function `generate` of transformers prepare images in another way.
+    # The check prepares images as a decoder does. Encoder-decoder models and transformers'
+    # `generate` prepare images differently, so they cannot be checked.
     can_check_prompts = chosen.name != "generated" and not config.is_encoder_decoder
     if can_check_prompts:
         support = replace(support, check=PromptCheck(checkpoint.model, features, attention))
@@ -209,7 +209,8 @@ def _choose_candidate(
     for kind, trial in trials.items():
         choice, problems = _first_correct(candidates, trial, measure)
         if choice is not None:
-            # `refused` contains the earlier kinds, for which no candidate had correct logits.
+            # The kinds in `refused` were tried earlier, but no candidate computed correct logits
+            # for them.
             later_trials = {name: trials[name] for name in trials if name not in (kind, *refused)}
             return _check_other_kinds(choice, later_trials, refused, measure)
         refused[kind] = (
@@ -222,7 +223,7 @@ def _choose_candidate(
 def _first_correct(
     candidates: list[_Candidate], trial: Trial, measure: Callable[[_AddImages, Trial], float]
 ) -> tuple[_Choice | None, list[str]]:
-    """Return the first candidate with correct logits (or None), and the problems of those before.
+    """Try candidates until one has correct logits. Return this candidate or None, and the problems.
 
     A candidate is a way to compute prompts with images. The list of problems has one text for each
     candidate that was tried without success, such as "packed: RuntimeError: shapes differ".

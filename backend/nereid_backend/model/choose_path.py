@@ -83,7 +83,8 @@ def choose_path(
             continue
         progress(_describe_choice(spec, reasons))
         limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
-        # `try_variants` has already computed these test sequences, so they come from the cache.
+        # These test sequences come from the cache, because `try_variants` has already computed
+        # them.
         trial = trials.get(spec.layers, is_generated=spec.is_generated)
         return ChosenPath(spec, difference, limit, trial)
     raise UnsupportedModelError(
@@ -114,8 +115,8 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # Maps a value of the argument `is_generated` of `get` to a result. The result is a `Trial`
-        # object, which `get` returns, or an error, which `get` raises in each call with this value.
+        # Caches the results of `get`. The key is the argument `is_generated`. If a result is an
+        # error, `get` raises the error in each call with this key.
         self._results: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
@@ -165,7 +166,7 @@ class Trials:
 def try_variants(
     checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
 ) -> tuple[PathSpec, float]:
-    """Return the first variant of a forward path with correct logits, and its measured difference.
+    """Return the first variant with correct logits, and the difference from the expected logits.
 
     A forward path is a way to run a model. The difference 0.02 means that the logits differ from
     the logits of the unmodified model by 2 % of the standard deviation of the logits.
@@ -208,8 +209,8 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
     dtype = checkpoint.model.dtype
     difference = check_path(path, trial, dtype)
     if trials.kv_cache_dtype != "auto" and spec.layers:
-        # The check above used a KV cache without rounding. The check below uses the 8-bit KV cache,
-        # which rounds keys and values.
+        # The check above used unrounded keys and values. Check the model again with the 8-bit KV
+        # cache, which rounds keys and values.
         rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
         difference = check_path(rounded_path, trial, dtype, is_rounded=True)
     return _with_measurements(spec, path, trial, difference, dtype), difference

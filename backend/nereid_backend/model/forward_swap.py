@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the model's own code by a compiled forward pass while the engine serves requests.
+"""Replaces the model's own code with a compiled forward pass while the engine serves requests.
 
 There are three stages:
 
@@ -129,7 +129,7 @@ class ForwardSwap:
         self._compilation.close()
 
     def _load_and_check(self) -> Generator[None, None, None]:
-        """Load the compiled forward pass, check its logits, and make the engine's path use it.
+        """Load the compiled forward pass, and let the engine use it if its logits are correct.
 
         This generator yields after the library is loaded, and after each step of the check, so that
         the engine can compute requests in between.
@@ -138,7 +138,8 @@ class ForwardSwap:
             Exception: of any class, if there is no library, or if the logits of the library are
                 wrong.
         """
-        # The outcome is the reason of a failure, or "" if the compilation was successful.
+        # `outcome` is the reason why the compilation failed, or "" if the compilation was
+        # successful.
         if reason := self._compilation.outcome:
             raise RuntimeError(reason)
         compiled = load_library(self._checkpoint.model, self._compilation.folder)

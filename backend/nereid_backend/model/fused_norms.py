@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# The largest accepted difference, divided by the largest number in the row. A few roundings to the
-# data type cause a smaller difference.
+# The largest accepted difference in a row, divided by the largest number in the same row. Rounding
+# to the data type causes smaller differences.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _NUM_ROWS = 4
 
@@ -85,8 +85,8 @@ def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
     is_plain_vector = weight.dim() == 1 and weight.dtype in _TOLERANCE
     if has_children or has_other_parameters or not is_plain_vector:
         return None
-    # The RMSNorm classes of some model types add 1 to the weight. The results show which weight is
-    # correct.
+    # Some model types add 1 to the weight of an RMSNorm. Try the weight with and without this
+    # addition, because only the results show which one is correct.
     for candidate_weight in (weight, weight.detach() + 1.0):
         fused = FusedRmsNorm(candidate_weight, eps)
         if _are_equal(module, fused):

@@ -31,8 +31,8 @@ from nereid_backend.model.path_variants import PathSpec
 # Each group of layers has its own block table for every sequence. Each block table costs time in
 # every forward pass.
 _MAX_GROUPS = 16
-# A division into fewer groups of layers is preferred. More groups are used only if they save at
-# least `_MIN_SAVED_SHARE` (a fraction) of the memory.
+# Fewer groups of layers are preferred. More groups are used only if they save at least the fraction
+# `_MIN_SAVED_SHARE` of the memory.
 _MIN_SAVED_SHARE = 0.05
 
 
@@ -43,7 +43,7 @@ def choose_layer_groups(
     max_model_len: int,
     max_step_tokens: int,
 ) -> tuple[LayerGroups, str]:
-    """Divide the attention layers into groups that save memory. Return the groups and a reason.
+    """Return groups of attention layers that save memory. If there is one group, return the reason.
 
     A block of the KV cache belongs to one group of layers. If all layers of a group have a sliding
     window, blocks before the window can be freed. If all layers form one group, the reason is a
@@ -96,7 +96,7 @@ def block_shape(
     max_step_tokens: int,
     draft_bytes: int,
 ) -> BlockShape:
-    """Return the size of a KV cache block, and the facts that determine a sequence's blocks.
+    """Return the properties of KV cache blocks that determine how much memory a sequence needs.
 
     A block stores the keys and values of `block_size` tokens for one group of layers.
 
@@ -131,7 +131,7 @@ def block_shape(
 
 
 def _layers_with_own_memory(layers: Sequence[LayerSpec], groups: LayerGroups) -> list[LayerSpec]:
-    """Return one layer for each memory area of the KV cache. Layers can share a memory area.
+    """For each memory area of the KV cache, return one of the layers that use this area.
 
     The first layers of all groups use the same memory, the second layers of all groups use the same
     memory, and so on.
@@ -195,8 +195,8 @@ def divide_layers(
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 
-    # With fewer places in a block, there are more groups. The loop begins with the largest number
-    # of places, so the divisions into few groups come first in `candidates`.
+    # `num_places` is the largest number of layers in a group. The loop begins with the largest
+    # value, so the divisions into the fewest groups come first in `candidates`.
     candidates = [single_group(layers)]
     for num_places in range(len(layers), 0, -1):
         groups = _group_by_window(layers, num_places)
@@ -238,7 +238,7 @@ def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroup
 
 
 def _equal_parts(items: list[int], max_len: int) -> list[list[int]]:
-    """Divide a list into the fewest parts of at most `max_len` items and nearly equal lengths.
+    """Divide a list into nearly equal parts, as few as possible, of at most `max_len` items each.
 
     Example: the items [1, 2, 3, 4, 5] and max_len 2 give [[1], [2, 3], [4, 5]].
     """

@@ -73,7 +73,7 @@ class BlockShape:
         return self.bytes_per_token * self.block_size
 
     def num_sequence_blocks(self, num_tokens: int) -> int:
-        """Return the largest number of blocks that a sequence of `num_tokens` tokens ever needs."""
+        """Return the peak number of blocks that a sequence of `num_tokens` tokens uses."""
         return max_sequence_blocks(self.windows, num_tokens, self.max_step_tokens, self.block_size)
 
     def longest_sequence(self, num_blocks: int, max_tokens: int) -> int:
@@ -83,9 +83,9 @@ class BlockShape:
         tokens fits, the result is at least `max_tokens`. Example: 20 blocks of 16 tokens in a
         single group with full attention give 320 tokens.
         """
-        # The number of blocks increases with the length of the sequence, so a binary search finds
-        # the first length that needs too many blocks. A length of n here means n * block_size
-        # tokens.
+        # A binary search finds the shortest sequence that needs more than `num_blocks` blocks,
+        # because longer sequences need at least as many blocks. The unit of `lengths` is
+        # `block_size` tokens.
         lengths = range(max(0, num_blocks) + 1)
         first_too_long = bisect_right(
             lengths,
@@ -145,7 +145,8 @@ def plan_memory(
         # enough for one sequence of the largest length.
         spare_blocks = max(0, num_blocks - block.num_sequence_blocks(max_model_len))
         num_blocks -= min(int(num_blocks * _SNAPSHOT_SHARE), spare_blocks)
-    # More blocks than all running sequences together can use would be a waste of memory.
+    # Limit the blocks to the number that all running sequences together can use. More blocks would
+    # waste memory.
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size) * len(block.windows)
     num_blocks = min(num_blocks, max_num_seqs * blocks_per_sequence)
     block_bytes = (num_blocks + 1) * block.num_bytes
@@ -160,7 +161,7 @@ def plan_memory(
 def _limit_by_states(
     max_num_seqs: int, bytes_per_sequence: int, num_bytes: int, *, has_blocks: bool
 ) -> int:
-    """Return the number of sequences whose states fit into the memory, but at most `max_num_seqs`.
+    """Return how many sequences' recurrent states fit into the memory, at most `max_num_seqs`.
 
     A recurrent model stores one state for each sequence. The states may use half of the memory,
     because blocks need the other half. If the model stores nothing in blocks, the states may use
@@ -217,7 +218,7 @@ def _longest_request(
 
 
 def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:
-    """Return how many blocks fit into `num_bytes` bytes, in addition to one block for padding.
+    """Return how many blocks fit into `num_bytes` bytes if one more block is needed for padding.
 
     The result is -1 if no block fits.
     """
@@ -293,8 +294,8 @@ def describe_memory(
         windows: a sentence about the attention windows; "" if there are none.
     """
     step_size = "an unknown size" if activations is None else format_bytes(activations)
-    # Every group of attention layers stores each token in a block of its own, so the blocks are
-    # divided by the number of groups.
+    # Every token is stored once for each group of attention layers, each time in a different block.
+    # Therefore, the number of blocks is divided by the number of groups.
     num_cached_tokens = memory.num_blocks // len(block.windows) * block.block_size
     line = (
         f"memory: the weights need {format_bytes(weights_bytes)}, a step of {num_tokens} tokens "
@@ -331,7 +332,7 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
     else:
         free_bytes = available_memory()
         shared_bytes = min(int(free_bytes * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
-        # The engine processes of data parallelism share the memory.
+        # With data parallelism, several engine processes share the memory equally.
         default_bytes = shared_bytes // config.data_parallel_size
     configured_bytes = config.kv_cache_bytes
     if configured_bytes is None:
@@ -364,7 +365,8 @@ def _default_gpu_bytes(
     process_bytes = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
     process_limit = int(total_bytes * config.gpu_memory_utilization)
     available_bytes = min(process_limit - process_bytes, free_bytes)
-    # If no adapters are configured, adapters are rarely loaded. No memory is reserved in this case.
+    # If the settings contain no adapters, adapters are rarely loaded later, so no memory is
+    # reserved for adapters.
     adapter_bytes = config.lora_memory if config.lora_adapters else 0
     return available_bytes - activations - adapter_bytes
 

@@ -107,7 +107,8 @@ def check_draft_folder(config: EngineConfig) -> None:
             f"draft_model: {config.draft_model} is not a folder with a file config.json. Set "
             "draft_model to the folder of a Hugging Face checkpoint."
         )
-    # If the file is damaged, the function that loads the checkpoint raises an error later.
+    # This check ignores a damaged config.json, because the function that loads the checkpoint
+    # reports the damage later.
     with suppress(OSError, ValueError, AttributeError):
         model_config = json.loads(path.read_text(encoding="utf-8"))
         for architecture in model_config.get("architectures") or []:
@@ -223,7 +224,7 @@ def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoin
 
 
 def _read_vocabulary(model: str) -> dict[str, int] | None:
-    """Return a dictionary that maps each token in tokenizer.json to its id, without added tokens.
+    """Return the vocabulary (token to id) of tokenizer.json. Added tokens are not included.
 
     Return None if the checkpoint has no file tokenizer.json.
     """

@@ -31,7 +31,7 @@ from nereid_backend.paths.model_call import ModelCall
 _LAYOUT_TOLERANCE = 0.3
 # The number of tokens for which the logits are compared.
 _NUM_TEST_TOKENS = 4
-# Maps a value of the setting weight_dtype to the type of device that this value requires.
+# The type of device that each value of the setting weight_dtype requires.
 _REQUIRED_DEVICES = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}
 
 
@@ -70,13 +70,14 @@ def load_weights(
 def _load_rounded(
     config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
 ) -> Checkpoint:
-    """Load the weights, and round each weight to 4 or 8 bits while it is read, to save memory.
+    """Load the weights. To save memory, round each weight to 4 or 8 bits as soon as it is read.
 
     `load_weights` describes the arguments. The setting weight_dtype is int4 or int8.
     """
     rounded_bits = 4 if config.weight_dtype == "int4" else 8
     checkpoint = _load_with_settings(config, device, hook, progress, rounded_bits)
-    # Round the linear layers that could not be rounded while they were read, and the embedding.
+    # Round the embedding, and the linear layers that could not be rounded while their weights were
+    # read.
     quantise_linears(checkpoint.model, rounded_bits, progress)
     pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=True)
     progress(
@@ -126,8 +127,8 @@ def _load_with_settings(
     If `rounded_bits` is not None, the weights of linear layers are rounded to integers with this
     number of bits while they are read.
     """
-    # Only the CPU kernels compute with the integers of quantised weights, which they read from
-    # panels (blocks of a weight matrix).
+    # With panels (blocks of a weight matrix), the CPU kernels compute directly with the integers of
+    # quantised weights. Other devices have no such kernels.
     use_panels = device.type == "cpu" and (config.prepack or rounded_bits is not None)
     return load_checkpoint(
         config.model,
@@ -254,7 +255,8 @@ def _logits_of_test_tokens(checkpoint: Checkpoint) -> Tensor | None:
     positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
     try:
         set_attention(checkpoint, None)
-        # Weights that are still in the mapped files of the checkpoint leave the memory after use.
+        # If a weight is still in a memory-mapped file of the checkpoint, its pages are removed from
+        # memory after each use.
         with discard_weights_after_use(checkpoint.model):
             logits = ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions).float()
     except Exception:  # noqa: BLE001 - a model can raise any exception; choose_path reports it

@@ -166,7 +166,8 @@ def _check_dependence(trial: Trial) -> None:
     Some models ignore audio if their checkpoint has no audio encoder.
     """
     num_rows = NUM_STEPS + 1
-    # The last prompt equals the first prompt. The prompt before the last prompt has other audio.
+    # Each prompt has `num_rows` rows of logits. The last prompt but one differs from the first
+    # prompt only in the audio.
     if torch.equal(trial.expected[0], trial.expected[-2 * num_rows]):
         raise UnfitError("the logits do not depend on the audio")
 

@@ -124,7 +124,7 @@ def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
         return
     name = "eager" if hook is None else hook.name
     checkpoint.model.set_attn_implementation(name)
-    # If the attention of a model cannot be changed, transformers only logs a warning. The model
+    # If transformers cannot change the attention of a model, it only logs a warning. The model
     # would then use its own attention without the masks that this attention needs.
     config = checkpoint.model.config
     actual = getattr(config, "text_config", config)._attn_implementation
@@ -156,9 +156,9 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None:
         _check_sparse_limit(limit, max_model_len)
-        # Up to this length, sparse attention attends to every token, so no token must be masked.
-        # However, the model's code requests a mask from transformers, which calls the mask function
-        # that is registered under the name of the attention function.
+        # Sparse attention attends to every token of a sequence within this limit, so no token must
+        # be masked. However, the model's code requests a mask from transformers, which calls the
+        # mask function that is registered under the name of the attention function.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -291,8 +291,8 @@ def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
-    # If the data in the model's cache cannot be stored in blocks, `_padded_spec` raises one of the
-    # errors below. Only the second and the third variant are yielded then.
+    # If the data in the model's cache cannot be stored in blocks, `_padded_spec` raises one of
+    # these errors. In this case, the first variant is skipped.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)

@@ -121,7 +121,8 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
         "use_cache": False,
     }
     if ModelCall(checkpoint.model).takes("logits_to_keep"):
-        # The index of the token whose logits are needed, as in the forward path `packed`.
+        # The index of the token whose logits are needed. The forward path `packed` passes a tensor
+        # of indices, too.
         arguments["logits_to_keep"] = torch.zeros(1, dtype=torch.int64, device=checkpoint.device)
     layers = record_layers(checkpoint.text_config, hook, lambda: checkpoint.model(**arguments))
     if not layers:
@@ -132,7 +133,7 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
 def record_layers(
     config: PretrainedConfig, hook: AttentionHook, run: Callable[[], object]
 ) -> list[LayerSpec]:
-    """Call `run`, and return the attention layers that it computes, in the order of computation.
+    """Call `run`, and return the attention layers that `run` computes, in the order of computation.
 
     While `run` is called, transformers calls a recorder as the attention function of each layer.
 

@@ -27,8 +27,8 @@ from nereid_backend.runner import ForwardPath
 _BUDGET = 8
 # The largest accepted root mean square difference, relative to the standard deviation of the
 # logits. The tests measured these differences: wrong masks or positions cause 0.1 to 1.4. Rounding
-# causes 1e-6 in float32 and 0.01 to 0.04 in bfloat16. In a mixture of experts, rounding can
-# assign other experts to many tokens; the difference in bfloat16 is then 0.13.
+# causes 1e-6 in float32 and 0.01 to 0.04 in bfloat16. In a mixture of experts, rounding can change
+# the choice of experts for many tokens, which causes 0.13 in bfloat16.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 # The accepted difference is larger if the KV cache stores 8-bit numbers. In the tests, 8-bit
 # integers caused differences of 0.01 to 0.08, and 8-bit floating point numbers caused differences
@@ -135,7 +135,8 @@ def check_in_steps(
             f"its logits have the shape {tuple(logits.shape)}, but must have the shape "
             f"{tuple(trial.expected.shape)}"
         )
-    # With rounded numbers, a mixture-of-experts model can choose other experts for a few tokens.
+    # Rounding can make a mixture-of-experts model choose different experts for a few tokens, whose
+    # logits then differ greatly.
     ignores_outliers = dtype != torch.float32 or is_rounded
     largest_difference = _largest_difference(logits, trial, ignores_outliers=ignores_outliers)
     tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)
@@ -201,7 +202,7 @@ def _step_budget(trial: Trial) -> int:
 
 
 def _append_next_token(chunk: Chunk, test_tokens: list[int]) -> None:
-    """Append the next token of `test_tokens` to `chunk.sequence`, in place of a sampled token.
+    """Append the next test token to `chunk.sequence`. Generation would append a sampled token.
 
     Do nothing after the last token of the test sequence.
 

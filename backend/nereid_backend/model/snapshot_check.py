@@ -15,18 +15,18 @@ from nereid_backend.paths.recurrent import RowsPath
 # The engine logs this text if a sequence that continues from a copy of its recurrent state gets
 # other logits.
 NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives other logits"
-# A snapshot is a copy of the recurrent state of a sequence. The check saves only one snapshot,
-# which has the id `_SNAPSHOT`. Each forward pass of the check computes only one sequence, which has
-# the index 0. In the plans below, a pair contains this index and the id of the snapshot.
+# A snapshot is a copy of the recurrent state of a sequence. The check uses only one snapshot, whose
+# id is `_SNAPSHOT`, and computes only one sequence at a time, whose index is 0. Each pair below
+# consists of the index of the sequence and the id of the snapshot.
 _SNAPSHOT = 0
 _SAVE = SnapshotPlan(loads=[], saves=[(0, _SNAPSHOT)], deleted=[])
 _RESTORE = SnapshotPlan(loads=[(0, _SNAPSHOT)], saves=[], deleted=[])
 # The smallest number of tokens in one half of a test sequence. Shorter halves cannot be checked.
 _MIN_HALF_LEN = 2
 # The largest accepted difference of the logits in float32. In the tests, rounding caused
-# differences of at most 8e-6. In some models, one pass over several tokens computes another
-# recurrent state than a separate pass for each token. The logits then differ by 1e-3, and copies of
-# the state are not used.
+# differences of at most 8e-6. In some models, one pass over several tokens computes a different
+# recurrent state than one pass for each token. The logits then differ by 1e-3, so copies of the
+# state cannot be used.
 _ROUNDING = 1e-4
 
 
@@ -50,8 +50,9 @@ def has_exact_snapshots(
         difference: the relative difference between the logits of `path` and the logits of one pass.
         dtype: the data type of the model.
     """
-    # In float32, a larger difference means that token-by-token generation and one pass differ. In
-    # other data types, rounding alone causes larger differences.
+    # In float32, a difference above `_ROUNDING` means that token-by-token generation computes other
+    # logits than one pass over all tokens. In other data types, rounding alone causes such
+    # differences.
     if dtype == torch.float32 and difference > _ROUNDING:
         return False
     token_ids, _ = trial.sequences[0]

@@ -160,7 +160,7 @@ def open_model(
     else:
         images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)
     clock.end("self-check")
-    # A function that returns the memory for the KV cache, given the memory of one step.
+    # A function that computes the memory for the KV cache from the memory that one step needs.
     cache_budget = partial(kv_cache_budget, config, device)
     return OpenedModel(checkpoint, chosen, adaptable_layers, images, cache_budget)
 

@@ -148,7 +148,8 @@ def _generate_sequences(
             **GENERATE_ARGUMENTS,
         )
         # The output of an encoder-decoder model does not contain the prompt, so the generated
-        # tokens are counted from the end. The last generated token has no logits after it.
+        # tokens are counted from the end. The last generated token is left out, because `generate`
+        # has not computed the logits that follow it.
         generated = output.sequences[0, -len(output.logits) : -1].tolist()
         sequences.append(TrialSequence(prompt + generated, prompt_len))
         expected.append(torch.cat(output.logits).float())
@@ -169,7 +170,8 @@ def _random_sequences(
     rng = random.Random(0)
     sequences = []
     for prompt_len in prompt_lens:
-        # Leave space for the tokens after the prompt if the model supports only short sequences.
+        # If the model supports only short sequences, shorten the prompt, so that the tokens after
+        # the prompt fit, too.
         shortened_len = max(1, min(prompt_len, max_len - NUM_STEPS))
         num_tokens = min(max_len, shortened_len + NUM_STEPS)
         tokens = [rng.choice(token_ids) for _ in range(num_tokens)]

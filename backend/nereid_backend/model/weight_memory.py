@@ -14,14 +14,14 @@ from nereid_backend.model.limits import available_memory, format_bytes
 
 _HALF_BYTES = 2
 _FULL_BYTES = 4
-# The average size in bytes of a rounded weight, for each setting. Example: 64 weights of int8 need
-# 64 bytes, and their common scale needs 2 bytes. Error messages recommend the first setting of this
-# table that saves enough memory.
+# For each value of weight_dtype, the average size of a rounded weight in bytes. Example: 64 weights
+# of int8 need 64 bytes, and their common scale needs 2 bytes. Error messages recommend the first of
+# these values that saves enough memory.
 _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 
 def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
-    """Check that the weights fit into the memory. Return whether they must be rounded for that.
+    """Check that the weights fit into the memory. Return True if they fit only after rounding.
 
     The result is True if weight_dtype is int8 or int4, and only the rounded weights fit into the
     free memory. The weights must then be rounded while they are read.
@@ -37,12 +37,13 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     if not (folder / "config.json").is_file():
         return False  # load_checkpoint reports what is missing
     counts = count_weights(folder)
-    # The CPU kernels compute with the integers of quantised weights, which they read from panels
-    # (blocks of a weight matrix). Without these kernels, the integers are dequantised.
+    # With panels (blocks of a weight matrix), the CPU kernels compute directly with the integers of
+    # quantised weights. Without panels, the integers are converted to floating-point numbers.
     has_panels = config.prepack and device.type == "cpu"
     number_bytes = _number_bytes(folder, config.dtype, device)
     needed_bytes = _weight_bytes(counts, number_bytes, has_panels=has_panels)
-    # The weights are read into the main memory, and copied to the GPU from there.
+    # The main memory is checked even if the model runs on a GPU, because the weights are first read
+    # into the main memory.
     free_bytes = available_memory()
     if needed_bytes <= free_bytes:
         return False
@@ -141,7 +142,7 @@ def _number_bytes(folder: Path, dtype: str, device: torch.device) -> int:
 
 
 def _dtype_in_config(folder: Path) -> str:
-    """Return the data type in a checkpoint's config.json, or "float32" if it contains none."""
+    """Return the data type in a checkpoint's config.json, or "float32" if the file has none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError:

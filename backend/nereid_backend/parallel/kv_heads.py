@@ -27,7 +27,7 @@ _REPLICATE = "replicate"
 
 
 def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list[int]:
-    """Return each number of KV heads that occurs in the attention layers, sorted.
+    """Return the distinct numbers of KV heads of the attention layers, in ascending order.
 
     Example: if some layers have 8 KV heads and all others have 2, the result is [2, 8]. Attention
     layers whose layer k_proj is not divided by `plan` are ignored.
@@ -37,7 +37,7 @@ def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list
 
 
 def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> dict[str, str]:
-    """Return changes of a tensor parallel plan, for a model with fewer KV heads than ranks.
+    """Return the plan entries to replace if a model has fewer KV heads than tensor parallel ranks.
 
     A plan tells transformers how to divide each layer among the ranks (processes). With these
     changes, each rank loads the whole layers k_proj and v_proj, which compute the KV heads.
@@ -79,7 +79,8 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
     """
     for _name, attention in _divided_attention(model, rules, _REPLICATE):
         num_heads = _num_kv_heads(attention)
-        # If there are fewer heads than ranks, several ranks compute one head.
+        # If there are fewer KV heads than ranks, several ranks compute the same head. Every rank
+        # has at least one head.
         first_own_head = rank.number * num_heads // rank.size
         num_own_heads = max(1, num_heads // rank.size)
         for _projection_name, layer in _projections(attention):
@@ -102,7 +103,7 @@ def _keep_rows(layer: nn.Linear, start: int, num_rows: int) -> None:
 def _divided_attention(
     model: PreTrainedModel, plan: Mapping[str, str], style: str = "colwise"
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each attention layer whose k_proj has the parallel style `style`."""
+    """Yield the name and the module of each attention layer whose k_proj has the style `style`."""
     for name, layer in model.named_modules():
         if isinstance(getattr(layer, "k_proj", None), nn.Linear):
             rule = replace_layer_number_by_wildcard(f"{name}.k_proj")

@@ -112,7 +112,7 @@ def load_sharded(
 
 
 def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Return the settings of each rank, which is one process of a group that computes one model.
+    """Return the settings of each rank. Ranks are processes that together compute one model.
 
     The CPUs and the memory of the KV cache are divided among the ranks. Rearranged weights and LoRA
     adapters are turned off, because they require undivided layers. CUDA graphs are turned off,

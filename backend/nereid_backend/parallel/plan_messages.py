@@ -52,8 +52,7 @@ class PlanEncoder:
 
     def __init__(self) -> None:
         """Create an encoder that remembers which blocks the earlier messages contained."""
-        # Maps the batch row of a sequence to a number of blocks: how many blocks of the sequence
-        # earlier messages contained.
+        # For the sequence in each batch row, how many of its blocks the earlier messages contained.
         self._num_sent: dict[int, int] = {}
 
     def encode(self, plan: StepPlan) -> StepMessage:
@@ -78,9 +77,8 @@ class PlanEncoder:
         row = sequence.row
         assert row is not None
         num_sent_blocks = 0 if chunk.is_first else self._num_sent[row]
-        # A block table never becomes shorter. New blocks are appended. If a block is freed, the
-        # null block takes its position in the table. The number of freed blocks is in
-        # `num_null_blocks`.
+        # A block table never becomes shorter: new blocks are appended, and a freed block is
+        # replaced by the null block. `num_null_blocks` is the number of freed blocks.
         self._num_sent[row] = max(num_sent_blocks, len(sequence.block_table))
         return ChunkMessage(
             row=row,
@@ -126,8 +124,7 @@ class PlanDecoder:
         sequence.block_table += message.new_blocks
         sequence.num_null_blocks = [message.num_null_blocks]
         # The messages do not contain tokens that were found in the prefix cache. The forward pass
-        # does not read these tokens, because it reads only new tokens. Therefore, zeros can replace
-        # the missing tokens in `token_ids`.
+        # reads only new tokens, so zeros can replace the missing tokens in `token_ids`.
         num_missing = message.start - len(sequence.token_ids)
         sequence.token_ids += [0] * num_missing
         # Some draft tokens of the previous message may have been rejected. Therefore, the tokens of

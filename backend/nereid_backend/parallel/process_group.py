@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers.integrations import accelerate
 from transformers.utils import logging as transformers_logging
 
-# The longest time that a rank waits for the other ranks. Each rank reads other parts of the
+# The longest time that a rank waits for the other ranks. The ranks read different parts of the
 # weights, so one rank can take minutes longer than another rank.
 _TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -62,7 +62,7 @@ class Rank:
         if is_on_gpu:
             torch.cuda.set_device(self.device)
         else:
-            # All processes run on this machine, so no other network interface is used.
+            # All processes run on this machine, so they need only the loopback network interface.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if is_on_gpu else "gloo",
@@ -85,9 +85,9 @@ class Rank:
         """
         with (
             _without_warnings(),
-            # If the library accelerate is not installed, transformers refuses every device map. The
-            # device map of a rank has only one device, for which transformers does not call
-            # accelerate. Therefore, the check for accelerate is replaced.
+            # transformers refuses any device map if the library accelerate is not installed.
+            # However, it does not call accelerate for the device map of a rank, which has only one
+            # device. Therefore, make transformers treat accelerate as installed.
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
             # transformers reads the number of the rank from this environment variable.
             mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),

@@ -134,7 +134,7 @@ def _serve(config: EngineConfig, rank: Rank, messages: "queue.SimpleQueue[Any]")
 
 
 def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoReturn:
-    """Put the messages of rank 0 into a queue. Exit if rank 0 sends "stop" or ends.
+    """Put the messages of rank 0 into a queue. Exit the process if rank 0 sends "stop" or ends.
 
     This function runs in a separate thread, so that the process can exit while the main thread
     waits for another rank.

@@ -40,7 +40,7 @@ _EXIT_TIMEOUT_S = 5.0
 # After an error, rank 0 waits at most `_NOTICE_TIMEOUT_S` seconds for a report that another rank
 # has failed.
 _NOTICE_TIMEOUT_S = 2.0
-# If a rank dies, the other ranks fail within `_FOLLOWING_ERRORS_S` seconds.
+# If the process of a rank ends unexpectedly, the other ranks fail within this number of seconds.
 _FOLLOWING_ERRORS_S = 0.2
 
 
@@ -75,11 +75,12 @@ class Ranks:
         # The processes of the ranks 1, 2, ... and the connections to these processes.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        # The description of another rank's failure; empty if no other rank has failed.
-        # `_wait_for_failure` sets the description, and then the event `_has_failed`.
+        # A description of another rank's failure; empty if no other rank has failed.
+        # `_wait_for_failure` first stores the description and then sets the event `_has_failed`.
         self._failure = ""
         self._has_failed = threading.Event()
-        # Whether `close` was called. `_wait_for_failure` then reports no failure when a rank ends.
+        # Whether `close` was called. The ranks then end intentionally, so `_wait_for_failure`
+        # reports no failure.
         self._is_closing = False
         try:
             self._start_all(config)
@@ -137,7 +138,7 @@ class Ranks:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """If loading the model in the `with` block fails because of another rank, report that rank.
+        """If another rank causes an error while the `with` block loads the model, report that rank.
 
         A rank is one of the processes that compute the model together. This process is rank 0.
 
@@ -149,8 +150,9 @@ class Ranks:
             yield
         except Exception as error:
             failure = self._failure_of_other_rank()
-            # All ranks read the same checkpoint, so an error of the checkpoint occurs on each rank.
-            # The error of rank 0 is then raised, because it has a more specific class.
+            # All ranks read the same checkpoint, so a damaged checkpoint causes the same error on
+            # each rank. In this case, the error of rank 0 is raised, because its class is more
+            # specific than EngineError.
             is_same_error = failure.endswith(str(error))
             if failure and not is_same_error:
                 raise EngineError(failure) from error
@@ -236,9 +238,9 @@ class Ranks:
             multiprocessing.connection.wait(self._connections)
             if self._is_closing:
                 return
-            # If a rank dies, the other ranks lose their connections and fail a moment later. Wait
-            # until these ranks have failed, so that `_describe_failures` can ignore their errors
-            # and report only the death.
+            # If a rank ends unexpectedly, the other ranks lose their connections to it and fail
+            # shortly afterwards. Wait for these failures, so that `_describe_failures` can ignore
+            # them and report only the cause.
             time.sleep(_FOLLOWING_ERRORS_S)
             self._failure = self._describe_failures()
             # Remove the folder of the store before `_has_failed` is set, because this process may
@@ -246,12 +248,12 @@ class Ranks:
             self.rank.remove_store()
             self._has_failed.set()
             if self.rank.device_type == "cuda":
-                # If a rank has ended, gloo raises an error. NCCL would wait for the rank forever,
-                # so the group is aborted.
+                # NCCL would wait forever for a rank that has ended, so the process group is
+                # aborted. gloo raises an error instead of waiting.
                 distributed_c10d._abort_process_group()
 
     def _describe_failures(self) -> str:
-        """Describe the ranks that have died. If no rank has died, describe the failed ranks.
+        """Describe the ranks that ended without a message or, if there are none, the failed ranks.
 
         A failed rank has sent an error message before its process ended. A dead rank has ended
         without a message, for example after a signal. Examples: "rank 1 of the model failed: out of
@@ -260,7 +262,7 @@ class Ranks:
         failures: list[str] = []
         deaths: list[str] = []
         for number, connection in enumerate(self._connections, 1):
-            # The connection of a failed or dead rank can be read.
+            # `poll` returns True if the rank has sent an error message or has ended.
             is_running = not connection.poll()
             if is_running:
                 continue
@@ -270,7 +272,7 @@ class Ranks:
                 failures.append(description)
             else:
                 deaths.append(description)
-        # If a rank has died, the failures of the other ranks are only consequences.
+        # If a rank has ended without a message, it has caused the failures of the other ranks.
         return "; ".join(deaths or failures)
 
     def _describe_end(self, number: int, connection: Connection) -> str:

@@ -19,7 +19,7 @@ _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
-    """Restrict this engine process to its own GPUs, and return the settings of the process.
+    """Assign some of the GPUs to this engine process, and return the settings of the process.
 
     With data parallelism, several engine processes load the same model, and each request is sent to
     one of them. The CPUs and the disk space for the prefix cache are divided equally among the
@@ -53,15 +53,15 @@ def _default_num_threads(config: EngineConfig) -> int:
     if config.tensor_parallel_size > 1:
         num_processes = num_engines * config.tensor_parallel_size
         return max(1, usable_cpus() // num_processes)
-    # One CPU is left for the server. A single engine process leaves one CPU for the server, too.
+    # One CPU is left for the server, as in a server with a single engine process.
     return max(1, (usable_cpus() - 1) // num_engines)
 
 
 def _restrict_gpus(config: EngineConfig, index: int) -> None:
     """Hide the GPUs of the other engine processes. Do nothing if the model runs on the CPU."""
-    # `torch.cuda.is_available` would load the CUDA driver, but `device_count` does not. The driver
-    # reads CUDA_VISIBLE_DEVICES only once, so this function must set the variable before the driver
-    # is loaded.
+    # The CUDA driver reads CUDA_VISIBLE_DEVICES only once, so this function must set the variable
+    # before the driver is loaded. `torch.cuda.device_count` does not load the driver, but
+    # `torch.cuda.is_available` would load it.
     num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
         return

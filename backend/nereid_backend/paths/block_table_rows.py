@@ -56,8 +56,9 @@ class BlockTableRows:
         # start of the row that were replaced by the null block. The sequence no longer needs the
         # replaced blocks.
         self._num_replaced = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each row of the block tables, the value of `Sequence.table_version` at the last update
-        # of the row. If the sequence of the row still has this version, the row needs no update.
+        # For each row of the block tables, the `Sequence.table_version` that was valid when the row
+        # was last updated. If the version of the row's sequence has not changed, the row needs no
+        # update.
         self._versions = [0] * max_num_seqs
 
     def update(self, plan: StepPlan) -> Integers:
@@ -71,9 +72,9 @@ class BlockTableRows:
         """
         versions = self._versions
         rows: list[int] = []
-        # This loop runs for every sequence of every step, so it must be fast. In most steps, a
-        # sequence gets no new block, and the block tables need no update. Unpacking a tuple is
-        # faster than reading the fields by name.
+        # This loop runs for every sequence of every step, so it must be fast. Unpacking a tuple is
+        # faster than reading the fields by name. In most steps, a sequence gets no new block, so
+        # its row in the block tables needs no update.
         for sequence, _start, _num_tokens, _samples, is_first, _num_logits in plan.chunks:
             row = sequence.row
             assert row is not None

@@ -49,7 +49,7 @@ class CacheLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """The tensors of a cache layer that are stored in blocks.
+    """For one cache layer, the tensors that are stored in blocks.
 
     Attributes:
         keys: the index in `CacheLayout.layers` of the layer's keys and values; None if the layer
@@ -109,7 +109,7 @@ def probe_cache(
 
 
 def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN401 - transformers is untyped
-    """Append the shapes of a cache layer's tensors to `specs`. Return the indices of these shapes.
+    """Append the shapes of a cache layer's tensors to `specs`. Return their indices in `specs`.
 
     The layer contains one token. It can store keys and values, the keys of a sparse indexer (which
     selects the tokens for sparse attention), or all of these.
@@ -169,7 +169,7 @@ def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers 
 
 
 def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes in which a sparse indexer's keys are stored; see `LayerParts.indexer`."""
+    """Return the shapes in which blocks store the keys of an indexer; see `LayerParts.indexer`."""
     shape = tuple(layer.indexer_keys.shape)
     if shape[:2] != (1, 1) or shape[2] % 2:
         raise UnfitError(
@@ -255,7 +255,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
     """
 
     is_croppable = False
-    # The names of attributes that the engine sets. These attributes are not part of a sequence's
+    # The engine sets the attributes with these names. These attributes are not part of a sequence's
     # state.
     engine_names = frozenset({"num_past_tokens", "_cache", "_step", "_parts"})
 
@@ -273,9 +273,10 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """The positions of the earlier tokens, [num_positions, num_seqs, num_past_tokens] int64.
+        """The positions of the tokens that were computed before the current step.
 
-        None if there are no earlier tokens.
+        The shape is [num_positions, num_seqs, num_past_tokens], and the data type is int64. None if
+        there are no earlier tokens.
         """
         if self._step is None or self.num_past_tokens == 0:
             return None
@@ -284,7 +285,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, value: Tensor | None) -> None:
-        """Ignore `value`, because the attribute `_step` already contains all positions."""
+        """Do nothing, because the attribute `_step` already contains all positions."""
 
     def update(
         self,
@@ -356,8 +357,9 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         num_seqs, longest = step.mask.shape
         if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]
-        # In `keys` and `values`, each sequence starts at index 0. The model expects padding on the
-        # left, so shorter sequences are moved to the right.
+        # In `keys` and `values`, the tokens of each sequence start at index 0, and padding follows
+        # the tokens. The model expects the padding before the tokens, so the tokens of shorter
+        # sequences are moved to the right.
         token_index = step.positions[:, None, :, None]
         padded_keys = torch.take_along_dim(keys, token_index, dim=2)
         padded_values = torch.take_along_dim(values, token_index, dim=2)

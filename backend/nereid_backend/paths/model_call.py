@@ -22,9 +22,10 @@ _CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 class UnfitError(Exception):
-    """Raised if one implementation of the forward pass cannot run a model. Others are then tried.
+    """Raised if an implementation of the forward pass cannot run a model.
 
-    The message states the reason, as a clause without a final period.
+    The engine then tries the other implementations. The message states the reason, as a clause
+    without a final period.
     """
 
 
@@ -142,11 +143,11 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
         return self.num_past_tokens + query_length, 0
 
     def get_seq_length(self) -> int:
-        """For the longest sequence in the step, return the number of tokens before the step."""
+        """Return the largest number of tokens that a sequence of the batch has before this step."""
         return self.num_past_tokens
 
     def get_max_length(self) -> int:
-        """Return -1, because the length is not limited."""
+        """Return -1, which means that the length of the cache is not limited."""
         return -1
 
 
@@ -197,7 +198,7 @@ def num_bytes(value: object) -> int:
 
 
 def _num_new_bytes(value: object, seen: set[int]) -> int:
-    """Return the total size in bytes of the tensors in a value that were not counted before.
+    """Return the size in bytes of all tensors in a value, except tensors that were counted before.
 
     The value is a tensor, a cache of transformers, or a dict, list or tuple of such values. `seen`
     contains the ids of the Python objects that were counted before.
@@ -213,8 +214,8 @@ def _num_new_bytes(value: object, seen: set[int]) -> int:
         return sum(_num_new_bytes(part, seen) for part in value.values())
     if isinstance(value, list | tuple):
         return sum(_num_new_bytes(part, seen) for part in value)
-    # Among transformers' classes, only caches and cache layers occur in the values that this
-    # function gets.
+    # If the value is an object of a transformers class, it is a cache or a cache layer. The
+    # attributes of this object contain the tensors.
     if type(value).__module__.startswith("transformers."):
         return _num_new_bytes(vars(value), seen)
     return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path `packed`: one forward pass computes all tokens of a step in one row."""
+"""The forward path `packed`: all tokens of a step are joined into one row for one forward pass."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -69,7 +69,7 @@ class PackedPath:
             builder: converts step plans into tensors.
         """
         self._model = checkpoint.model
-        # Whether the model can leave out the logits of tokens that are not selected.
+        # Whether the model can leave out the logits of tokens that are not in `logits_to_keep`.
         self._selects_logits = ModelCall(self._model).takes("logits_to_keep")
         self._positions = PositionEmbeddings(self._model)
         self._adapters = checkpoint.adapters
@@ -79,8 +79,8 @@ class PackedPath:
         self._builder = builder
         # The compiled forward pass that `use` has set; None if the model's own code is run.
         self._compiled: CompiledForward | None = None
-        # The caller sets the following attributes if the model and the device support the feature.
-        # The CUDA graphs of decode steps.
+        # The caller sets `graphs`, `pieces` and `images` if the model and the device support them.
+        # `graphs` contains the CUDA graphs of decode steps.
         self.graphs: DecodeGraphs | None = None
         # The CUDA graphs of steps with prefills.
         self.pieces: PiecewiseGraphs | None = None
@@ -94,7 +94,7 @@ class PackedPath:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether attention runs in GPU kernels, which read all their inputs from tensors."""
+        """Whether GPU kernels compute the attention. All inputs of these kernels are tensors."""
         return uses_gpu_kernels(self._cache)
 
     @property
@@ -127,8 +127,9 @@ class PackedPath:
                 with self.images.injecting(plan, batch):
                     return self._run_model(batch, self._attention(batch))
             if needs_hooks:
-                # The adapters of this step are computed in forward hooks of the model's layers.
-                # CUDA graphs and the compiled forward pass do not call these hooks.
+                # Forward hooks of the model's layers compute the adapters of this step. CUDA graphs
+                # and the compiled forward pass do not call these hooks, so the model's own code is
+                # run.
                 return self._run_model(batch, self._attention(batch))
             logits = self._replay(batch)
             return self.run(batch) if logits is None else logits
@@ -165,7 +166,7 @@ class PackedPath:
         return self._run_model(batch, attention)
 
     def _attention(self, batch: StepBatch) -> PagedForward:
-        """Return a function that computes the attention of a step with this object's KV cache."""
+        """Return a function that computes the attention of a step, using this object's KV cache."""
         return PagedForward(self._layers, self._cache, batch.attention)
 
     def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:
@@ -184,7 +185,8 @@ class PackedPath:
         logits: Tensor = output.logits[0]
         if not self._selects_logits:  # The model has returned the logits of all tokens.
             logits = logits[batch.logits_index]
-        # If no logits are needed, `logits_index` still contains one token.
+        # If no logits are needed, `logits_index` still selects one token, whose logits are dropped
+        # here.
         return logits[: batch.num_logits]
 
     def piecewise_graphs(

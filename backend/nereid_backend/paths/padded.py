@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the forward pass of models with their own attention code (the path `padded`).
+"""Computes the forward pass of models that run their own attention code (the path `padded`).
 
 The path passes a cache object to the model. The object writes new keys and values into the blocks
 of the KV cache, and returns a copy of all keys and values of the batch (gathered_cache.py).
@@ -70,7 +70,7 @@ class PaddedPath:
         self._cache.clear(sequence.block_table)
 
     def _group_chunks(self, chunks: list[Chunk]) -> list[list[int]]:
-        """Divide the chunks of a step into groups, each of which one forward pass computes.
+        """Divide the chunks of a step into groups. One forward pass computes one group.
 
         Each group is a list of indices of chunks. Decodes (chunks of one token) share a pass if
         their positions have the same number of bits, so that padding at most doubles the work.
@@ -78,7 +78,8 @@ class PaddedPath:
         at 5, 9, 7 and 0 give the groups [[0, 2], [1], [3]], because 5 and 7 have 3 bits, and 9 has
         4 bits.
         """
-        # The key is the number of bits of the positions in the group.
+        # Maps a number of bits to the indices of the decodes whose positions have this number of
+        # bits.
         decode_groups: dict[int, list[int]] = {}
         single_chunks: list[list[int]] = []
         for index, chunk in enumerate(chunks):
@@ -101,7 +102,8 @@ class PaddedPath:
         """
         ids, positions = token_inputs(chunks, self._device)
         step = GatheredStep.from_chunks(chunks, self._cache)
-        # The model returns the logits of at least one token.
+        # The number must be at least 1, because the model always returns the logits of at least one
+        # token.
         num_logits = max([1, *[chunk.num_logits for chunk in chunks]])
         with self._adapters.serving(chunks), self._positions.serving(positions):
             return self._call(
@@ -118,7 +120,7 @@ class PaddedPath:
         The layers of this cache store keys and values in the blocks of the KV cache.
         """
         cache: Any = DynamicCache()
-        # Without this line, DynamicCache would add further layers during the forward pass.
+        # This setting prevents DynamicCache from adding further layers during the forward pass.
         cache.layer_class_to_replicate = None
         cache.layers = [gathered_layer(None, parts, self._cache) for parts in self._layout.parts]
         for layer in cache.layers:

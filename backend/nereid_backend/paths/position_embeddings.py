@@ -54,7 +54,7 @@ def _replace_positions(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a module's call with other positions in place of `position_ids`.
+    """Return the arguments of a module's call, with `position_ids` as the positions.
 
     torch calls this function (a forward pre-hook) before each call of the module, and passes the
     last three arguments. The module accepts only positions with one dimension, so the positions of

@@ -109,7 +109,7 @@ class RowsPath:
         assert sampled is None, "only pending chunks need sampled tokens"
         for chunk in plan.chunks:
             if chunk.is_first:
-                # Delete the state of an earlier sequence, which is still stored for this row.
+                # If the row still contains the state of an earlier sequence, delete this state.
                 self._delete_state(_row(chunk))
         if plan.snapshots is None:
             return self._compute_step(plan)
@@ -127,7 +127,7 @@ class RowsPath:
         computed in one forward pass. Every other chunk is a prefill, and is computed in a forward
         pass of its own.
         """
-        # The indices of the decodes among the chunks of the plan, and those of the prefills.
+        # The indices of the decodes and of the prefills in `plan.chunks`.
         decodes: list[int] = []
         prefills: list[int] = []
         for index, chunk in enumerate(plan.chunks):
@@ -192,7 +192,7 @@ class RowsPath:
         return copy_state(self._states[row])
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
-        """Compute one token of each of several sequences, all in one forward pass.
+        """For each of several sequences, compute one token. One forward pass computes all tokens.
 
         The sequence of each chunk must already have a state.
 
@@ -200,8 +200,9 @@ class RowsPath:
             Logits, [num_chunks, 1, vocab_size].
         """
         rows = tuple(_row(chunk) for chunk in chunks)
-        # If the forward pass fails, the states may be partly changed. They are therefore removed
-        # from this object before the forward pass, and stored again after its success.
+        # A forward pass that fails may leave partly changed states. The states are therefore
+        # removed from this object before the forward pass, and stored again only if the forward
+        # pass succeeds.
         cache = self._take_cache(rows)
         lengths = [self._state_lengths.pop(row) for row in rows]
         ids, positions = token_inputs(chunks, self._device)
@@ -221,7 +222,7 @@ class RowsPath:
         return self._merged_cache([self._states.pop(row) for row in rows])
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Compute the tokens of one chunk in a separate forward pass, unless a later chunk does so.
+        """Compute one chunk in one forward pass, or skip it if a later chunk computes its tokens.
 
         Some models must compute a prompt in one pass. Example: a prompt of 20 tokens is divided
         into the chunks 0 to 15 and 16 to 19. For the first chunk, the result is None. The second
@@ -258,7 +259,7 @@ class RowsPath:
         return is_exact and self._has_state(chunk)
 
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
-        """Compute a sequence from its first token: first the whole prompt, then token by token.
+        """Compute a sequence again: the prompt in one pass, then each output token in one pass.
 
         Example: a sequence with 20 prompt tokens and 2 output tokens is computed in three passes,
         for the tokens 0 to 19, the token 20, and the token 21. `chunk` contains all tokens of the
@@ -278,7 +279,7 @@ class RowsPath:
         return logits[len(logits) - chunk.num_logits :]
 
     def _continue_state(self, chunk: Chunk) -> Tensor:
-        """Compute the tokens of a chunk in one pass, and advance the sequence's state by them.
+        """Compute the tokens of a chunk in one pass, and update the state of the sequence.
 
         The pass starts from the stored state, or from an empty state if the chunk contains the
         first token.
@@ -288,8 +289,9 @@ class RowsPath:
         """
         row = _row(chunk)
         self._split_batch_cache()  # The states of the last batch return to `_states`.
-        # If the forward pass fails, the state may be partly changed. It is therefore removed from
-        # this object before the forward pass, and stored again after its success.
+        # A forward pass that fails may leave a partly changed state. The state is therefore removed
+        # from this object before the forward pass, and stored again only if the forward pass
+        # succeeds.
         state = self._states.pop(row, None)
         self._state_lengths.pop(row, None)
         earlier_states = [state] if state and chunk.start > 0 else []
@@ -333,7 +335,7 @@ class RowsPath:
             )
 
     def _merged_cache(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
-        """Return a cache for a batch of sequences with the states `states`, which may be empty."""
+        """Return a cache that merges the states of a batch of sequences. `states` may be empty."""
         cache = self._keys.make_cache()
         if states:
             merge_states(cache, states)

@@ -67,8 +67,8 @@ def _replace_layer(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers ar
         return StateAndBlockLayer(layer.number_of_states) if has_keys else layer
     if isinstance(layer, DummyLayer):
         return layer
-    # Subclasses of these two classes are not accepted, because a subclass may store more than keys
-    # and values.
+    # Subclasses of DynamicLayer and DynamicSlidingWindowLayer are not accepted, because a subclass
+    # may store more than keys and values.
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return BlockCacheLayer()
     raise UnfitError(
@@ -94,8 +94,8 @@ def split_states(cache: Any, num_rows: int) -> list[State]:  # noqa: ANN401 - an
 def row_state(cache: Any, row: int, num_rows: int) -> State:  # noqa: ANN401 - an untyped cache
     """Return a copy of one sequence's state from the cache of a batch of `num_rows` sequences."""
     state = [_row_state(layer, row, num_rows) for layer in cache.layers]
-    # For a batch of one sequence, `_row_state` returns the tensors of the cache themselves, not
-    # copies.
+    # For a batch of one sequence, `_row_state` returns the tensors of the cache itself, so they are
+    # copied here.
     return copy_state(state) if num_rows == 1 else state
 
 
@@ -147,7 +147,7 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
 
 
 def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return one sequence's part of `value`, which is an attribute of a cache layer of a batch.
+    """From `value`, an attribute of a cache layer, return the part that belongs to one sequence.
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8]. A value that is
     not divided into rows is copied.

@@ -86,11 +86,12 @@ class HookedKeys:
 
     @contextmanager
     def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[None]:
-        """Return a context manager that makes the attention hook compute attention; see `RowKeys`.
+        """Return a context manager that lets Nereid's code compute the attention; see `RowKeys`.
 
         Mutates: the lengths in the layers of `cache`.
         """
-        # The model derives the size of its attention mask from the longest sequence.
+        # The model derives the size of its attention mask from the number of earlier tokens. The
+        # mask must be large enough for every chunk, so the largest number of all chunks is used.
         num_past_tokens = max(chunk.start for chunk in chunks)
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):
@@ -115,7 +116,7 @@ class GatheredKeys:
     """Stores keys and values in blocks, and copies them for the model's own attention code."""
 
     def __init__(self, config: PretrainedConfig, layout: CacheLayout, kv_cache: KVCache) -> None:
-        """Create a storage of keys and values from which the model's own attention gets copies.
+        """Create a storage of keys and values for models that run their own attention code.
 
         Args:
             config: the config of the model.

@@ -103,7 +103,8 @@ class SinglePath:
         # The lengths of the needed prefixes are first_len, first_len + 1, ..., last_len.
         last_len = chunk.start + chunk.num_tokens
         first_len = last_len - chunk.num_logits + 1
-        # If the stored state does not end before the first of these tokens, compute it again.
+        # The first call needs a state that covers exactly the first `first_len - 1` tokens. If the
+        # stored state covers another number of tokens, compute the state again.
         if self._uses_cache and not self._covers(row, first_len - 1):
             self._restore_state(row, chunk.sequence, first_len)
         return torch.stack(
@@ -114,7 +115,7 @@ class SinglePath:
         )
 
     def _restore_state(self, row: int, sequence: Sequence, end: int) -> None:
-        """Compute the state of a preempted sequence again, for all tokens before token `end - 1`.
+        """Compute the state of a preempted sequence again, for the first `end - 1` tokens.
 
         The model is called as before the preemption: once for the prompt, and then once for each
         output token. On some models, one call for all tokens gives different logits. Example: for a
@@ -182,7 +183,7 @@ class SinglePath:
         return inputs
 
     def _first_state(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
-        """Return the state with which the first call of the model starts for a sequence.
+        """Return the state of a sequence before the first call of the model.
 
         In an encoder-decoder model, the encoder computes the prompt. Otherwise, the first call
         computes the first `num_tokens` tokens.
@@ -192,7 +193,7 @@ class SinglePath:
         return _SequenceState(self._first_arguments(ids, sequence.images), num_tokens=0)
 
     def _decoder_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Return the tokens that the decoder reads for the first `num_tokens` tokens of a sequence.
+        """Return the decoder's input tokens for the first `num_tokens` tokens of a sequence.
 
         In an encoder-decoder model, the encoder reads the prompt, and the decoder reads a start
         token and the output tokens. Example: if the start token is 2, a prompt of 5 tokens and the
@@ -200,7 +201,8 @@ class SinglePath:
         """
         if not self._has_encoder:
             return sequence.token_ids[:num_tokens]
-        # transformers' `generate` chooses the start token in the same way.
+        # The start token is `decoder_start_token_id` or, if this is None, `bos_token_id`.
+        # transformers' `generate` uses the same token.
         start_token = self._generation.decoder_start_token_id
         if start_token is None:
             start_token = self._generation.bos_token_id
@@ -245,9 +247,9 @@ class SinglePath:
             ids, arguments, "input_ids", self._generation
         )
         if self._uses_cache:
-            # The model itself must create the cache, because the part of the cache for
-            # cross-attention must not have a sliding window. The length is used only for caches of
-            # a fixed size.
+            # A method of the model creates the cache, because this method gives the cache for
+            # cross-attention no sliding window. `length` has an effect only on caches of a fixed
+            # size.
             batch_size = 1
             length = ids.shape[1]
             self._model._prepare_cache_for_generation(

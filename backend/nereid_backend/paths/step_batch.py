@@ -47,7 +47,7 @@ class StepBatch:
 
 
 def tokens_of(chunk: Chunk) -> list[int]:
-    """Return the token ids of a part of a sequence: known tokens, followed by draft tokens.
+    """Return the ids of the tokens in a chunk: known tokens, followed by draft tokens.
 
     Example: the known tokens are [5, 6, 7], and the draft tokens are [8, 9]. A chunk of 3 tokens
     that starts at 2 has the token ids [7, 8, 9].
@@ -236,7 +236,7 @@ class BatchBuilder:
     def _arrays_of_other_groups(
         self, step: _PackedChunks, groups: list[_DecodeLengths]
     ) -> list[Integers]:
-        """Return the slots and blocks for all groups of attention layers except the first group.
+        """Return the slots and blocks for each group of attention layers except the first group.
 
         For each of these groups of layers, the arrays are the slots of the tokens, the blocks of
         each group of decodes, and the blocks of each prefill. `_with_blocks_of_group` reads them.
@@ -268,8 +268,8 @@ class BatchBuilder:
         # decode.
         decode_shapes = [(len(lens), self._num_blocks(int(lens.max()))) for _, lens in groups]
         # Each decode has one token, and the decodes come before the prefills. The number of decodes
-        # is therefore the index of the first prefill among the chunks, and the index of the first
-        # prefill's first token among the tokens.
+        # is therefore also the index of the first prefill in the chunks, and the index of the first
+        # prefill token in the tokens of the step.
         num_decodes = sum(len(lens) for _, lens in groups)
         token_index = num_decodes
         prefills = []

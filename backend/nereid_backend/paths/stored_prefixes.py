@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts stored prefixes of sequences to bytes and back: KV cache blocks and recurrent states."""
+"""Converts the KV cache blocks and recurrent states of stored prefixes to bytes and back."""
 
 import io
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class StoredPrefixes:
         return b"" if self._cache is None else self._cache.read_block(block)
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Overwrite the keys and values of the blocks in `blocks`.
+        """Replace the keys and values in `blocks` with the stored `contents`.
 
         Each item of `contents` was returned by `read_block` and belongs to one item of `blocks`.
         """

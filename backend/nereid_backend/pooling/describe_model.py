@@ -21,8 +21,8 @@ from nereid_backend.pooling.pooling_items import PoolingInfo
 from nereid_backend.text.prompt_encoder import PromptEncoder
 
 # The default limits on the number of tokens that the engine computes in one step. A new request
-# waits until the current step ends, so the limit for CPUs is small. On a CPU, the throughput
-# changes by at most 3 % between limits of 512 and 4096 tokens.
+# waits until the current step ends. CPUs compute slowly, so their limit is small, which keeps the
+# wait short. Between limits of 512 and 4096 tokens, the throughput of a CPU changes by at most 3 %.
 _CPU_TOKENS = 1024
 _GPU_TOKENS = 16384
 
@@ -95,9 +95,9 @@ def _dimension(loaded: LoadedModel) -> int:
         return loaded.encoder.vocab_size
     if spec.loader == RETRIEVAL:  # a vision-language model for retrieval, such as ColPali
         return int(config.embedding_dim)
-    # All other models pass the token vectors through the layers `tokens`, pool the token vectors
-    # of each text, and pass the pooled vectors through the layers `vector`. Without dense output,
-    # nothing is pooled.
+    # All other models pass the token vectors through the layers `tokens`, pool the token vectors of
+    # each text, and pass the pooled vectors through the layers `vector`. If a model has no dense
+    # output, its token vectors are not pooled.
     token_vector_size = _output_size(loaded.layers.tokens, _hidden_size(config))
     num_concatenated = len(loaded.poolers) if "dense" in spec.kinds else 1
     return _output_size(loaded.layers.vector, token_vector_size * num_concatenated)

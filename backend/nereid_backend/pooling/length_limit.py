@@ -47,7 +47,7 @@ def _limit_in_files(spec: CheckpointSpec, encoder: Encoder) -> int | None:
 
 
 def _num_positions(encoder: Encoder) -> int | None:
-    """Return the number of position embeddings that are available for tokens.
+    """Return the number of token positions that have a position embedding.
 
     Return None if the model has no table of position embeddings. If the table has a padding
     embedding, the positions of tokens begin after the padding embedding.

@@ -79,7 +79,7 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
         ModelError: the checkpoint is missing, broken or not supported.
     """
     spec = read_checkpoint_spec(config)
-    # By this object, transformers lets Nereid compute the model's attention.
+    # transformers calls this object to compute the attention of each layer.
     hook = AttentionHook()
     device = choose_device(config.device)
     with gpu_share(device, config.gpu_memory_utilization):

@@ -118,7 +118,7 @@ class PoolingEngine:
             values = self._model.run([queued.prepared for queued in queued_items])
         except Exception as error:  # noqa: BLE001 - an error of the model becomes a result
             if len(queued_items) > 1:
-                # Compute each item as a batch of its own.
+                # Compute each item in a separate batch.
                 return [self._compute([queued])[0] for queued in queued_items]
             message = f"{type(error).__name__}: {error}".splitlines()[0]
             return [_pooling_result(queued_items[0], error=f"the model failed: {message}")]

@@ -74,7 +74,8 @@ class PoolingModel:
         self.info = describe_model(config, loaded, time.monotonic() - started)
         # The object that builds the prompts of a vision-language model; None for other models.
         prompts = _vision_language_prompts(loaded)
-        # The object that runs a vision-language model on one input at a time; None for others.
+        # The object that runs a vision-language model on one input at a time; None for other
+        # models.
         self._image_forward: ImageForward | None = None
         if prompts is not None:
             self._image_forward = ImageForward(loaded.encoder, loaded.spec)

@@ -35,8 +35,8 @@ def read_sampled(
     token_ids = sampled_tokens.token_ids
     logprobs = sampled_tokens.logprobs
     if _have_single_tokens(sampling, sampled_tokens):
-        # This condition is true in nearly all steps. In this case, the loop below would return the
-        # same tokens, but would take more time.
+        # In nearly all steps, each sequence has exactly one new token. For such steps, the loop
+        # below would return the same tokens, but would take more time.
         return [
             Sampled([token_id], [logprob])
             for token_id, logprob in zip(token_ids, logprobs, strict=True)
@@ -121,10 +121,10 @@ def _accept(
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
-    # The loop continues while all new tokens equal draft tokens, because the model has then also
-    # computed the logits of the next token. At the start, `token_ids` is empty, so the condition is
-    # true. After the last draft token, the loop adds one more sampled token. `token_ids` is then
-    # longer than `drafts`, so the loop ends.
+    # The model has computed the logits after a draft token on the assumption that the draft token
+    # is correct. The loop therefore ends after the first new token that differs from the draft
+    # token. If all draft tokens are correct, the loop adds one more sampled token, and ends because
+    # `token_ids` is then longer than `drafts`.
     while token_ids == drafts[: len(token_ids)]:
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
@@ -165,8 +165,9 @@ def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[
         return []  # Only a forward pass computes the log-probabilities of the tokens.
     has_other_limits = params.allowed_token_ids is not None or params.bad_words_token_ids
     if has_other_limits:
-        # These fields may forbid a forced token. Only the mask of the next step combines the fields
-        # with the grammar.
+        # `allowed_token_ids` and `bad_words_token_ids` may forbid a token that the grammar forces.
+        # The mask of the next step considers these fields as well as the grammar, so the token is
+        # left to the next step.
         return []
     num_output = sequence.num_output_tokens + num_new
     return _until_stop(sequence, forced, num_output)

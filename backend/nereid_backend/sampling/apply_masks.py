@@ -10,9 +10,9 @@ from torch import Tensor
 from nereid_backend.device_transfer import upload
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks
 
-# A table that converts the bytes of a mask. Each byte of a mask belongs to 8 logits. For each value
-# of the byte, the table contains the 8 float32 numbers (0 or -inf) that are added to these logits.
-# One item of the table contains 8 numbers, so numpy copies 8 numbers at once.
+# A table that converts each byte of a token mask to 8 biases. A byte contains the bits of 8 tokens.
+# A bias (0 or -inf, float32) is added to the logit of a token. The 8 biases form one item of the
+# table, so that numpy copies all of them at once.
 _BIAS_OF_BYTE = np.ascontiguousarray(
     np.where(
         np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
@@ -64,7 +64,8 @@ def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
     # does not check the indices, which saves time. The mode does not change the result, because
     # each byte is a valid index into the table.
     padded_biases = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
-    # The last word of a mask has bits for tokens after the end of the vocabulary.
+    # The last word of a mask also has bits for tokens after the end of the vocabulary, so the
+    # surplus columns are cut off.
     biases = torch.from_numpy(padded_biases[:, :vocab_size])
     has_mask_in_every_row = len(rows) == len(logits)
     if has_mask_in_every_row:
@@ -88,7 +89,8 @@ def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
     # Each word of a mask contains the bits of 32 tokens. A bit of 1 allows the token.
     shifts = torch.arange(32, dtype=torch.int32, device=device)
     bits = (upload(packed, device)[:, :, None] >> shifts) & 1
-    # The last word has bits for tokens after the end of the vocabulary.
+    # The last word of a mask also has bits for tokens after the end of the vocabulary, so the
+    # surplus columns are cut off.
     is_forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
     device_rows = upload(np.array(rows), device)
     masked_rows = logits[device_rows].masked_fill_(is_forbidden, float("-inf"))

@@ -21,7 +21,7 @@ from nereid_backend.core.step import StepPlan
 
 
 class Position(NamedTuple):
-    """A place in a sequence at which a token is sampled, after the known tokens and draft tokens.
+    """A position in a sequence at which a token is sampled. Known and draft tokens precede it.
 
     Attributes:
         sequence: the sequence, which contains the known tokens.

@@ -65,7 +65,8 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
     `filter_threshold` documents the arguments.
     """
     largest = probs[:, :1]
-    # 0 if both filters are off, or if top_k exceeds the number of examined tokens.
+    # If min_p is off, the threshold is 0 in two cases: top_k is off, or top_k exceeds the number of
+    # examined tokens.
     threshold = torch.maximum(_kth_largest(probs, top_k), largest * min_p)
     has_neither_filter = (threshold == 0) & (top_k <= 0)
     is_certain = has_neither_filter | _keeps_only_examined(probs, threshold)
@@ -104,7 +105,7 @@ def _smallest_in_nucleus(probs: Tensor, min_sum: Tensor) -> Tensor:
 
 
 def _keeps_only_examined(probs: Tensor, threshold: Tensor) -> Tensor:
-    """Return, for each row, whether all tokens that are not in `probs` are removed, [n, 1] bool.
+    """Return, for each row, whether the filters remove all tokens outside `probs`, [n, 1] bool.
 
     The tokens that were not examined are at most as likely as the last examined token. They are
     certainly removed if the last examined token is removed, too.

@@ -17,17 +17,17 @@ from nereid_backend.device_transfer import upload
 from nereid_backend.errors import first_line
 from nereid_backend.sampling.random_sampling import SamplingBatch, sample_rows
 
-# A program of the kernel reads _TILE tokens at once and has _NUM_WARPS warps. With these numbers,
-# all values of the kernel fit into registers (loadtest/gpu/compile_kernels.py prints the number of
-# spilled registers).
+# Each program instance of the kernel reads the logits of _TILE tokens at a time, and runs with
+# _NUM_WARPS warps. The two numbers are chosen so that all values of the kernel fit into registers
+# (loadtest/gpu/compile_kernels.py prints the number of spilled registers).
 _TILE = 4096
 _NUM_WARPS = 16
 # When the model is loaded, the kernel is compared with the reference on a test batch. This is the
 # number of rows in the test batch.
 _NUM_CHECKED_ROWS = 16
 _CHECKED_VOCAB_SIZE = 9000
-# The largest number of rows of the test batch that may differ from the reference because of
-# rounding.
+# The sampling kernel is accepted if its results differ from the reference in at most this many rows
+# of the test batch. Rounding can cause such differences.
 _MAX_DIFFERING = 1
 # The largest accepted difference between a log-probability and its reference.
 _MAX_LOGPROB_ERROR = 1e-4
@@ -87,7 +87,7 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
 
 @functools.cache
 def why_unusable(device: torch.device) -> str | None:
-    """Return the reason why a device cannot use the sampling kernel; None if it can.
+    """Return the reason why the sampling kernel does not work on a device; None if it works.
 
     The kernel is compared with the reference implementation. The result is cached, so each process
     makes this comparison once for each device.
@@ -98,7 +98,8 @@ def why_unusable(device: torch.device) -> str | None:
         # A compiler or a driver may raise any exception. After an exception, the kernel is not
         # used, and torch samples the tokens.
         return f"{type(error).__name__}: {first_line(error)}"
-    # Few differences are accepted, because rounding can change the order of similar tokens.
+    # A small number of differences is accepted, because rounding can change the order of tokens
+    # with similar probabilities.
     if num_wrong_tokens > _MAX_DIFFERING:
         return (
             f"{num_wrong_tokens} of {_NUM_CHECKED_ROWS} tokens differ from the reference "
@@ -116,7 +117,8 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
     random = np.random.default_rng(0)
     normal = random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32)
     logits = torch.from_numpy(normal * 3)
-    # Every fourth row has the same type of logits. The rows 0, 4, 8 and 12 keep the random logits.
+    # The four types of logits alternate from row to row. Rows 0, 4, 8 and 12 have the first type:
+    # the unchanged random logits.
     rows_with_equal_logits = slice(1, None, 4)
     rows_with_forbidden_tokens = slice(2, None, 4)
     rows_with_similar_logits = slice(3, None, 4)
@@ -147,8 +149,8 @@ def num_differing(device: torch.device) -> int:
     # `sample` requires this order of the settings.
     settings = np.stack([batch.temperature, batch.top_p, batch.top_k, batch.min_p, batch.uniform])
     device_logits = logits.to(device)
-    # The second argument contains the model's own logits, from which the log-probabilities are
-    # computed. Here, no mask or penalty has changed the logits.
+    # `sample` computes the log-probabilities from its second argument, the model's own logits. In
+    # this test, no mask or penalty changes the logits, so both arguments are the same tensor.
     results = sample(device_logits, device_logits, settings)
     token_ids, logprobs, has_allowed = (result.cpu() for result in results)
     has_expected_token = token_ids == sample_rows(logits, batch)

@@ -145,7 +145,7 @@ class LogitsParams:
         if num_output == 0:
             return []
         last_tokens = []
-        # `bad_words` maps a token to the bad words whose beginning ends with this token.
+        # `bad_words` maps a token to the bad words whose second-to-last token is this token.
         for bad_word in self.bad_words.get(position.newest_token, ()):
             length = len(bad_word.beginning)
             # Bad words are forbidden only in the output. Ignore a bad word that would begin in the
@@ -188,7 +188,7 @@ class LogitsProcessor:
             `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.
         """
         vocab_size = logits.shape[1]
-        # For each row in `changed`, the parameters of its request as arrays.
+        # Maps each row in `changed` to the parameters of the row's request, as arrays.
         params = {i: self._logits_params_of(positions[i], i, vocab_size) for i in changed}
         if not params and not masks:
             return logits
@@ -203,7 +203,7 @@ class LogitsProcessor:
         return logits
 
     def _logits_params_of(self, position: Position, index: int, vocab_size: int) -> LogitsParams:
-        """Return the logit-changing parameters of the request at a position, as arrays.
+        """Return the logit-changing parameters of the request to which a position belongs.
 
         The first call for a request creates the arrays and stores them in the cache.
 
@@ -215,7 +215,8 @@ class LogitsProcessor:
         row = _cache_row(position, index)
         logits_params = self._logits_params.get(row)
         if logits_params is None or logits_params.owner is not position.sequence:
-            # The cache row is unused, or belongs to a request that has ended.
+            # The cache contains no entry for this sequence. Its row is unused, or contains the
+            # entry of a request that has ended.
             logits_params = LogitsParams.of(position.sequence, vocab_size)
             self._logits_params[row] = logits_params
         return logits_params
@@ -262,7 +263,7 @@ def _longer_bad_words(params: SamplingParams) -> dict[int, list[BadWord]]:
 
 
 def explain_no_token(sequence: Sequence) -> str:
-    """Return an error message for a request in which every token is forbidden.
+    """Return an error message for a request whose parameters together forbid every token.
 
     The message names the fields of the request that together forbid every token.
     """
@@ -289,7 +290,7 @@ def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
 
 
 def _cache_row(position: Position, index_in_step: int) -> int:
-    """Return the cache key of a sequence. The key is an integer.
+    """Return the integer under which the caches store the data of a sequence.
 
     The key is the sequence's row. A sequence that is not in a scheduler has no row. For such a
     sequence, the index of the position in the step is used. The caches compare the owner of an

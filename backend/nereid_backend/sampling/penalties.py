@@ -20,7 +20,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling.draft_verification import Position
 
-# The initial width of the tables, as a number of distinct tokens.
+# The initial width of the tables: the number of distinct tokens that fit into one row.
 _FIRST_WIDTH = 64
 
 
@@ -71,7 +71,7 @@ class TokenCounts:
     def tokens_and_counts(
         self, rows: abc.Sequence[int], positions: abc.Sequence[Position]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the distinct tokens before each position, and how often each of them was output.
+        """For each position, return the distinct earlier tokens, and how often each was output.
 
         If the request has a repetition penalty, the tokens of the prompt are included. Tokens that
         occur only in the prompt have the count 0. Example: a request with a repetition penalty has
@@ -123,7 +123,7 @@ class TokenCounts:
             counted.num_counted += len(new_token_ids)
 
     def _reset_row(self, row: int, sequence: Sequence) -> _CountedTokens:
-        """Prepare a row for a new request. Return the object that records the counted tokens.
+        """Prepare a row for a new request. Return a new record of the tokens that are counted.
 
         The row contains the distinct tokens of the request and their counts. If the request has a
         repetition penalty, add the tokens of its prompt with the count 0, because this penalty also
@@ -145,7 +145,7 @@ class TokenCounts:
         return counted
 
     def _lengthen(self, num_rows: int) -> None:
-        """Enlarge tables with fewer than `num_rows` rows. The number of rows at least doubles."""
+        """If the tables have fewer than `num_rows` rows, add rows. The length at least doubles."""
         old_num_rows = len(self._ids)
         missing = num_rows - old_num_rows
         if missing > 0:
@@ -154,14 +154,15 @@ class TokenCounts:
             self._counts = np.pad(self._counts, padding)
 
     def _widen(self, width: int) -> None:
-        """Widen rows that have fewer than `width` elements. The width at least doubles."""
+        """If the rows have fewer than `width` elements, widen them. The width at least doubles."""
         old_width = self._ids.shape[1]
         missing = width - old_width
         if missing > 0:
             padding = ((0, 0), (0, max(missing, old_width)))
             self._ids = np.pad(self._ids, padding)
             self._counts = np.pad(self._counts, padding)
-            # The new elements are unused, so they repeat the first element of their row.
+            # Fill the new, unused elements of each row with the row's first element. The docstring
+            # of `TokenCounts` explains why.
             self._ids[:, old_width:] = self._ids[:, :1]
             self._counts[:, old_width:] = self._counts[:, :1]
 

@@ -71,13 +71,13 @@ def keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     """
     ascending = _sorted(probs)
     cumulated = ascending.cumsum(-1)
-    # The least likely tokens whose probabilities sum to at most `max_removed` are removed. The
-    # remaining tokens are the nucleus.
+    # Remove the least likely tokens as long as their probabilities sum to at most `max_removed`.
+    # The remaining tokens are the nucleus.
     total = cumulated[:, -1:]
     max_removed = (1 - column(top_p, probs)) * total
     num_removed = torch.searchsorted(cumulated, max_removed, right=True)
-    # The first token after the removed tokens is the least likely token of the nucleus. The
-    # likeliest token, which is the last, is always kept.
+    # In ascending order, the first token after the removed tokens is the least likely token of the
+    # nucleus. The last token, which is the likeliest, is always kept.
     first_kept = num_removed.clamp(max=probs.shape[1] - 1)
     smallest_kept = ascending.gather(1, first_kept)
     return probs * (probs >= smallest_kept)

@@ -32,16 +32,16 @@ from nereid_backend.sampling.weighted_selection import select_indices
 # The first attempt to sample a token examines only the `_LIKELIEST` likeliest tokens. Usually,
 # top_k and top_p remove all other tokens.
 _LIKELIEST = 64
-# The number of likeliest tokens that are examined on a GPU. The number is larger than `_LIKELIEST`
-# for two reasons: a GPU examines more tokens in little additional time, and fewer rows are then
-# uncertain. An uncertain row must be sampled again. At that time, the next step may already be
-# running. If the token changes, the next step must be discarded.
+# On a GPU, this many of the likeliest tokens are examined. A row is uncertain if its filters may
+# also keep tokens that were not examined. Such a row must be sampled again, while the next step may
+# already be running. If the token changes, that next step must be discarded. A large number makes
+# uncertain rows rare, and costs a GPU little additional time.
 _LIKELIEST_DEFERRED = 512
 # On a CPU, the second attempt to sample a token examines the `_LIKELIEST_SECOND` likeliest tokens.
 # The CPU kernel finds these tokens in a third of the time that is needed to sort all tokens.
 _LIKELIEST_SECOND = 2048
-# A second attempt is made only if the tokens that the first attempt examined have at least the
-# total probability `_MIN_TOTAL_PROB`. If the total is smaller, the distribution is so flat that a
+# A second attempt is made only if the total probability of the tokens that were examined in the
+# first attempt is at least `_MIN_TOTAL_PROB`. If it is smaller, the distribution is so flat that a
 # second attempt would usually fail, too.
 _MIN_TOTAL_PROB = 0.4
 # Logits are divided by the temperature, so the temperature must not be 0.
@@ -144,7 +144,7 @@ def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def sample_or_defer(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
-    """Sample one token for each row, and return the rows whose tokens may be wrong.
+    """Sample one token for each row. Also return the rows whose tokens may be wrong.
 
     For speed, only the likeliest tokens of a row with filters are examined. If the filters may also
     keep other tokens, the row is uncertain and must be sampled again.
@@ -167,7 +167,7 @@ def sample_or_defer(
         token_ids, is_certain = _sample_separately(logits, batch, is_filtered, defers=defers)
     if is_certain is None:
         return token_ids, None
-    # `is_certain` has one element for each row with a filter. It is still on the device.
+    # `is_certain` is a tensor on the device, with one element for each row that has a filter.
     return token_ids, UncertainRows(np.flatnonzero(is_filtered), is_certain)
 
 
@@ -234,7 +234,7 @@ def _sample_filtered(
 
 
 def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample one token for each row, [n] int64. Examine more tokens until every token is certain.
+    """Sample one token for each row, [n] int64. Examine more candidates if a token may be wrong.
 
     A token is certain if the filters of its row remove all tokens that were not examined. The first
     attempt examines a few likely tokens, the second attempt (only on a CPU) examines more tokens,
@@ -242,7 +242,7 @@ def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """
     attempt = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.can_read(logits):
-        # The logits are on a CPU that has kernels.
+        # On a CPU with compiled kernels, a second attempt is faster than sorting all tokens.
         _sample_uncertain_again(logits, batch, attempt)
     uncertain_rows = _true_rows(~attempt.is_certain)
     if len(uncertain_rows) > 0:
@@ -253,7 +253,7 @@ def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 class _Attempt(NamedTuple):
-    """The tokens that were sampled from the likeliest tokens of each row.
+    """The result of sampling from only the likeliest tokens of each row.
 
     Attributes:
         token_ids: [n] int64, the sampled tokens.
@@ -322,8 +322,9 @@ def _likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> tuple[Tensor
         probs, token_ids = _probs(logits, batch).topk(width, dim=-1)
         return probs, token_ids
     probs, token_ids = native_logits.likeliest(logits, batch.temperature, width)
-    # If a row has fewer than `width` tokens, its last ids are -1 and their probabilities are 0.
-    # Replace -1 by a valid id, because the caller uses the ids as indices.
+    # If a row has fewer than `width` possible tokens, the kernel fills the rest of the row with the
+    # id -1 and the probability 0. Replace -1 by a valid id, because the caller uses the ids as
+    # indices.
     return probs, token_ids.clamp_(min=0)
 
 

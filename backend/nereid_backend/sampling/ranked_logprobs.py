@@ -17,8 +17,8 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
 
-# The function `slices` divides the rows of logits into slices. These are the largest numbers of
-# logits in one slice, on a CPU and on a GPU.
+# The largest number of logits in one slice, on a CPU and on a GPU. The function `slices` divides
+# the rows of logits into such slices.
 _SLICE_LOGITS_CPU = 2**20
 _SLICE_LOGITS_GPU = 2**26
 
@@ -43,7 +43,7 @@ class RankedRows(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three arguments of `read`, as tensors that the caller must copy to the CPU."""
+        """The tensors `ids`, `values` and `ranks`. `read` needs copies of them on the CPU."""
         return self.ids, self.values, self.ranks
 
     def read(self, ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
@@ -89,7 +89,8 @@ def rank_tokens(
     """
     token_logits = logits.gather(1, token_ids[:, None])
     ranks = 1 + _num_true(logits > token_logits)
-    # All rows get the same width: the largest number of tokens that any row reports.
+    # All rows get the same width: the largest number of likeliest tokens that is requested for any
+    # row.
     width = min(max(num_top), logits.shape[1])
     # The first column contains the given token, and the other columns contain the likeliest tokens.
     ids = torch.cat((token_ids[:, None], _likeliest(logits, width)), dim=1)
@@ -118,7 +119,7 @@ def _likeliest(logits: Tensor, width: int) -> Tensor:
 
 
 def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[RankedRows]:
-    """Return the log-probabilities of prompt tokens, with the likeliest tokens at each position.
+    """Return the log-probabilities of prompt tokens, and of the likeliest tokens at each position.
 
     The tokens are processed in slices, to limit the memory. The result has one item for each slice.
 

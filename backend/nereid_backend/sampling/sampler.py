@@ -63,7 +63,7 @@ class SampledTokens:
 
 
 class _RankedCopy(NamedTuple):
-    """The log-probabilities of consecutive positions, which are being copied to the host."""
+    """The log-probabilities of some consecutive positions, while they are copied to the host."""
 
     inputs: SliceInputs
     ranked: RankedRows
@@ -71,7 +71,7 @@ class _RankedCopy(NamedTuple):
 
 
 class _UncertainCopy(NamedTuple):
-    """Rows whose sampled tokens may be wrong. `copy` copies the flags `is_certain` to the host."""
+    """Rows that may have wrong tokens. `copy` transfers their flags `is_certain` to the host."""
 
     part: PendingSlice
     rows: NDArray[np.int64]
@@ -79,7 +79,7 @@ class _UncertainCopy(NamedTuple):
 
 
 class PendingTokens:
-    """The sampled tokens of a step, which are being copied from the device to the host.
+    """The sampled tokens of one step, while they are copied from the device to the host.
 
     Attributes:
         token_ids: [num_positions] int64, the sampled tokens on the device.
@@ -163,7 +163,8 @@ class PendingTokens:
         positions = chain.from_iterable(part.inputs.positions for part in self._parts)
         for index, position in enumerate(positions):
             if not math.isfinite(logprobs[index]):
-                # Invalid logits are the cause of the error, even if the request forbids all tokens.
+                # If the logits are invalid, report this cause, even if the request also forbids
+                # every token.
                 sampled_tokens.errors[index] = NOT_FINITE
             elif not has_allowed[index]:
                 sampled_tokens.errors[index] = explain_no_token(position.sequence)
@@ -214,7 +215,7 @@ class Sampler:
     def launch(
         self, logits: Tensor, positions: abc.Sequence[Position], masks: StepMasks | None = None
     ) -> PendingTokens:
-        """Start to sample one token at each position. Do not wait until a GPU has finished.
+        """Start to sample one token at each position. Do not wait for the GPU.
 
         Args:
             logits: [num_positions, vocab_size], any float dtype. Not changed.
@@ -236,7 +237,7 @@ class Sampler:
         return PendingTokens(self, pending)
 
     def _defers_on(self, device: torch.device) -> bool:
-        """Return whether uncertain rows are sampled again only when their tokens are read."""
+        """Return True if rows with uncertain tokens are sampled again later, not at once."""
         if self.defers is not None:
             return self.defers
         return device.type != "cpu"
@@ -256,7 +257,7 @@ class Sampler:
     def _launch_slice(
         self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
     ) -> PendingSlice:
-        """Start to sample one token for each row of logits. Do not wait until a GPU has finished.
+        """Start to sample one token for each row of logits. Do not wait for the GPU.
 
         Args:
             model_logits: [n, vocab_size], any float dtype, the model's own logits. Not changed.
@@ -285,10 +286,11 @@ class Sampler:
 
         `_launch_slice` documents the arguments.
         """
-        # The logits after masks, penalties and similar parameters of the requests.
+        # `processed` contains the logits after masks, penalties and similar parameters are applied.
         processed = self._process(model_logits, inputs)
         model_likeliest, logsumexp = argmax_logsumexp(model_logits)
-        # `model_likeliest` is valid for `processed` only if `_process` has not changed the logits.
+        # `model_likeliest` was computed from the model's own logits. It is valid for `processed`
+        # only if `_process` has returned these logits unchanged.
         likeliest = model_likeliest if processed is model_logits else None
         token_ids, uncertain = _sample_rows(processed, likeliest, inputs, defers=defers)
         # Log-probabilities are reported for the model's own distribution, before masks and
@@ -320,7 +322,7 @@ def _logits_of(token_ids: Tensor, logits: Tensor) -> Tensor:
 def _rank_positions(
     logits: Tensor, token_ids: Tensor, inputs: SliceInputs, logsumexp: Tensor | None = None
 ) -> RankedRows | None:
-    """Compute the log-probabilities at those positions for which a request asks for them.
+    """Compute log-probabilities, but only at the positions for which they were requested.
 
     Args:
         logits: [n, vocab_size], the model's own logits.

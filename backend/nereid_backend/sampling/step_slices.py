@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data types for a slice of a step: some positions at which tokens are sampled, and the results.
+"""Data types for the inputs and the results of a slice: some consecutive positions of a step.
 
 A slice consists of consecutive positions. `ranked_logprobs.slices` explains why a step is divided.
 """
@@ -41,7 +41,7 @@ class SliceInputs(NamedTuple):
         return true_indices(self.params["has_logprobs"])
 
     def select(self, indices: list[int]) -> "SliceInputs":
-        """Return the inputs of only those positions whose indices are in `indices`.
+        """Return the inputs of those positions whose indices are in `indices`.
 
         These positions need not be consecutive, so `start` of the result is meaningless.
         """

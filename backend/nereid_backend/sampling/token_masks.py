@@ -28,9 +28,9 @@ from nereid_backend.sampling.draft_verification import Position
 logger = logging.getLogger(__name__)
 
 # Other threads fill the masks of a step only if one thread would need at least `_WORTH_A_THREAD_S`
-# seconds. Otherwise, the engine's thread fills the masks after it has launched the forward pass. A
-# GPU is still computing the forward pass at that time. On a CPU, other threads would compete for
-# the Python interpreter, which would cost more time than they save.
+# seconds. Otherwise, the engine's thread launches the forward pass, and then fills the masks while
+# the GPU computes. If the model runs on a CPU, other threads would compete with the engine's thread
+# for the Python interpreter. For little work, this would cost more time than it saves.
 _WORTH_A_THREAD_S = 5e-4
 
 # The smallest number of sequences in one job for a thread. Starting a job takes about as long as
@@ -74,7 +74,7 @@ class MaskingGuide(Guide, Protocol):
 
 
 def guide_of(sequence: Sequence) -> MaskingGuide | None:
-    """Return `sequence.guide`, which is None if the request has no grammar or thinking budget."""
+    """Return `sequence.guide`; None if the request has neither a grammar nor a thinking budget."""
     return cast(MaskingGuide | None, sequence.guide)
 
 
@@ -142,7 +142,7 @@ class _MaskFillJob:
         started = time.thread_time()
         for guide_class, indices in self._first_positions_by_class().items():
             self._fill_first_or_store_errors(guide_class, indices, masks)
-        # A group contains the indices of one sequence's positions.
+        # Each group contains the indices of all positions of one sequence.
         for group in self.groups:
             has_drafts = len(group) > 1
             has_failed = group[0] in masks.errors
@@ -165,7 +165,7 @@ class _MaskFillJob:
         ]
 
     def _first_positions_by_class(self) -> dict[type[MaskingGuide], list[int]]:
-        """Group the indices of the sequences' first positions by the class of `sequence.guide`.
+        """Return the index of each sequence's first position, grouped by the class of the guide.
 
         Each class fills the masks of all its guides in one call (see MaskingGuide.fill_all).
         """
@@ -177,13 +177,13 @@ class _MaskFillJob:
         return first_positions
 
     def _guide_at(self, index: int) -> MaskingGuide:
-        """Return the object that limits the next tokens of the sequence at `positions[index]`."""
+        """Return the guide (the state of the grammar) of the sequence at `positions[index]`."""
         return cast(MaskingGuide, self.positions[index].sequence.guide)
 
     def _fill_first_or_store_errors(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill the token masks of some sequences' first positions.
+        """For several sequences, fill the token mask of each sequence's first position.
 
         If the grammar of a sequence fails, store an error in `masks` instead of the mask.
         `_fill_first` describes the arguments. Mutates: masks.
@@ -199,7 +199,7 @@ class _MaskFillJob:
     def _fill_first(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill the masks of the positions `indices`, each of which is a sequence's first position.
+        """Fill the masks of the positions `indices`, each of which is the first of its sequence.
 
         Args:
             guide_class: the class of the guides at these positions.
@@ -328,7 +328,7 @@ class MaskFiller:
 
 
 def _by_sequence(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -> list[list[int]]:
-    """Return one list for each sequence: the indices of the positions in this sequence.
+    """Group the indices in `guided` by sequence. Return one list of indices for each sequence.
 
     The first position of a sequence has no draft tokens. Example: four positions have 0, 1, 2 and 0
     draft tokens. The result is [[0, 1, 2], [3]].

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# The bits of the float32 number 1. No weight is greater than 1.
+# The bit pattern of the float32 number 1, which is the largest possible weight.
 BITS_OF_ONE = tl.constexpr(0x3F800000)
 
 
@@ -32,7 +32,7 @@ def load_logits(logits, columns, vocab_size):
 
 @triton.jit
 def weight_bits(values, max_logit, factor):
-    """Convert logits to weights, and return the bit patterns. The weight of NaN is 0."""
+    """Convert logits to weights, and return the weights' bit patterns. NaN gives the weight 0."""
     weights = tl.exp2((values - max_logit) * factor)
     return tl.where(values == values, weights, 0.0).to(tl.int32, bitcast=True)
 
@@ -46,7 +46,7 @@ def fixed_point(bits):
     """
     # A float32 number stores the exponent plus 127, and the last 23 bits of the mantissa. The first
     # bit of the mantissa is always 1. This bit is not stored, so it is added here. The shifts turn
-    # the weight to an integer. Example: the weight 1.0 becomes the integer 2 ** 40.
+    # the weight into an integer. Example: the weight 1.0 becomes the integer 2 ** 40.
     mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << (40 - 23)
     return mantissa >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
 
@@ -89,7 +89,7 @@ def search(
     logits, max_logit, factor, vocab_size, low, count, total, wanted,
     BY_COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Find the highest threshold that keeps enough tokens. The search starts at `low`.
+    """Find the highest weight threshold at which enough tokens remain. The search starts at `low`.
 
     A threshold is the bit pattern of a weight, and keeps the tokens whose weights are not smaller.
     If BY_COUNT is true (top_k), a threshold must keep at least `wanted` tokens. If BY_COUNT is
@@ -103,18 +103,19 @@ def search(
     Returns:
         The threshold, the number of tokens that the threshold keeps, and the sum of their weights.
     """
-    # During the search, the threshold `low` keeps `count` tokens, which are enough. The threshold
-    # `high` keeps `high_count` tokens, which are too few. At first, `high` is above the largest
-    # weight, so it keeps no token.
+    # A threshold keeps the tokens whose weights reach the threshold. During the search, `low` keeps
+    # enough tokens (`count`), and `high` keeps too few tokens (`high_count`). At first, `high` is
+    # above the largest weight, so it keeps no token.
     high = tl.full([], BITS_OF_ONE + 1, tl.int32)
     high_count = tl.full([], 0, tl.int32)
     is_enough = count >= wanted if BY_COUNT else total >= wanted
-    # If `low` does not keep enough tokens, no threshold lies between `low` and `high`, so the loop
-    # does not run.
+    # If even `low` keeps too few tokens, there is nothing to search. Then `high` is set just above
+    # `low`, so that the loop does not run.
     high = tl.where(is_enough, high, low + 1)
     while (high - low > 1) & (count - high_count > 1):
         # Three new thresholds divide the interval from `low` to `high` into four intervals of
-        # nearly equal size. Each pass keeps one of them, so the interval always becomes smaller.
+        # nearly equal size. The search continues in one of these four intervals, so the interval
+        # shrinks in every pass.
         step = (high - low + 3) // 4
         first = low + step
         second = tl.minimum(first + step, high)
@@ -138,7 +139,7 @@ def search(
 
 @triton.jit
 def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
-    """Return one of the four values: the value whose condition is the last true condition.
+    """Return one of the four values: the value that belongs to the last true condition.
 
     For example, return value_2 if is_2 is true and is_3 is false. If no condition is true, return
     value_0.
@@ -212,13 +213,13 @@ def sample_token(
         low, count, total = search(
             logits, max_logit, factor, vocab_size, low, count, total, wanted, False, TILE
         )
-    # Rounding may make the product equal to `total`, but `pick` needs a smaller target.
+    # Rounding may make the product equal to `total`, but `pick` needs a target less than `total`.
     target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
     return pick(logits, max_logit, factor, vocab_size, low, target, TILE)
 
 
-# The number of rows changes from step to step. By default, Triton compiles separate kernels for the
-# number 1, for multiples of 16, and for all other numbers. do_not_specialize prevents this.
+# The number of rows changes from step to step. By default, Triton compiles one kernel for the value
+# 1, one for multiples of 16, and one for all other values. do_not_specialize prevents this.
 @triton.jit(do_not_specialize=["num_rows"])
 def sample_kernel(
     logits, raw, settings, token_ids, logprobs, has_allowed,

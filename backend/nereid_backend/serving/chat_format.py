@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the chat format with which a checkpoint's output is parsed."""
+"""Chooses the chat format that is used to parse the output of a checkpoint."""
 
 import fcntl
 import hashlib
@@ -82,7 +82,7 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
 def _derive_format(
     model: Path, template: str | None, reasoning: str, tools: str
 ) -> tuple[Format, str]:
-    """Derive the chat format from a checkpoint's files. Return the format and the reason.
+    """Derive the chat format from a checkpoint's files. Also return the reason for this choice.
 
     The result is stored in the cache folder, because both the tokenizer and the postprocessor need
     the result at each start. The first process locks the file, computes the result, and writes the
@@ -113,7 +113,7 @@ def _derive_format(
 
 
 def _load_result(file: BinaryIO) -> tuple[Format, str] | None:
-    """Read a chat format and its reason from a file of the cache; return None if there is none.
+    """Read a chat format and the reason for it from a cache file; None if the file is incomplete.
 
     The file is empty or incomplete if this process has just created the file, or if an earlier
     process was killed while writing to the file.
@@ -131,8 +131,8 @@ def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> t
 
     The docstring of `_derive_format` describes the arguments and the result.
     """
-    # The module is imported only here. It is usually not needed, because the cache usually contains
-    # the chat format.
+    # The module is imported only here, because it is rarely needed: the cache usually contains the
+    # chat format.
     from nereid_parsers.template import format_for_checkpoint
 
     chosen = format_for_checkpoint(

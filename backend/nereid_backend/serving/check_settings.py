@@ -104,7 +104,7 @@ def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
 def _read_memory_shares(
     repository: Path, environ: Mapping[str, str]
 ) -> dict[str, dict[str, float]]:
-    """Return for each GPU which fraction of the GPU's memory each model may use.
+    """For each GPU, return the fraction of its memory that each model may use.
 
     Example: `{"cuda:0": {"gpu_memory_utilization": 0.7, "rerank_gpu_memory_utilization": 0.2}}`.
     """

@@ -70,7 +70,7 @@ class FeedbackReader:
         The memory begins with a random key. The executor signs its messages with the key, and the
         postprocessor reads the key to check the signatures.
         """
-        # The random part of the name prevents clients from guessing the name. The kernel reports
+        # The name contains a random part, so that clients cannot guess the name. The kernel reports
         # the real name of each open file in /proc. The postprocessor accepts only a file whose real
         # name begins with `nereid-feedback-`.
         name = f"nereid-feedback-{secrets.token_hex(16)}"
@@ -81,8 +81,9 @@ class FeedbackReader:
         self._map[:_KEY_BYTES] = self._key
         # The memory as unsigned integers of 64 bits. Each slot consists of two such words.
         self._words = memoryview(self._map).cast("Q")
-        # The numbers of the free slots. They are taken from the beginning of the queue, and
-        # released slots are added at the end, so that a slot stays unused for as long as possible.
+        # The numbers of the free slots. Slots are taken from the beginning of the queue, and
+        # released slots are added at the end. So a released slot stays unused for as long as
+        # possible.
         self._free = deque(range(num_slots))
         self.address = f"{os.getpid()}/{self._fd}/{name}"
 
@@ -121,7 +122,7 @@ class FeedbackReader:
         return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
-        """Return the number that is stored at `index` for the stream `serial`; 0 if there is none.
+        """Return the number in the word `index` if it belongs to the stream `serial`, otherwise 0.
 
         The upper half of the word at `index` contains the serial number of a stream, and the lower
         half contains the number that is stored for this stream.

@@ -43,7 +43,7 @@ class Histogram:
         self.sum += value
 
     def cumulative(self) -> list[int]:
-        """Return for each bound of the histogram how many values do not exceed the bound.
+        """For each bound of the histogram, count the values that do not exceed the bound.
 
         The count of a bound is the number of values that are less than or equal to the bound. The
         last count is the number of all values. Example: with the bounds [1, 5], the values 0.5, 1,
@@ -100,8 +100,9 @@ class CounterFamily:
 
     def __init__(self, family: Any) -> None:  # noqa: ANN401 - the server's own type
         self._family = family
-        # The counters, and the last published value of each counter. In both dicts, each key
-        # consists of the labels of one counter, as pairs of a name and a value.
+        # `_counters` contains the counters, and `_published` contains their last published values.
+        # In each dict, the key is the tuple of a counter's labels. Example: (("model", "llm"),
+        # ("version", "1")).
         self._counters: dict[tuple[tuple[str, str], ...], Any] = {}
         self._published: dict[tuple[tuple[str, str], ...], float] = {}
 

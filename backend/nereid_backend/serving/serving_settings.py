@@ -36,7 +36,7 @@ _FRONTEND_VARIABLES = Path(__file__).with_name("frontend_variables.txt")
 
 @settings_class
 class ServingSettings:
-    """The settings of the language model's Triton models. EngineConfig has the other settings."""
+    """The settings for serving a language model. The settings of its engine are in EngineConfig."""
 
     model: CheckpointPath
     """The folder of the checkpoint, as in EngineConfig."""
@@ -162,7 +162,7 @@ _POOLING_NAMES = setting_names(PoolingServing, PoolingConfig)
 def read_settings(
     args: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[ServingSettings, EngineConfig]:
-    """Return the settings of the Triton models of the language model, and of its engine.
+    """Return the settings for serving the language model, and the settings of its engine.
 
     The settings are the parameters in config.pbtxt. An environment variable overrides the
     parameter of the same name.
@@ -184,7 +184,7 @@ def read_settings(
 def read_pooling_settings(
     kind: str, args: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[PoolingServing, PoolingConfig | None]:
-    """Return the settings of the Triton model of a pooling model, and of its worker process.
+    """Return the settings for serving a pooling model, and the settings of its worker process.
 
     The settings of the worker process are None if no checkpoint is served.
 
@@ -202,7 +202,8 @@ def read_pooling_settings(
     texts = _parameters(args)
     check_names(texts, _POOLING_NAMES, prefix=prefix)
     if "model" in texts and not Path(texts["model"]).is_dir():
-        # The checkpoint that config.pbtxt sets by default need not exist.
+        # config.pbtxt sets a default checkpoint. If this checkpoint is not installed, ignore the
+        # default.
         del texts["model"]
     texts |= _variables(f"{_PREFIX}{prefix}".upper(), environ)
     serving = from_texts(PoolingServing, texts, prefix=prefix)

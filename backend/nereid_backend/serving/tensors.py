@@ -94,7 +94,7 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
 
 
 def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noqa: ANN401
-    """Send a response, the flag for the end of the responses, or both together.
+    """Send a response, the final flag, or a response together with the final flag.
 
     The final flag means that no further response follows.
 
@@ -154,8 +154,8 @@ def _error_code(error: Exception) -> tuple[str, Any]:
     if isinstance(error, CapacityError):
         return "UNAVAILABLE", pb_utils.TritonError.UNAVAILABLE
     if isinstance(error, DeadlineError):
-        # Triton server has no code for an exceeded time limit. If the code is UNAVAILABLE, the
-        # server's HTTP endpoint returns another HTTP status than for an internal error.
+        # Triton server has no error code for an exceeded time limit. UNAVAILABLE is used instead,
+        # so that the server's HTTP endpoint does not return the HTTP status of an internal error.
         return "DEADLINE_EXCEEDED", pb_utils.TritonError.UNAVAILABLE
     return "INTERNAL", pb_utils.TritonError.INTERNAL
 

@@ -100,7 +100,7 @@ def traceparent_of(request: Any) -> str:  # noqa: ANN401 - the server's own type
 
 
 def _make_provider() -> Any:  # noqa: ANN401 - the type of an optional package
-    """Return the SDK's provider of tracers, or None if no spans are recorded."""
+    """Return OpenTelemetry's tracer provider, or None if no spans are recorded."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return None
     try:

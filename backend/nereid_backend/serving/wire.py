@@ -267,7 +267,7 @@ class SequenceDelta:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """A message from the executor to the postprocessor with new tokens of a stream.
+    """A message with new tokens of a stream, sent from the executor to the postprocessor.
 
     A step without deltas is a heartbeat.
 

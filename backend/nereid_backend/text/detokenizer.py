@@ -15,15 +15,16 @@ Decode = Callable[[list[int]], str]
 _REPLACEMENT = "�"
 # A tokenizer's class can override these methods of transformers, which convert token ids to text.
 _DECODING_METHODS = ("decode", "_decode", "convert_tokens_to_string")
-# A character has at most 4 bytes in UTF-8, so it consists of at most 4 tokens of one byte.
+# A character has at most 4 bytes in UTF-8. Even if each byte is a separate token, the character has
+# at most 4 tokens.
 _MAX_CHARACTER_TOKENS = 4
-# The largest number of tokens whose text is not returned yet. If more tokens in a row cannot be
-# decoded, their bytes are invalid, and further tokens would not complete a character.
+# The largest number of tokens that wait for further tokens before their text is returned. If more
+# tokens in a row cannot be decoded, their bytes are invalid, and further tokens would not help.
 _MAX_HELD_TOKENS = 8
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool) -> Decode:
-    """Return the fastest function that converts token ids to text with a tokenizer.
+    """Return the fastest function that can convert the token ids of a tokenizer to text.
 
     Usually, the function calls the library tokenizers directly, which takes much less time than a
     call of transformers. If the tokenizer is not built on this library, or if the tokenizer's class
@@ -75,8 +76,8 @@ class Detokenizer:
                 prompt. The text of these tokens is not returned.
         """
         self._decode = decode
-        # The last tokens: first some tokens whose text was returned, as the context for decoding,
-        # and then all tokens whose text was not returned yet.
+        # The last tokens of the text: first, tokens whose text was already returned (the context
+        # for decoding), and then the tokens whose text was not returned yet.
         self._window = list(seed_token_ids)
         # The number of tokens in `_window` whose text was returned.
         self._num_returned = len(self._window)
@@ -100,8 +101,8 @@ class Detokenizer:
         num_held = len(self._window) - self._num_returned
         can_wait = num_held <= _MAX_HELD_TOKENS
         ends_within_character = text.endswith(_REPLACEMENT)
-        # If the new tokens have no text (for example, special tokens), wait for the next tokens.
-        # Tokens without text are no useful context for decoding the tokens after them.
+        # If the new tokens add no text (for example, special tokens), wait for more tokens, because
+        # tokens without text are not useful as the context for decoding the next tokens.
         has_new_text = len(text) != len(returned_text)
         if can_wait and (ends_within_character or not has_new_text):
             return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts prompts to token ids. A prompt that is much too long is not converted completely."""
+"""Converts prompts to token ids. If a prompt is much too long, the conversion stops early."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,8 +8,9 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Most texts have at most this number of characters for each token. If a text is longer than this
-# number times the largest allowed number of tokens, its tokens are counted before it is converted.
+# Most texts have at most this number of characters per token. A text with more characters than this
+# number times the allowed number of tokens may be too long. Its tokens are therefore counted before
+# the whole text is converted.
 _USUAL_TOKEN_CHARS = 8
 _PIECE_CHARS = 32_768
 # To count the tokens of a long text, the text is divided into pieces of `_PIECE_CHARS` characters.
@@ -31,7 +32,7 @@ class PromptEncoder:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None = None) -> None:
-        """Create an encoder. If possible, it calls the library tokenizers instead of transformers.
+        """Create an encoder. If possible, it calls the tokenizers library instead of transformers.
 
         Args:
             tokenizer: the checkpoint's tokenizer. Its truncation and padding are turned off.

@@ -77,8 +77,8 @@ class StopStrings:
         Example: with the stop string "END", the text "one END" gives (4, "END").
         """
         matches = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        # Of several matches with the same end, `min` returns the first match. The longest stop
-        # strings come first in `_stops`.
+        # If several matches have the same end, `min` returns the first of them. The first match is
+        # the longest, because `_stops` begins with the longest stop strings.
         return min(matches, key=_end_of_match, default=None)
 
     def _held_length(self, text: str) -> int:

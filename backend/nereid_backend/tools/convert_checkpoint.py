@@ -90,7 +90,7 @@ def _dtype_of(config: Any) -> torch.dtype:  # noqa: ANN401 - transformers' confi
 
 
 def _linear_weights(config: Any, model_config: Any) -> set[str]:  # noqa: ANN401 - configs of transformers
-    """Return the names of the weights of a model's linear layers, without the output layer.
+    """Return the names of the weights of all linear layers of a model except the output layer.
 
     Args:
         config: the config that determines the class of the model.
@@ -128,7 +128,7 @@ def _converted_tensors(
 
 
 def _rounded_tensors(weight: Tensor, bits: int) -> dict[str, Tensor]:
-    """Round a weight to integers, and return the tensors of the rounded weight by suffix.
+    """Round a weight to integers, and return the resulting tensors, keyed by name suffix.
 
     The suffixes are those of the compressed-tensors format, such as ".weight_scale". A group of
     integers has one scale and, with 4 bits, one zero point. Integers of 4 bits are packed.
@@ -136,8 +136,8 @@ def _rounded_tensors(weight: Tensor, bits: int) -> dict[str, Tensor]:
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:
         return {".weight": values, ".weight_scale": scales.half()}
-    # In the file, a word contains the zero points of 8 consecutive outputs. `_pack` packs numbers
-    # of the same row, so the matrix is transposed before and after packing.
+    # In the file, a 32-bit word contains the zero points of 8 consecutive outputs. `_pack` packs
+    # numbers of the same row, so the matrix is transposed before and after packing.
     zeros_by_group = zeros.to(torch.uint8).T
     return {
         ".weight_packed": _pack(values),
@@ -225,7 +225,7 @@ def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -
         layers: the names of the weights of all linear layers except the output layer.
         integer_names: the names in `layers` whose weights become integers.
     """
-    # `quantise_weight` returns zeros only for integers of 4 bits. Integers of 8 bits are symmetric,
+    # `quantise_weight` returns zero points only for 4-bit integers. 8-bit integers are symmetric,
     # so the integer 0 always represents the weight 0.
     is_symmetric = bits == 8
     weights = {
@@ -260,8 +260,8 @@ def _write_config(
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config") or {}
-    # A model with images has a second section for its text part. In both sections, remove the
-    # fields that describe the old data type.
+    # The config of a model with images has a second section, `text_config`. In both sections,
+    # remove the fields that describe the old data type.
     for section in (config, text_config):
         section.pop("quantization_config", None)
         section.pop("torch_dtype", None)

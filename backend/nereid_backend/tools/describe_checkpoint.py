@@ -100,7 +100,7 @@ def _describe_weights(folder: Path) -> str:
 
 
 def _memory_findings(folder: Path) -> list[Finding]:
-    """Return the memory that the weights need, as one finding for each setting of the data type.
+    """For each setting of the data type, return a finding with the memory that the weights need.
 
     Example of a finding: {"check": "memory with dtype=bfloat16", "ok": True, "finding": "2.0 GiB
     for the weights"}. The headers of the weight files must be readable.
@@ -131,7 +131,7 @@ def _describe_template(folder: Path) -> str:
 
 
 def _describe_path(path: str) -> str:
-    """Load the checkpoint, and describe the forward path that the engine uses."""
+    """Load the checkpoint, and describe how the engine computes the model's forward pass."""
     lines: list[str] = []
     engine = Engine(EngineConfig(path, max_num_seqs=4), lines.append)
     engine.close()

@@ -126,7 +126,7 @@ def _check_format(declared: Any, field: str) -> None:  # noqa: ANN401 - any JSON
 
 
 def _sampling_rate(part: Mapping[str, Any], field: str) -> int:
-    """Return the sampling rate of a content part with an array of samples.
+    """Return the sampling rate that a content part declares for its array of samples.
 
     Raises:
         RequestError: the sampling rate is missing or is not an integer.
@@ -140,7 +140,7 @@ def _sampling_rate(part: Mapping[str, Any], field: str) -> int:
 
 
 def read_audio(found: Sequence[FoundAudio], rate: int, limits: ImageLimits) -> list[Samples]:
-    """Decode audio, and convert the audio to a sampling rate.
+    """Decode audio, and resample the audio to the sampling rate `rate`.
 
     Raises:
         RequestError: a file is damaged or exceeds a limit, or all audio together is too long.
@@ -154,7 +154,7 @@ def read_audio(found: Sequence[FoundAudio], rate: int, limits: ImageLimits) -> l
 
 
 def _decode(audio: FoundAudio, limits: ImageLimits) -> tuple[Samples, int]:
-    """Return the samples and the sampling rate of audio, which is a WAV file or an array.
+    """Decode audio from a WAV file or an array. Return the samples and the sampling rate.
 
     Raises:
         RequestError: the file is damaged or exceeds a limit, or the array is not valid.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares chat messages with images, videos or audio with the checkpoint's own processor."""
+"""Uses a checkpoint's processor to prepare chat messages with images, videos or audio."""
 
 import inspect
 import logging
@@ -34,8 +34,8 @@ from nereid_backend.vision.refused_parts import refuse_kind
 
 logger = logging.getLogger(__name__)
 
-# For images, videos and audio: the name of the processor's attribute that contains the placeholder
-# text.
+# Maps each type of media to an attribute of the processor. The attribute contains the placeholder
+# text for this type of media.
 _TOKENS = {FoundImage: "image_token", FoundVideo: "video_token", FoundAudio: "audio_token"}
 # The outputs of a processor that belong to the text of a prompt. All other outputs belong to the
 # images, videos or audio.
@@ -44,7 +44,7 @@ _TEXT_OUTPUTS = ("input_ids", "attention_mask")
 # and another number for an image token.
 _MM_TOKEN_TYPES = "mm_token_type_ids"
 TOKEN_TYPES = (_MM_TOKEN_TYPES, "token_type_ids")
-# The sampling rate if the audio processor does not name its sampling rate.
+# The sampling rate that is used if the audio processor does not specify one.
 _DEFAULT_RATE = 16_000
 
 
@@ -115,7 +115,7 @@ class TextProcessor:
 
 
 class ChatProcessor:
-    """Converts chat messages to token ids, and their media to arguments of the model.
+    """Converts chat messages to token ids, and converts their media to arguments of the model.
 
     Attributes:
         limits: the limits of the images of one request.
@@ -180,7 +180,7 @@ class ChatProcessor:
     def _prepare_plain(
         self, messages: list[dict[str, Any]], media: Sequence[Medium]
     ) -> ImagePrompt:
-        """Convert messages to a prompt if the checkpoint has no chat template.
+        """Convert messages to a prompt for a checkpoint that has no chat template.
 
         The prompt consists of a placeholder for each image, video and audio file, and of the texts.
         Example: one image and the text "Hi" become "<image>Hi" if the processor's placeholder for
@@ -268,7 +268,7 @@ class ChatProcessor:
         tokenizer = getattr(self.processor, "tokenizer", None)
         bos = getattr(tokenizer, "bos_token", None)
         if bos is not None and text.startswith(bos):
-            # The tokenizer must not add a second BOS token.
+            # The text already begins with the BOS token, so the tokenizer must not add another one.
             arguments["add_special_tokens"] = False
         try:
             outputs = self.processor(text=text, return_tensors="pt", **arguments)
@@ -292,8 +292,8 @@ class ChatProcessor:
         Mutates: `media`. The image files are removed.
         """
         arguments: dict[str, Any] = {}
-        # `refused` contains the kinds of media that the processor does not accept. If it does not
-        # accept images, it has no argument `images`.
+        # `refused` contains the kinds of media that the processor does not accept. If "images" is
+        # one of these kinds, the processor has no argument `images`.
         if "images" not in self.refused:
             arguments["images"] = read_images(media, self.limits) or None
         videos = [item for item in media if isinstance(item, FoundVideo)]
@@ -364,7 +364,7 @@ def _takes_token_types(config: PretrainedConfig) -> bool:
 
 
 def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers
-    """Return the chat template of a processor, or else the chat template of its tokenizer."""
+    """Return a processor's chat template. If there is none, return its tokenizer's template."""
     template = getattr(processor, "chat_template", None)
     if template is None:
         template = getattr(getattr(processor, "tokenizer", None), "chat_template", None)

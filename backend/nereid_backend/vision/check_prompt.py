@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a model can compute a prompt with images, before the prompt is scheduled.
+"""Checks that a model can process a prompt with images, before the prompt is scheduled.
 
 The code of some models raises an error for unusual prompts, such as a prompt in which no token
 separates two images. If a step raises an error, all sequences of the step end. Therefore a prompt
@@ -47,8 +47,9 @@ class PromptCheck:
         if self._decoder is None:  # The model has no separate decoder, so nothing can be checked.
             return
         try:
-            # The model's own attention encodes the images. The features are cached under the digest
-            # of the images, so that the request itself need not compute them again.
+            # Encode the images with the model's own attention instead of the engine's. The features
+            # are cached under the digest of the images, so that the request does not compute them
+            # again.
             with self._attention.activated(), self._features.used_for(images.digest):
                 record_inputs(self._model, self._decoder, token_ids, images)
         except UnfitError:

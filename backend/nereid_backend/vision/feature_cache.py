@@ -66,7 +66,7 @@ class FeatureCache:
         self._replace_methods(model)
 
     def _replace_methods(self, model: Module) -> None:
-        """Replace each method of the model that computes features by a method with a cache."""
+        """Replace each model method that computes features by a version that uses the cache."""
         replaced: set[str] = set()
         for module in model.modules():
             for name in _METHODS:

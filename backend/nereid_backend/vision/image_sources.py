@@ -252,8 +252,8 @@ def _read_in_folder(path: str, folder: str, max_bytes: int) -> bytes | None:
     except (OSError, ValueError):  # ValueError: the path contains a null character
         return None
     try:
-        # `opened` is the path of the open file, without symbolic links. The check and the read use
-        # the same open file. Therefore a client cannot replace the file between the two.
+        # `opened` is the real path of the open file, without symbolic links. The check of the path
+        # and the read use the same open file, so a client cannot replace the file after the check.
         opened = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
         is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
         if not is_file or not opened.is_relative_to(Path(folder).resolve()):

@@ -36,8 +36,8 @@ _MAX_CHILD_BYTES = 768 * 2**20
 # A child process that has answered `_MAX_REQUESTS` requests is replaced. Otherwise, memory that the
 # child process does not free could add up.
 _MAX_REQUESTS = 100
-# The largest number of characters of a data URL that are searched for the beginning of the base64
-# text, such as "data:image/png;base64,".
+# The prefix of a data URL, such as "data:image/png;base64,", is recognised only if the prefix has
+# at most this number of characters.
 _MAX_URL_PREFIX = 100
 # An answer that contains prepared images begins with these bytes. The answer is a list of three
 # values, which is packed with msgpack. The first value is the text "done".
@@ -108,7 +108,8 @@ class ChildProcesses:
         try:
             return self._send_to(self._child, request)
         except (EOFError, OSError):
-            # A new child process has ended, too, so the request itself is the cause.
+            # Even a new child process has ended without an answer, so the request itself is the
+            # cause.
             self.close()
             return _refusal(
                 "the images or the audio need too much memory, or their decoder has crashed. Send "
@@ -203,8 +204,8 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
         # The parent process has closed the connection.
         return
     except MemoryError:
-        # There may be too little memory to send an error message. If the child process ends without
-        # an answer, the parent process refuses the images.
+        # There may not be enough memory left to build an error message, so this process ends
+        # without an answer. The parent process then retries or refuses the request.
         return
     finally:
         os._exit(0)
@@ -229,7 +230,7 @@ def _answer(prepare: Prepare, connection: Connection) -> Message:
     except BaseException as error:  # noqa: BLE001 - the client must learn the reason
         is_refused = isinstance(error, RequestError)
         reason = str(error) if is_refused else f"{type(error).__name__}: {error}"
-        # `_refusal` adds the prefix "messages: " to every reason.
+        # `_refusal` adds the prefix "messages: ", so remove the prefix if `reason` already has it.
         return _refusal(reason.removeprefix("messages: "))
 
 
@@ -276,7 +277,7 @@ def _load(folder: Path) -> Prepare:
         field = f"image {number}"
         match = IMAGE_DATA_URL.match(content[:_MAX_URL_PREFIX].decode("ascii", "replace"))
         if match is not None:
-            # Use a memoryview of `content`, because decoding `content` to a text would make a copy.
+            # Use a memoryview, because decoding `content` to a text would copy all its bytes.
             base64_text = memoryview(content)[match.end() :]
             return FoundImage(field, decode_base64(base64_text, field, processor.limits))
         if content[:5].lower() == b"data:" or b"://" in content[:20]:

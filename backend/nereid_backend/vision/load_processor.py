@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the processor of a checkpoint. A missing package for videos is no error."""
+"""Loads the processor of a checkpoint. If the package for videos is missing, videos are refused."""
 
 import inspect
 import json
@@ -22,7 +22,7 @@ from nereid_backend.errors import ModelError, first_line
 from nereid_backend.vision.torchvision_operators import declare_operators
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
-# Maps a component of a processor to the class of transformers that loads the component.
+# Maps the name of a processor's component to the transformers class that loads the component.
 _AUTO_CLASSES = {
     "tokenizer": AutoTokenizer,
     "feature_extractor": AutoFeatureExtractor,
@@ -190,8 +190,8 @@ def _class_accepting_no_video(processor_class: type[ProcessorMixin]) -> Any:  # 
 
     changed_methods = {
         "check_argument_for_proper_class": check_argument,
-        # transformers logs the `repr` of a new processor, and this `repr` contains JSON. A
-        # `_NoVideo` cannot be converted to JSON.
+        # transformers logs the `repr` of a new processor. The original `repr` converts the
+        # processor to JSON, which fails for a `_NoVideo`.
         "__repr__": object.__repr__,
     }
     return type(processor_class.__name__, (processor_class,), changed_methods)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds images to the method `packed`, which computes the tokens of several sequences in one run."""
+"""Supports images in the method `packed`, which computes several sequences in one model run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,7 +160,7 @@ class PackedImages:
     def _new_arguments(
         self, batch: StepBatch, chunks: list[_ImageChunk], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the decoder's arguments that are replaced because some sequences have images.
+        """Return new values for the decoder's arguments in a step that includes images.
 
         Args:
             batch: the inputs of the step.
@@ -204,7 +204,7 @@ def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
 
 
 def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> dict[str, Any]:
-    """Return the arguments with which the decoder adds image features in its first layers.
+    """Return the arguments that let the decoder add image features in its first layers.
 
     This technique is called DeepStack. Return an empty dict if no prompt has such features.
     Otherwise, the arguments are the mask of the image tokens, [1, num_tokens] bool, and a list with

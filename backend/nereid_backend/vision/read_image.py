@@ -18,8 +18,8 @@ from nereid_backend.errors import ModelError, RequestError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# The formats that are decoded. Pillow has decoders for other formats, but they are rarely used and
-# little tested.
+# The image formats that are decoded. Pillow could decode further formats, but its decoders for
+# those formats are rarely used and little tested.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 IMAGE_DATA_URL = re.compile(r"data:image/[A-Za-z0-9.+-]*;base64,", re.IGNORECASE)
 
@@ -90,8 +90,8 @@ def decode_base64(text: str | bytes | memoryview, field: str, limits: ImageLimit
     # Four characters of base64 contain three bytes. Check the size before decoding, so that a huge
     # text needs no further memory.
     num_bytes = len(text) * 3 // 4
-    # base64 text can end with one or two padding characters (`=`), for which `num_bytes` counts one
-    # or two bytes too many.
+    # base64 text can end with one or two padding characters (`=`). `num_bytes` is then one or two
+    # bytes too large.
     if num_bytes > limits.max_bytes + 2:
         raise RequestError(
             f"{field}: the file has about {num_bytes} bytes, but the limit is "
@@ -174,8 +174,8 @@ def _decode_pixels(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of 
             return decoded
     image.load()
     if image.format == "WEBP":
-        # Pillow's decoder of an animation keeps two more images of the same size in memory. The
-        # decoder is no longer needed.
+        # Pillow's WebP decoder keeps two more images of the same size in memory. The image is
+        # already decoded, so remove the decoder.
         image._decoder = None
     return image
 

@@ -98,7 +98,8 @@ def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
     """
     if rate == new_rate:
         return samples
-    # The process that reads requests does not resample audio, and starts faster without torch.
+    # torch is imported here, because the process that reads requests does not resample audio and
+    # starts faster without torch.
     import torch
 
     # The Fourier transform treats the audio as periodic, and would mix its end with its start.

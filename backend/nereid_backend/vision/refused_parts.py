@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses certain types of content parts, and tells the client an alternative."""
+"""Refuses certain types of content parts, and suggests an alternative to the client."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,8 @@ _REASONS = {
     **dict.fromkeys(("file", "input_file", "file_url", "document"), _FILE),
     **dict.fromkeys(("image_embeds", "video_embeds", "audio_embeds"), _EMBEDS),
 }
-# Maps a kind of media to the alternative for clients whose model does not accept the kind.
+# Maps each kind of media to a suggestion. Clients get the suggestion if the model does not accept
+# this kind of media.
 _REMEDIES = {
     "images": "Send text only.",
     "videos": "Send some frames of the video as image parts.",

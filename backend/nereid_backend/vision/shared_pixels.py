@@ -155,8 +155,8 @@ def share_pixels(max_pixels: int) -> None:
         max_pixels: the number of pixels of the largest image whose memory is shared.
     """
     try:
-        # The imported modules get the type `Any`, because the functions that are replaced below
-        # have no type annotations.
+        # The modules have the type `Any`, because the code below replaces functions that have no
+        # type annotations.
         pillow: Any = import_module("PIL.Image")
         backends: Any = import_module("transformers.image_processing_backends")
         transforms: Any = import_module("transformers.image_transforms")
@@ -175,8 +175,9 @@ def share_pixels(max_pixels: int) -> None:
         return convert_to_rgb(image, *args, **kwargs) if pixels is None else pixels
 
     def shared_to_pil_image(image: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        # The arguments `do_rescale` and `image_mode` can change the pixels. A positional argument
-        # could be one of these arguments.
+        # The arguments `do_rescale` and `image_mode` can change the pixels. Any positional argument
+        # could be one of these two, so the pixels are shared only if there is no positional
+        # argument.
         changes_pixels = args or kwargs.get("do_rescale") or kwargs.get("image_mode")
         if isinstance(image, np.ndarray) and not changes_pixels:
             found = shared_image(image)

@@ -144,9 +144,10 @@ class SplitPath:
                 chunk_plan = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.used_for(images.digest):
                     logits_of_chunks.append(self._images.forward(chunk_plan))
-        # A call of `forward` for a chunk without logits returns a tensor with 0 rows. Leave out
-        # these tensors, because they can have more columns than the other tensors, and could then
-        # not be concatenated. The reason is that some models have more embeddings than logits.
+        # For a chunk without logits, `forward` returns a tensor with 0 rows. Leave out these
+        # tensors, because some models have more embeddings than logits, so the tensors could have
+        # more columns than the others. Tensors with different numbers of columns cannot be
+        # concatenated.
         nonempty = [logits for logits in logits_of_chunks if len(logits)]
         return torch.cat(nonempty) if nonempty else logits_of_chunks[0]
 
@@ -157,7 +158,7 @@ class SplitPath:
 
 
 def _plan_of_sequences(plan: StepPlan, has_images: list[bool], *, with_images: bool) -> StepPlan:
-    """Return a copy of `plan` that contains only the sequences with images, or only the others.
+    """Return a part of `plan`: either the sequences with images, or the sequences without images.
 
     Args:
         plan: the plan of a step. Each chunk in `plan.chunks` belongs to one sequence.
@@ -178,7 +179,7 @@ def _plan_of_sequences(plan: StepPlan, has_images: list[bool], *, with_images: b
 def _snapshots_without_images(
     snapshots: SnapshotPlan | None, has_images: list[bool]
 ) -> SnapshotPlan | None:
-    """Return the snapshots for a plan that contains only the sequences without images.
+    """Return the part of `snapshots` that belongs to sequences without images.
 
     `snapshots` refers to chunks by their index in the plan, and these indices change when the
     chunks with images are removed. Example: with has_images [True, False], the index 1 becomes 0.

@@ -10,8 +10,8 @@ operators.
 from importlib.util import find_spec
 from typing import Any
 
-# The two operators to which `import torchvision` adds a second implementation. They have equal
-# argument types and equal return types.
+# The two operators to which `import torchvision` adds a second implementation. Both operators have
+# the signature `_SIGNATURE`.
 _OPERATORS = ("nms", "qnms")
 _SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 # torch removes the declared operators when the Library object is deleted, so the object is kept in
@@ -28,7 +28,7 @@ def declare_operators() -> None:
     """
     if _libraries or find_spec("torchvision") is None:
         return
-    # The import of torch is slow. It is not needed if torchvision is not installed.
+    # Import torch only if torchvision is installed, because the import is slow.
     import torch
 
     if torch.version.cuda is not None:
@@ -37,7 +37,7 @@ def declare_operators() -> None:
     # `Any`.
     library_class: Any = torch.library.Library
     # torchvision itself creates the namespace `torchvision`. A library of the type FRAGMENT adds
-    # operators to such a namespace.
+    # operators to a namespace that another library creates.
     library = library_class("torchvision", "FRAGMENT")
     for name in _OPERATORS:
         if not hasattr(torch.ops.torchvision, name):

@@ -1,4 +1,4 @@
-"""Describes the output of models that write messages or blocks. For gpt-oss, see gpt_oss.py.
+"""Describes models whose output is a sequence of messages or blocks. For gpt-oss, see gpt_oss.py.
 
 A marker at the start of each message or block defines whether the text is reasoning, content or a
 tool call.
@@ -30,8 +30,8 @@ _MUSE_MESSAGES = Messages(
     routes=(
         Route(Stage.REASONING, " to=self"),
         Route(Stage.CONTENT, " to=user", has_calls=False),
-        # A recipient other than `self` and `user` is a tool. The text of the message contains the
-        # tool call.
+        # If the recipient of a message is neither `self` nor `user`, the recipient is a tool, and
+        # the text of the message contains the tool call.
         Route(Stage.CONTENT, " to={word}", written=" to=functions"),
         Route(Stage.CONTENT, "{rest}", written=" to=user"),
     ),

@@ -35,8 +35,8 @@ _MESSAGES = Messages(
         Route(Stage.CALLS, "<|channel|>{word} to={name}{rest}"),
         Route(Stage.CALLS, " to={name}{rest}"),
         Route(Stage.REASONING, "<|channel|>analysis{rest}", written="<|channel|>analysis"),
-        # A message to a recipient that no pattern above matches is not for the user. The text of
-        # such a message is treated as reasoning.
+        # If none of the routes above matches the recipient of a message, the message is not for the
+        # user. The text of such a message is treated as reasoning.
         Route(Stage.REASONING, "<|channel|>{word} to={word}{rest}"),
         Route(Stage.REASONING, " to={word}{rest}"),
         Route(Stage.CONTENT, "<|channel|>final{rest}", written="<|channel|>final"),

@@ -1,4 +1,4 @@
-"""Describes the output of Qwen models, and of other models that write tool calls like Qwen3-Coder.
+"""Describes the output of Qwen models, and of models that write tool calls as Qwen3-Coder does.
 
 The tool calls of the other Qwen models are declared in hermes.py.
 """

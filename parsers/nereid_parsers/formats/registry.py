@@ -1,4 +1,4 @@
-"""Finds a chat format by its name. The names are those of the parsers in vLLM and SGLang.
+"""Finds a chat format by its name. The names match the parser names of vLLM and SGLang.
 
 In a name, `-`, `.` and `_` are equivalent. Each module of this folder declares the formats of some
 model families in a dict REASONING, in a dict TOOLS, or in both dicts.
@@ -128,8 +128,8 @@ def get_format(
         reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
         tool_entry = _find_tools(tools) if tools is not None else None
     if reasoning_entry is None and tool_entry is not None:
-        # No separate description of the reasoning was found. The description in
-        # `tool_entry.reasoning` is used instead, and may be None.
+        # If there is no separate description of the reasoning, use `tool_entry.reasoning`, which
+        # may be None.
         reasoning_entry = tool_entry.reasoning
     return _combine(normalize(format_name), reasoning_entry, tool_entry, policy)
 
@@ -220,7 +220,7 @@ class ListedName:
 
 
 def listing() -> list[ListedName]:
-    """Return the sorted names of all reasoning formats, then those of all tool call formats."""
+    """Return all reasoning formats and then all tool call formats, both sorted by name."""
     reasoning = [
         ListedName(name, "reasoning", _aliases_of(name, REASONING_ALIASES), entry.source)
         for name, entry in sorted(REASONING.items())
@@ -296,7 +296,8 @@ def _layout(
     tool_part = tools.part if tools is not None else None
     reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        # A different description of the tool calls cannot be combined with whole messages.
+        # The declaration of whole messages also describes the tool calls, so it cannot be combined
+        # with another description of tool calls.
         if tool_part is not None and tool_part != reasoning_part:
             raise _not_combinable(label, reasoning_name)
         return reasoning_part

@@ -14,7 +14,7 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# An event contains this message if the text deviates from the model's usual syntax.
+# The `reason` in a content event if no tool call follows a marker such as `<tool_calls>`.
 _EMPTY_SECTION = "the tool section contains no call"
 
 
@@ -31,7 +31,7 @@ class BetweenCallsReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, writer: CallWriter) -> None:
-        """Create a reader for the text between two tool calls, such as `, ` or `</tool_calls>`.
+        """Create a reader for the text after a tool call, such as `, ` or `</tool_calls>`.
 
         Args:
             context: The format, the text and the writers, which all readers share.
@@ -63,7 +63,8 @@ class BetweenCallsReader:
         self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
             return None
-        # Each match is a position, or a negative number: NEED_MORE or NO_MATCH.
+        # The result of each match is a position, or one of the negative constants NEED_MORE and
+        # NO_MATCH.
         close_end = self._match_section_close()
         if close_end >= 0:
             return self._end_section(buffer.text[buffer.pos : close_end])
@@ -76,7 +77,7 @@ class BetweenCallsReader:
         return self._expect_call_or_content()
 
     def _match_section_close(self) -> int:
-        """Test whether the unread text starts with the marker after all calls, such as `</calls>`.
+        """Test whether the unread text starts with the closing marker of all calls (`</calls>`).
 
         Return the position after the marker, NEED_MORE or NO_MATCH.
         """
@@ -85,7 +86,7 @@ class BetweenCallsReader:
         return self._section.match_close(self._buffer, is_empty=self._is_section_empty())
 
     def _is_section_empty(self) -> bool:
-        """Return whether the part of the message for tool calls contains no tool call yet.
+        """Return whether no tool call has been read since a marker such as `<tool_calls>`.
 
         The opening marker of a section is pending text until the first tool call of the section
         starts. Between two tool calls, no other text is pending.
@@ -130,7 +131,7 @@ class BetweenCallsReader:
         return State.CONTENT
 
     def _end_empty_section(self, close: str) -> State:
-        """Read the marker `close` after an opening marker without any tool call between them.
+        """Read the marker `close` of a section without tool calls, such as `<calls></calls>`.
 
         The opening marker is pending text, and `close` is unread. Both are treated alike:
 

@@ -112,7 +112,7 @@ class CallSection:
         self._separator = tools.separator.strip() if tools is not None else ""
 
     def match_close(self, buffer: TextBuffer, *, is_empty: bool) -> int:
-        """Test whether the unread text starts with the marker after all calls, such as `</calls>`.
+        """Test whether the unread text starts with the closing marker of all calls (`</calls>`).
 
         Examples for the marker `</calls>`: the unread text `</calls>Hi` gives the position of `Hi`,
         `</ca` gives NEED_MORE, and `Hi` gives NO_MATCH.
@@ -124,8 +124,8 @@ class CallSection:
         Returns:
             The position after the marker, NEED_MORE or NO_MATCH.
         """
-        # If the message ends with `<calls></ca`, the caller handles these two texts together. The
-        # incomplete marker is therefore not matched alone.
+        # If the message ends with `<calls></ca`, the incomplete closing marker is not matched here,
+        # because the caller handles `<calls>` and `</ca` together.
         accepts_incomplete = not (is_empty and buffer.is_final)
         for close in self.closes:  # The spellings of the marker.
             end = match_marker(close, buffer.text, buffer.pos)

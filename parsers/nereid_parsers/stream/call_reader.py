@@ -16,7 +16,8 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup,
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# Events contain these messages if the text deviates from the model's usual syntax.
+# The `reason` attribute of an event contains one of these texts if the text of the model deviates
+# from its usual syntax.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _MISSING_MARKER = "the opening marker of the tool call is missing"
@@ -71,7 +72,7 @@ class CallReader:
         self._starts = CallStarts(context.format.calls, writer)
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self.section = CallSection(context.format.tools)
-        # The tool call that may start next. The method `expect` replaces this first value.
+        # The tool call that may start next. The method `expect` replaces this initial value.
         self._expected = self._starts.in_section()
         # The markers, such as `</tool_call>`, that may still follow the last tool call.
         self._closing_markers: tuple[str, ...] = ()
@@ -112,7 +113,7 @@ class CallReader:
         return None if expected is None else self.expect(expected)
 
     def open_unmarked_call(self, opening: str) -> State | None:
-        """Expect a tool call without an opening marker. It starts with `opening`, such as `{`.
+        """Expect a tool call that starts with `opening`, such as `{`, instead of an opening marker.
 
         Return the state CALL_START. Return None if no tool call can start here, so that the caller
         writes `opening` as content.
@@ -140,7 +141,7 @@ class CallReader:
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
-        """Return whether `marker`, such as `</tool_calls>`, ends the part with all tool calls.
+        """Return whether `marker`, such as `</tool_calls>`, ends the section of all tool calls.
 
         If so, set `section.is_open` to False.
         """
@@ -180,7 +181,7 @@ class CallReader:
         Returns:
             The state in which the text after this content is read.
         """
-        # Messages about deviations from the format belong to a tool call, and there is none.
+        # The stored messages describe deviations in a tool call, but the text is not a tool call.
         self._call_writer.clear_deviations()
         # If no tool call has started, an opening marker such as `<tool_calls>` was content, too.
         if not self.has_calls():
@@ -245,7 +246,7 @@ class CallReader:
         return self._expected.is_incomplete(self._buffer, includes_unmarked=self.section.is_open)
 
     def _read_head(self, match: MatchedCall) -> State:
-        """Read the matched text before the arguments of a tool call, and create their reader.
+        """Read the matched start of a tool call, and create the reader for its arguments.
 
         Example: in `<call>f{"a": 1}`, the text `<call>f` is read, up to `match.head.end`. It is
         stored as pending text, which is removed from the output when the tool call starts.
@@ -298,7 +299,7 @@ class CallReader:
         return self.treat_as_content(_NO_CALL)
 
     def read_broken(self) -> State | None:
-        """Read the rest of the arguments up to the next marker. The arguments are not valid JSON.
+        """Read the rest of arguments that are not valid JSON, up to the next marker.
 
         Example: in `{"a": x}`, `x` is not valid. Return the next state, or None if the marker has
         not arrived. See `OpenCall.read_broken`.
@@ -372,8 +373,9 @@ class CallReader:
             The state in which the second object is read, or None if there is no second object.
         """
         call = self._call
-        # Only formats that write a tool call as a JSON object between two markers allow a second
-        # object. After the last closing marker, an object is a tool call without markers instead.
+        # A second object is possible only before the closing marker, and only in formats that write
+        # a tool call as a JSON object between two markers. An object after the last closing marker
+        # is a tool call without markers.
         is_before_closing_marker = bool(self._closing_markers)
         if not is_before_closing_marker or not call.variant.may_repeat_object:
             return None

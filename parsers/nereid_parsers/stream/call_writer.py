@@ -33,7 +33,7 @@ def generate_call_id() -> str:
 
 @dataclass(slots=True)
 class _StartedCall:
-    """The tool call that started last. It may have ended.
+    """The tool call that started last. This tool call may already have ended.
 
     Attributes:
         name: The name of the function.
@@ -95,8 +95,9 @@ class CallWriter:
         """
         # The settings of the writer. They do not change.
         self.tools = tools
-        # The policy RAW passes on arguments that are not valid JSON. The other policies repair or
-        # discard such arguments, so all arguments are stored until they are complete.
+        # With the policy RAW, arguments that are not valid JSON are returned unchanged. The other
+        # policies repair or discard such arguments, so all arguments are stored until they are
+        # complete.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._policy = policy
         self._events = events
@@ -136,7 +137,8 @@ class CallWriter:
         Returns:
             False if the text is content. The caller must then write the text as content.
         """
-        # The policy may forward, discard or not recognise a call of an unknown function.
+        # Depending on the policy, a call of an unknown function is forwarded, discarded or treated
+        # as content.
         treatment = self._treatment_of(name, is_confirmed=is_confirmed)
         if treatment is UnknownTool.CONTENT:
             return False
@@ -194,8 +196,9 @@ class CallWriter:
         if self.stores_arguments:
             call.stored_arguments.append(text)
         elif not call.is_discarded:
-            # A superfluous object may enclose the arguments, as in `{"arguments": {"a": 1}}`. The
-            # filter stores the text while this is possible, and then returns "".
+            # The filter removes a superfluous object around the arguments, as in `{"arguments":
+            # {"a": 1}}`. As long as the text may start with such an object, the filter stores the
+            # text and returns "".
             wrapper_filter = call.wrapper_filter
             ready_text = text if wrapper_filter.is_passing else wrapper_filter.add(text)
             self._append_arguments(ready_text)
@@ -324,7 +327,7 @@ class CallWriter:
         return found_marker + after
 
     def restart_numbering(self, events: list[Event]) -> list[Event]:
-        """Restart the numbers of tool calls at 0, because the prompt has ended.
+        """Number the tool calls from 0 again, because the prompt has ended.
 
         A prompt may end with the start of the message that the model continues. The client receives
         no tool call that has ended in the prompt. Example: if the prompt ends with a call of `f`

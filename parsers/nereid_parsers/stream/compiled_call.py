@@ -103,7 +103,7 @@ class CompiledCall:
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
     def body_start_mismatch(self, text: str, head_end: int, is_final: bool) -> Mismatch | None:
-        """Return why the arguments of a tool call cannot start at `head_end`; None if they can.
+        """Return None if arguments can start at `head_end`, otherwise NEED_MORE or NO_MATCH.
 
         The first characters of the text decide. Examples for tool calls in a JSON array: `[{` gives
         None, `[` gives NEED_MORE, because `{` may follow, and `[1` gives NO_MATCH.
@@ -182,8 +182,8 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
         `<call>`    the opening marker of the next tool call
     """
     close_parts = marker_parts(call.close)
-    # The other tags, such as `</function>`, are omitted, because invalid arguments may contain
-    # these texts.
+    # The other tags of the closing marker, such as `</function>`, are omitted, because invalid
+    # arguments may contain these tags.
     last_close_part = close_parts[-1] if close_parts else ""
     markers = (last_close_part, *section.closes, call.open.strip())
     return tuple(marker for marker in markers if marker)
@@ -262,7 +262,7 @@ def _compile_body_start(call: Call) -> _BodyStart:
 
 
 def _first_chars(call: Call) -> tuple[str, ...]:
-    """Return the regexes of the first visible characters of a tool call's body, at most two.
+    """Return at most two regexes, which match the first visible characters of a tool call's body.
 
     The body is the text after the header. Examples:
 

@@ -22,7 +22,7 @@ _MIN_HEAD_MARKER_CHARS = 8
 
 @dataclass(frozen=True, slots=True)
 class CompiledCalls:
-    """The compiled ways to write a tool call. Those that start with the same text form a group.
+    """The compiled ways to write a tool call, grouped by the text with which they start.
 
     A variant is one of several ways in which the model may write a tool call. The parser searches
     for the first text of each variant, and then tries the variants that start with this text.
@@ -66,7 +66,7 @@ class CompiledCalls:
 
 
 def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
-    """Compile all ways in which a model may write a tool call, the "variants".
+    """Compile the "variants" of a tool call: all ways in which a model may write a tool call.
 
     The parser searches for the first text of each variant. Therefore, the variants are grouped by
     this text:
@@ -91,7 +91,8 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     return CompiledCalls(
         all=tuple(variants),
         by_trigger=by_trigger,
-        # If a text is a declared marker and the start of a header, the text is the marker.
+        # If a text is both a declared marker and the start of a header, the text is treated as the
+        # marker.
         by_head={text: group for text, group in by_head.items() if text not in by_trigger},
         unmarked=tuple(unmarked),
         section_opens=tools.opens,
@@ -100,7 +101,7 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
 
 
 def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
-    """Return the ways to write a tool call that may follow content directly.
+    """Return the variants of a tool call that can directly follow content.
 
     A "section" is the text between the markers around all tool calls. If the format declares a
     section, as in `<calls><call>..</call></calls>`, a model may omit `<calls>`, and start with the
@@ -128,7 +129,7 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return the declared ways to write a tool call, and the other JSON form of each way.
+    """Return `calls`, and for each call in JSON a variant with the other form: array or object.
 
     A model sometimes writes an array, `[{"name": "f", ..}]`, although the format declares an
     object, `{"name": "f", ..}`, or the reverse. Example: if an object is declared, the result
@@ -155,7 +156,7 @@ def _does_head_identify_call(call: Call) -> bool:
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Group the ways to write a tool call by the fixed text with which they start, the "trigger".
+    """Group the ways to write a tool call by their "trigger", the text with which they start.
 
     The trigger is the opening marker, such as `<call>`, or the start of the header, such as
     `<function=`. Example: two variants with the marker `<call>` give

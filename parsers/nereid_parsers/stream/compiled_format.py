@@ -46,12 +46,12 @@ class CompiledFormat:
 
     @property
     def reasoning(self) -> Reasoning | None:
-        """How the model encloses reasoning, for example in `<think>` and `</think>`, or None."""
+        """The declaration of the markers around reasoning, or None if there are no such markers."""
         return self.layout.reasoning if isinstance(self.layout, Sections) else None
 
     @property
     def tools(self) -> ToolSection | None:
-        """How the model writes tool calls. None if the model writes no tool calls."""
+        """The declaration of tool calls that are not whole messages, or None if there are none."""
         return self.layout.tools
 
     @property
@@ -77,7 +77,8 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """
     ends = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)  # Such as `<|end|>`.
     starts = marker_kinds((layout.start,), MarkerKind.START_MESSAGE)  # `<|start|>assistant`
-    # Reasoning is a message of its own, so only the markers of messages have a meaning inside it.
+    # In this layout, reasoning is a separate message, so inside reasoning only the markers of
+    # messages have a meaning.
     message_kinds = ends | starts
     calls = compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
@@ -97,7 +98,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
 
 
 def _compile_message_call(layout: Messages) -> CompiledCall:
-    """Compile the description of a tool call that is a whole message, with the name in its header.
+    """Compile the description of a message that is a tool call and has the name in its header.
 
     The header of such a message contains the function's name. `CompiledCall` requires a tool
     section, because arguments that are not valid JSON end at the closing markers of the section.
@@ -127,9 +128,10 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # If two dicts contain the same marker, the dict on the right decides. Example: a marker that
-    # both opens and closes the reasoning opens it in content, and closes it in reasoning.
-    # Even if the rest of the message is content, the parser removes the outer markers.
+    # If several of these dicts contain the same marker, the last of them in the expression decides
+    # its meaning. Example: if one marker both opens and closes the reasoning, it means "open" in
+    # `content_kinds` and "close" in `reasoning_kinds`. The parser removes the outer markers even if
+    # the rest of the message is content.
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
@@ -155,8 +157,9 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
         return []
     declared_markers = list(reasoning.interrupted_by)
     if _shares_closing_marker(reasoning, calls):
-        # One marker, such as `<|end|>`, closes reasoning and tool calls. After `<think>Hm<call>..`,
-        # the marker would not show whether the tool call or the reasoning ends.
+        # One marker, such as `<|end|>`, closes both reasoning and tool calls. After
+        # `<think>Hm<call>..`, this marker would not show whether the tool call or the reasoning
+        # ends.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]

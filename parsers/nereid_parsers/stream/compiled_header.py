@@ -1,4 +1,4 @@
-"""Compiles patterns of message headers such as `<|channel|>final<|message|>`, and matches them."""
+"""Compiles and matches the patterns of message headers such as `<|channel|>final<|message|>`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class CompiledHeader:
             self._header_pattern = compile_pattern(route.header + layout.header_end)
             self._final_whitespace = ""
         else:  # Such as the line break in `>>>all\nHello`.
-            # A pattern would accept any white space. Therefore `match` compares this white space.
+            # A pattern accepts any white space, but a header must end with exactly this white
+            # space. Therefore `match` compares the white space separately.
             self._header_pattern = compile_pattern(route.header)
             self._final_whitespace = layout.header_end
 
@@ -70,7 +71,7 @@ class CompiledHeader:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        # White space before a header is skipped, unless headers must end with white space.
+        # If a header need not end with white space, white space before the header is skipped.
         if not self._final_whitespace:
             pos = skip_whitespace(text, pos)
         match = self._header_pattern.match(text, pos, is_final)
@@ -88,7 +89,7 @@ class CompiledHeader:
         return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 
     def _final_whitespace_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        r"""Return None if the white space after the header, such as a line break, is at `pos`.
+        r"""Return None if the white space that must follow the header is at `pos`.
 
         Otherwise return NEED_MORE if more text may complete this white space, or NO_MATCH. Example:
         if the header `>>>all\n` must end with a line break, a space after `>>>all` gives NO_MATCH.

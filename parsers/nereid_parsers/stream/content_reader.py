@@ -46,9 +46,10 @@ class ContentReader:
         self._call_reader = calls
         self._header_reader = headers
         self._calls_first = context.calls_first  # Whether no tool call may follow content.
-        # For each kind of marker, a method that reads the marker and returns the next state. It
-        # returns None if the marker has no meaning at the current position, and is content there.
-        # Example: `<tool_call>` has the kind OPEN_CALL, so `open_call("<tool_call>")` is called.
+        # Maps each kind of marker to a method that reads the marker and returns the next state. The
+        # method returns None if the marker has no meaning at the current position and is therefore
+        # content. Example: `<tool_call>` has the kind OPEN_CALL, so `open_call("<tool_call>")` is
+        # called.
         self._marker_handlers: dict[MarkerKind, Callable[[str], State | None]] = {
             MarkerKind.START_MESSAGE: headers.start,
             MarkerKind.OPEN_REASONING: reasoning.open_in_content,
@@ -113,7 +114,7 @@ class ContentReader:
         return State.CONTENT_ONLY if self._calls_first else State.CONTENT
 
     def read_content_only(self) -> State | None:
-        """Read text after which no tool call and no reasoning may follow (state CONTENT_ONLY).
+        """Read content that no tool call and no reasoning can follow (state CONTENT_ONLY).
 
         Markers of tool calls and of reasoning are then content. Only markers around the content or
         the message are removed. Example: from `Hi <tool_call><|im_end|>`, the text
@@ -132,7 +133,7 @@ class ContentReader:
         return State.CONTENT_ONLY
 
     def read_plain_message(self) -> State | None:
-        """Read the content of a message that cannot contain tool calls, up to its end.
+        """Read the content of a message without tool calls, up to the end of the message.
 
         Markers of tool calls have no meaning in this message, so they are written as content.
         Example: from `Write <tool_call>.<|end|>`, the text `Write <tool_call>.` is written as
@@ -153,7 +154,7 @@ class ContentReader:
         return self._header_reader.start(marker) if starts_next_message else self._remove(marker)
 
     def drop_incomplete_marker(self, state: State) -> None:
-        """Remove the unread text if the message ends inside a marker of several tags.
+        """If the message ends inside a marker that has several tags, remove the incomplete marker.
 
         Examples for the marker `<|message|><|text|>`: the text `<|message|><|te` is removed,
         because it contains the complete first tag. The text `<|mess` stays unread and becomes

@@ -63,7 +63,8 @@ class ExpectedCall:
             match = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if match == NEED_MORE:
                 return NEED_MORE
-            # Without the declared marker, only the name of an offered function shows a tool call.
+            # If the declared marker is missing, the text is a tool call only if it names an offered
+            # function.
             if isinstance(match, Head) and _accepts_name(variant, match.name, tools):
                 return MatchedCall(variant, match, self.is_confirmed)
         return NO_MATCH
@@ -119,7 +120,7 @@ class CallStarts:
         self._call_writer = writer
 
     def in_section(self) -> ExpectedCall:
-        """Return all ways to write a tool call. Any may follow a marker such as `<tool_calls>`.
+        """Return the tool call that may follow a marker such as `<tool_calls>`, in any variant.
 
         A tool section is the text between the markers that enclose all tool calls of a message.
         """
@@ -167,7 +168,7 @@ class CallStarts:
         # request offers tools, and if the format allows tool calls after content.
         if not is_output_start and not self._allows_unmarked_later():
             return None
-        # Only the name of an offered function will show that the text is a tool call.
+        # The text is a tool call only if it names a function that the request offers.
         return ExpectedCall(self._calls.unmarked, opening, is_confirmed=False)
 
     def _allows_unmarked_later(self) -> bool:
@@ -191,5 +192,5 @@ class CallStarts:
         if not may_be_call:
             return None
         first_char = buffer.text[buffer.pos]
-        # Only the name of an offered function will show that the text is a tool call.
+        # The text is a tool call only if it names a function that the request offers.
         return ExpectedCall(variants, first_char, is_confirmed=False)

@@ -10,7 +10,7 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# An event contains this message if the text deviates from the model's usual syntax.
+# The `reason` in a content event if no header follows the start marker of a message.
 _NO_HEADER = "no header follows the marker"
 
 
@@ -93,7 +93,7 @@ class HeaderReader:
         return self._call_reader.treat_as_content(_NO_HEADER)
 
     def _drop_incomplete_header(self) -> State:
-        """Remove an incomplete message header at the end of the output, and its start marker.
+        """At the end of the output, remove an incomplete message header and the marker before it.
 
         Return the next state. Example: of `<|start|>assistant<|channel|>fin`, the marker
         `<|start|>assistant` is the pending text, and `<|channel|>fin` is unread. Both are removed.

@@ -24,7 +24,7 @@ def marker_prefix_regex(marker: str) -> str:
 
 
 def spaced_marker_regex(marker: str) -> str:
-    r"""Return a regex that matches `marker`, also with white space before and after its tags.
+    r"""Return a regex that matches `marker` with optional white space between its tags and words.
 
     Example: the regex of `<|close|>call<|sep|>` also matches `<|close|> call\n<|sep|>`.
     """
@@ -74,10 +74,11 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         longer_markers = [
             longer for longer in longest_first if longer != marker and longer.startswith(marker)
         ]
-        # An incomplete longer marker is tried before the complete marker with which it starts.
+        # If longer markers start with this marker, their incomplete forms are tried before this
+        # marker.
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
-    # The other incomplete markers are tried last. A marker of one character has none.
+    # All other incomplete markers are tried last. A marker of one character cannot be incomplete.
     regexes += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
     return regexes
 
@@ -114,7 +115,8 @@ class Lexer:
     def __init__(self, markers: Iterable[str]) -> None:
         """Create a lexer that finds markers such as `<think>`. Empty markers are ignored."""
         self._markers = frozenset(marker for marker in markers if marker)
-        # A regex finds the first alternative that matches, so long markers must come first.
+        # A regex uses the first alternative that matches, so longer markers must precede shorter
+        # markers.
         longest_first = sorted(sorted(self._markers), key=len, reverse=True)
         # Finds only complete markers. This function is used if no more text follows.
         exact_regexes = [re.escape(marker) for marker in longest_first]

@@ -142,7 +142,8 @@ class Machine:
         if start_point.stage is None:
             self._enter(State.HEADER)
         elif start_point.prefill:
-            # Parsing the prefill changes the state. Example: `<think>` gives REASONING.
+            # The prefill is the start of the answer in the prompt. Parsing the prefill changes the
+            # state, for example to REASONING if the prefill is `<think>`.
             prefill_events = self.feed(start_point.prefill)
             self._forget_prompt(prefill_events)
         elif not start_point.is_prompt_known and self._unclassified_reader.is_needed():
@@ -154,7 +155,7 @@ class Machine:
             self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Discard the events of a prompt that ends with the start of the message, as in `<think>`.
+        """Discard the events for the part of the message in the prompt, such as `<think>`.
 
         The client receives only text that the model generates, with two exceptions: the start of a
         tool call that the output continues, and the marker `<think>` if reasoning is content.
@@ -174,7 +175,7 @@ class Machine:
         self._events += open_call_events
 
     def set_trace(self, trace: Trace | None) -> None:
-        """Set the function that receives each piece of later text and its classification."""
+        """From now on, pass each piece of text and its classification to the function `trace`."""
         self._text_writer.set_trace(trace)
 
     def feed(self, text: str) -> list[Event]:
@@ -229,7 +230,7 @@ class Machine:
             self._enter(self._unclassified_reader.finish())
 
     def _drop_incomplete_marker(self) -> None:
-        """If the message ends inside a marker of several tags, remove the incomplete marker.
+        """If the message ends inside a marker that has several tags, remove the incomplete marker.
 
         Example: `<|message|><|te` is the beginning of the marker `<|message|><|text|>`.
         """
@@ -237,7 +238,7 @@ class Machine:
             self._content_reader.drop_incomplete_marker(self._state)
 
     def _finish_interrupted_reasoning(self) -> None:
-        """Read a tool call inside the reasoning if no marker such as `</think>` follows the call.
+        """If no marker such as `</think>` follows a tool call in the reasoning, read the tool call.
 
         In the state INTERRUPTED_REASONING, all text from the tool call on has been stored, because
         a closing marker would have shown that the text is reasoning. `finish_interrupted` puts the

@@ -38,7 +38,7 @@ class MarkerKind(Enum):
 
 
 def marker_kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
-    """Return a dict whose keys are all spellings of all `markers`. Each value is `kind`.
+    """Return a dict that maps each spelling of each marker to `kind`.
 
     The spellings of a marker differ in their white space, see `marker_spellings`. White space
     around a marker is removed. Example: for the marker `<a>b` and the kind END, the result contains

@@ -12,7 +12,7 @@ from nereid_parsers.stream.text_writer import TextWriter
 
 
 class Outcome(Enum):
-    """The result of reading the arguments of a tool call, or a list of tool calls.
+    """The result of reading the arguments of one tool call, or of reading a list of tool calls.
 
     ENDED    The tool call has ended. Closing markers may follow.
     BROKEN   The arguments are not valid JSON. `OpenCall.read_broken` reads the rest of them.
@@ -61,7 +61,7 @@ class OpenCall:
         buffer: TextBuffer,
         text: TextWriter,
     ) -> None:
-        """Create the object that reads the arguments of one tool call, or one list of tool calls.
+        """Create an object that reads one tool call's arguments, or one list of tool calls.
 
         Args:
             match: The matched start of the tool call: its marker and its header.
@@ -130,7 +130,7 @@ class OpenCall:
         return has_body_ended or has_list_item_ended
 
     def _classify_ended_call(self, part_start: int) -> None:
-        """Classify a part that contains the end of a tool call. The part starts at `part_start`.
+        """Classify the text from `part_start` on, which contains the end of a tool call.
 
         In a list of tool calls, text may follow the end of the tool call. This text is pending text
         until it is certain that another tool call starts. Examples:
@@ -151,7 +151,7 @@ class OpenCall:
             self._text_writer.store_pending(text_after_call)
 
     def _leave_body(self) -> Outcome:
-        """Stop reading a body that is complete or not valid, and return the outcome.
+        """Stop reading the text of a tool call that is complete or not valid. Return the outcome.
 
         Examples for the body of a tool call between `<call>` and `</call>`:
 
@@ -174,7 +174,7 @@ class OpenCall:
         return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN
 
     def end_at_stored_marker(self) -> bool:
-        """End the tool call at a marker such as `</call>`, if the stored arguments contain it.
+        """If the stored arguments contain a marker such as `</call>`, end the tool call there.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
@@ -185,15 +185,15 @@ class OpenCall:
             Whether the tool call has ended. False if no stored arguments contain the marker.
         """
         closing_markers = self.variant.closing_markers
-        # A reader that is not verbatim converts the arguments to JSON. The stored arguments are
-        # then not the model's own text, so the parser cannot read them again.
+        # If `is_verbatim` is false, the reader converts the arguments to JSON. The stored text is
+        # then not the text of the model, so the parser cannot read it again.
         if not closing_markers or not self._body_reader.is_verbatim:
             return False
         first_tag = closing_markers[0]  # Such as `</f>` in `</f></call>`.
         text_from_marker = self._call_writer.cut_arguments_at(first_tag)
         if text_from_marker is None:
             return False
-        # The removed text is no longer a part of the tool call for the trace function either.
+        # The trace function must not receive the removed text as a part of the tool call.
         self._text_writer.shorten_traced_call(len(text_from_marker))
         self._buffer.push_back(text_from_marker)
         self._call_writer.end(BROKEN_ARGUMENTS)
@@ -241,7 +241,7 @@ class OpenCall:
         return is_call
 
     def _contains_complete_call(self) -> bool:
-        """Return whether the text, which has ended, contains a complete tool call.
+        """Return whether a complete tool call was found before the message ended.
 
         `BodyReader.finish` has then set the status BROKEN, unless the body is a list of tool calls
         that lacks only its closing bracket, or a tool call without arguments.

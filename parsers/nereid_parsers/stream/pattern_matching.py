@@ -9,15 +9,15 @@ from typing import Final, Literal, NamedTuple
 
 from nereid_parsers.pattern_syntax import PatternField, split_pattern
 
-# Matching functions return these constants instead of a position or an object if the text does not
-# match.
+# If the text does not match, matching functions return one of these constants instead of a position
+# or an object.
 NEED_MORE: Final = -1  # More text could complete the match.
 NO_MATCH: Final = -2  # No further text could complete the match.
 Mismatch = Literal[-1, -2]  # The type of the two constants.
 
 
 def as_mismatch(negative_result: int) -> Mismatch:
-    """Return `negative_result`, an `int` that is NEED_MORE or NO_MATCH, as type `Mismatch`.
+    """Convert an `int` that is NEED_MORE or NO_MATCH to the type `Mismatch`.
 
     A matching function returns an `int`: a position, NEED_MORE or NO_MATCH. A caller that has
     tested `result < 0` uses this function so that the type checker knows that the result is not a
@@ -26,8 +26,8 @@ def as_mismatch(negative_result: int) -> Mismatch:
     return NEED_MORE if negative_result == NEED_MORE else NO_MATCH
 
 
-# The maximum number of characters before the arguments of a tool call, such as `<function=f>`.
-# Longer text does not start a tool call.
+# The maximum length, in characters, of the text before the arguments of a tool call, such as
+# `<function=f>`. A longer text does not start a tool call.
 MAX_HEAD_CHARS = 2048
 
 _SUPERFLUOUS_CHARS = "}])`"
@@ -41,14 +41,15 @@ _match_whitespace = re.compile(r"\s*").match
 # these characters, they appear in the model's text.
 _RAW_SPACE = "Ġ"
 _match_whitespace_in_pattern = re.compile(r"[\sĠĊ]*").match
-# Matches white space, and the places where a model may insert white space: before and after a tag,
-# and between a word or a quote and one of the signs `.`, `:`, `=` and "`". Example: in `<a>f="x`,
-# the places are after `<a>`, after `f` and after `=`.
+# Matches white space, and the positions at which a model may insert white space. These positions
+# are before and after a tag, and where a word or a quote touches one of the signs `.`, `:`, `=` and
+# "`". Example: in `<a>f="x`, the positions are after `<a>`, after `f` and after `=`.
 _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
 _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
-# Matches the boundary between a tag and the text before or after the tag, including white space.
+# Matches the boundary between a tag and the text before or after the tag, with any white space at
+# this boundary.
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
@@ -92,7 +93,8 @@ class FieldStep:
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
-        # An incomplete name would call another function. Other fields may be incomplete.
+        # A name that is cut off could be the name of another function. The text of any other field
+        # is accepted even if it is cut off.
         may_be_cut_off = is_at_text_end and self.name == "name"
         if may_be_cut_off or not self._accepts(text[pos:end]):
             return NO_MATCH
@@ -102,7 +104,8 @@ class FieldStep:
         """Return whether `value` can be the field's text. Only the field `rest` may be empty."""
         if self.name == _OPTIONAL_FIELD:
             return True
-        # Some models number the tool calls, so a number is not the name of a function.
+        # Some models write the number of a tool call, so a number is not accepted as a function's
+        # name.
         is_call_number = self.name == "name" and value.isdigit()
         return bool(value) and not is_call_number
 
@@ -131,7 +134,7 @@ class WhitespaceStep:
     __slots__ = ()
 
     def match(self, text: str, pos: int, is_final: bool) -> int:  # noqa: ARG002 - as in other steps
-        """Skip the white space at `pos`, including `Ġ` and `Ċ`. Return the position after it."""
+        """Return the position after the white space at `pos`. `Ġ` and `Ċ` are white space, too."""
         match = _match_whitespace_in_pattern(text, pos)
         assert match is not None  # The regex also matches the empty text.
         return match.end()
@@ -230,7 +233,7 @@ def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str,
 
 
 def match_marker(marker: str, text: str, pos: int) -> int:
-    """Match a marker at `pos`, with or without white space before and after its tags.
+    """Match a marker at `pos`. White space between the tags and words of the marker is optional.
 
     Example: the marker `<|close|>call<|sep|>` also matches `<|close|> call<|sep|>`.
 
@@ -261,7 +264,7 @@ def compile_pattern(source: str) -> Pattern:
         if isinstance(part, str):
             steps += _literal_steps(part)
         else:
-            # The text of a field ends where the fixed text after the field in the pattern starts.
+            # The text of a field ends where the next literal of the pattern starts.
             next_literal = _literal_at(parts, index + 1)
             steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
     return Pattern(tuple(steps))

@@ -19,7 +19,7 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# An event contains this message if the text deviates from the model's usual syntax.
+# The `reason` in the end event of a tool call if no marker closes the reasoning before the call.
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
 
 
@@ -77,9 +77,11 @@ class ReasoningReader:
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
         # The parser state in which the reasoning is read.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
-        # What has ended the reasoning. NONE if it has not started, or has not ended.
+        # The kind of text that has ended the reasoning. NONE if the reasoning has not started, or
+        # has not ended.
         self._reasoning_end = _ReasoningEnd.NONE
-        # A tool call inside the reasoning. It is a tool call only if no closing marker follows.
+        # Text inside the reasoning that looks like a tool call. The text is a tool call only if no
+        # marker closes the reasoning later.
         self._stored_text: list[str] = []
         # Whether the rest of the message may contain a closing marker, such as `</think>`.
         self._may_be_closed = True
@@ -105,7 +107,7 @@ class ReasoningReader:
         return self._reasoning_state
 
     def repeat_opening_marker(self) -> None:
-        """Write the marker of the prompt that opens reasoning, such as `<think>`, as content."""
+        """Write the opening marker of the reasoning, for example `<think>`, as content."""
         self._text_writer.write_generated_content(self._opening_marker)
 
     def read(self) -> State | None:
@@ -232,7 +234,7 @@ class ReasoningReader:
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Test whether the unread text, which starts with `marker`, is a tool call. Read nothing.
+        """Test whether a tool call starts at `marker`, which is the next unread text. Read nothing.
 
         Examples: the marker `<call>` in `<call>{"name"` is the start of a tool call. The marker
         `<calls>` in `<calls><call>{"name"` precedes all tool calls, so a tool call must start after
@@ -344,7 +346,7 @@ class ReasoningReader:
         return self._text_writer.is_after_marker or is_special_token(marker)
 
     def close_in_content(self, marker: str) -> State | None:
-        """Remove a marker such as `</think>` outside reasoning, unless the marker is content.
+        """Remove a `</think>` that is outside the reasoning, or return None if it is content.
 
         Example: `</think>Hi` becomes `Hi`, because a model that writes no opening marker may still
         write the closing marker. In `Hi</think>`, the marker is a part of the content.
@@ -359,7 +361,7 @@ class ReasoningReader:
         return State.CONTENT
 
     def _may_close(self, marker: str) -> bool:
-        """Return whether a marker such as `</think>`, found outside reasoning, is no content.
+        """Return whether a marker such as `</think>`, found outside reasoning, must be removed.
 
         Examples for the marker `</think>`:
 

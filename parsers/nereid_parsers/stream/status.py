@@ -1,4 +1,4 @@
-"""Says whether a tool call or a single value is incomplete, complete or not valid."""
+"""Defines the status of a tool call or of a value: incomplete, complete or not valid."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Status(Enum):
-    """Whether the text of a tool call, or of a value in the call, is complete or not valid.
+    """The status of a tool call, or of a value in a tool call: incomplete, complete or not valid.
 
     MORE    The body is not complete. The reader needs more text.
     DONE    The body is complete.

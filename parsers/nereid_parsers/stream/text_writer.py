@@ -1,4 +1,4 @@
-"""Converts the text outside tool calls into events. Passes all text to a trace function."""
+"""Converts the text outside tool calls into events, and passes all text to a trace function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
 from nereid_parsers.stream.trace_writer import CONTENT, MARKUP, REASONING, Trace, TraceWriter
 
-# Matches the blank lines at the start of a text. The next line keeps its indentation.
+# Matches the blank lines at the start of a text, but not the indentation of the line after them.
 _match_blank_lines = re.compile(r"(?:\s*[\r\n])?").match
 
 
@@ -44,7 +44,7 @@ class TextWriter:
         The writer does not append the events of tool calls.
         """
         self._events = events
-        # Receives each piece of the text with its kind, such as "content". `set_trace` sets it.
+        # Receives each piece of text and its classification, such as "content". Set by `set_trace`.
         self._trace: TraceWriter | None = None
         # Which text has been written:
         self.has_content = False  # Whether the message has content other than white space.
@@ -52,17 +52,19 @@ class TextWriter:
         # The event type of the text that was written last. None if no text has been written since
         # the last marker.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
-        # The text that has been read, but not written:
+        # Three kinds of text have been read, but not written:
         # 1. Text that looks like the start of a tool call, such as `<tool_call>`. If no tool call
-        #    follows, the text is content.
+        #    follows, this text is content.
         self.pending: list[str] = []
-        # 2. White space at the end of the last text. It is removed if a marker follows.
+        # 2. White space at the end of the last text. If a marker follows, this white space is
+        #    removed.
         self._whitespace: list[str] = []
-        # 3. White space that a marker has removed after content. If more content follows the
-        #    marker, the white space is written before that content.
+        # 3. White space after content that was removed because a marker followed. If more content
+        #    follows the marker, this white space is written before that content.
         self._removed_whitespace = ""
-        # The number of characters at the start of the next text that belong to the prompt, as `<th`
-        # if the prompt ends with `<th`, and the model writes `ink>`. Events omit these characters.
+        # The number of characters at the start of the next text that belong to the prompt. Example:
+        # the prompt ends with `<th`, and the model writes `ink>`. Then the next text is `<think>`,
+        # and this number is 3. Events omit these characters.
         self._num_prompt_chars = 0
 
     @property
@@ -71,11 +73,11 @@ class TextWriter:
         return self._last_text_type is not None
 
     def set_trace(self, trace: Trace | None) -> None:
-        """From now on, call `trace` with each part of the text and its kind, such as "content"."""
+        """From now on, call `trace` with each piece of text and its classification."""
         self._trace = TraceWriter(trace) if trace is not None else None
 
     def _classify(self, classification: str, text: str) -> None:
-        """Pass `text`, without text of the prompt, to the trace function."""
+        """Pass `text` to the trace function, without the characters that belong to the prompt."""
         if self._num_prompt_chars:
             text = self._without_prompt(text)
         if self._trace is not None:
@@ -109,7 +111,8 @@ class TextWriter:
         """
         ready_text = self._exchange_whitespace(text)
         if ready_text:
-            # Blank lines between two pieces of content separate these pieces, so they are kept.
+            # If content has already been written, the blank lines separate two pieces of content,
+            # so they are kept.
             if self.is_after_marker and not self.has_content:
                 ready_text = self._without_blank_lines(ready_text)
             self._append_content(ready_text)
@@ -129,7 +132,8 @@ class TextWriter:
         if not visible:
             self._whitespace.append(trailing_whitespace)
             return ""
-        # The stored white space is taken before the new white space is stored.
+        # `_take_whitespace` empties the list of white space, so it is called before the new white
+        # space is appended to this list.
         ready_text = self._take_whitespace() + visible if self._whitespace else visible
         if trailing_whitespace:
             self._whitespace.append(trailing_whitespace)
@@ -157,7 +161,8 @@ class TextWriter:
             fault: The reason for returning text that looked like a marker as content, or None.
         """
         if self._trace is not None:
-            # The trace function has already received the removed white space, as "markup".
+            # The trace function has already received the removed white space, classified as
+            # "markup".
             self._trace.write(CONTENT, text)
         restored_whitespace = self._removed_whitespace
         self._removed_whitespace = ""
@@ -175,7 +180,7 @@ class TextWriter:
         self._events.append(ContentDelta(text))
 
     def write_generated_content(self, text: str) -> None:
-        """Append an event for text that the model has not generated, such as a repeated `<think>`.
+        """Append an event for a marker that is repeated from the prompt, such as `<think>`.
 
         The trace function does not receive this text.
         """
@@ -195,9 +200,9 @@ class TextWriter:
         self.is_after_marker = True
 
     def treat_call_as_marker(self) -> None:
-        """Treat the text after a tool call like the text after a marker such as `</think>`.
+        """Treat the end of a tool call like a marker such as `</think>`.
 
-        Blank lines at the start of that text are removed.
+        Blank lines after the tool call are removed.
         """
         self.is_after_marker = True
         self._last_text_type = None
@@ -236,7 +241,7 @@ class TextWriter:
         self._last_text_type = None
 
     def finish_whitespace(self, *, is_reasoning: bool, has_calls: bool) -> None:
-        r"""Write or remove the white space at the end of the message, which has been stored.
+        r"""Write or remove the stored white space at the end of the message.
 
         Examples of messages that end with a line break:
 
@@ -285,7 +290,7 @@ class TextWriter:
         self.pending = []
 
     def write_pending(self, text: str, fault: str) -> None:
-        """Write the pending text and `text` as content, because the pending text was no marker.
+        """Write the pending text and `text` as content, because the pending text is not a marker.
 
         The pending text looked like the start of a tool call, so no event contains it yet. Example:
         with the pending text `<tool_call>` and the text ` is`, an event for the content

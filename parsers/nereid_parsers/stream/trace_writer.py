@@ -1,11 +1,11 @@
-"""Calls a function with each part of a message and the kind of this part, such as "content"."""
+"""Passes each piece of a message and its classification, such as "content", to a function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# A trace function receives the classification and the text of each piece of the message. It
-# receives the pieces in order, and each piece exactly once.
+# The type of a function that is called once for each piece of the message, in order. The arguments
+# are the classification, such as "content", and the text of the piece.
 Trace = Callable[[str, str], None]
 
 # The classifications of text.
@@ -16,7 +16,7 @@ MARKUP = "markup"  # Text that no event contains, for example the marker `</thin
 
 
 class TraceWriter:
-    """Calls a function with each part of one message and with the kind of this part.
+    """Passes each piece of one message, and its classification, to a function.
 
     Example: for `Hi<call>{..}</call>`, the trace function receives `("content", "Hi")`,
     `("markup", "<call>")`, `("call", "{..}")` and `("markup", "</call>")`.

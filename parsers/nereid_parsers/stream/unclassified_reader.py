@@ -31,7 +31,7 @@ class UnclassifiedReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, reasoning: ReasoningReader) -> None:
-        """Create a reader for the text in `context`. The object `reasoning` reads all reasoning."""
+        """Create a reader for the text in `context`. The object `reasoning` reads any reasoning."""
         self._buffer = context.buffer
         self._format = context.format
         self._stray_close = context.policy.stray_close  # The rule for `</think>` without `<think>`.
@@ -50,8 +50,7 @@ class UnclassifiedReader:
             return False  # The client receives all text as content.
         # Only some templates of the model family write the opening marker at the end of the prompt.
         prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
-        # The policy may treat the text before `</think>` as reasoning, even if `<think>` is
-        # missing.
+        # The policy for a missing `<think>` may treat all text before `</think>` as reasoning.
         opening_may_be_missing = self._stray_close is StrayClose.REASONING
         return prompt_may_open_reasoning or opening_may_be_missing
 
@@ -80,7 +79,7 @@ class UnclassifiedReader:
         return self._read_again(is_reasoning=self.is_reasoning_by_default)
 
     def _read_again(self, *, is_reasoning: bool) -> State:
-        """Put the stored text back into the buffer, and return the state that reads it again.
+        """Put the stored text back into the buffer. Return the state for reading the text again.
 
         Args:
             is_reasoning: Whether the stored text is reasoning. If not, the text is content.

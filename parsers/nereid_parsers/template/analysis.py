@@ -94,9 +94,8 @@ from nereid_parsers.template.tools import (
     find_tools,
 )
 
-# For a few chat templates, quarantine.py describes the output of the model. Then the analysis
-# infers nothing, and the report shows "recognised" in the place of a word such as "JSON", which
-# names the syntax of the tool calls.
+# The report shows this word if quarantine.py describes the output of the model, so that the
+# analysis infers nothing. Otherwise, the report names the syntax of the tool calls, such as "JSON".
 _KNOWN_FORM = "recognised"
 
 
@@ -269,7 +268,7 @@ def _check_known_format(
 
 
 def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Find out whether a message can have several tool calls, whose syntax is already known.
+    """Find out whether one message can have several tool calls. Their syntax is already known.
 
     Mutates: `turn.prober`, which records two comparisons for the report: T1 shows one tool call,
     and T2 shows two tool calls.

@@ -87,7 +87,7 @@ def _read_templates(path: Path, config: dict[str, Any]) -> object:
 
 
 def _read_jinja_templates(path: Path) -> dict[str, str]:
-    """Read the .jinja files of a checkpoint. Return a dict of template names and sources.
+    """Return a dict that maps the name of each .jinja template of a checkpoint to its source.
 
     The name of a template in additional_chat_templates/ is the name of its file, such as
     "tool_use". The template in chat_template.jinja has the name "default".

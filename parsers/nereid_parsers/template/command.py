@@ -33,8 +33,8 @@ _DESCRIPTION = (
     "it did not, and 2 for wrong arguments."
 )
 
-# The keys are kinds of text in a report. The values are escape sequences, which set the colour of
-# such a text on a terminal.
+# For each kind of text in a report, the escape sequence that sets the colour of this text on a
+# terminal.
 _COLOURS = {
     "title": "\x1b[1m",
     "name": "\x1b[34m",

@@ -33,7 +33,7 @@ _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}
 
 @dataclass(frozen=True, slots=True)
 class ContentFindings:
-    """The markers around the content of an assistant message, and those that end the message.
+    """The markers around the content of an assistant message, and the markers that end the message.
 
     Attributes:
         wrapper: The markers around the content of the answer, or None if there are no markers.
@@ -72,7 +72,7 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     before, content, after = answer.partition(CONTENT_TEXT)
     if not content:  # The template does not render the content.
         return ContentFindings(reasoning.wrapper)
-    # Without `<think></think>`, only the opening marker of the content remains before the content.
+    # Example: if `before` is `<think></think><answer>`, `markup_before` is `<answer>`.
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
     wrapper = _wrapper_around(markup_before, after, turn.after_user_message)
     after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
@@ -197,8 +197,8 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
-    # The loop removes `space_after_close` after every marker. After an opening marker, such as
-    # `<think>`, this white space has no meaning.
+    # `space_after_close` is the white space after a closing marker. The loop also removes this
+    # white space after an opening marker such as `<think>`, where it has no meaning.
     rest = text
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
@@ -330,7 +330,7 @@ def _shared_first_marker(text: str, other: str) -> str:
 
 
 def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
-    r"""Return the markup that closes the content, and the white space before this markup, or "".
+    r"""Return the closing markup of the content, with the white space before it, or "" if none.
 
     In these examples, every message ends with `<|im_end|>`:
 

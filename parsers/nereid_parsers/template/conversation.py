@@ -71,7 +71,7 @@ TWO_CALLS = (*ONE_CALL, ProbeCall(SECOND_TOOL, ((SECOND_KEY, SECOND_VALUE),)))
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    """An assistant message that the analysis renders. An absent part has an empty value."""
+    """The content, reasoning and tool calls of an assistant message. Each of them may be empty."""
 
     content: str = ""
     reasoning: str = ""
@@ -147,7 +147,7 @@ def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversatio
 
 # The fields of an assistant message from which templates read the reasoning.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# The values of `InputForm.reasoning` that are not the name of a message field.
+# Usually, `InputForm.reasoning` is the name of a message field. These are its other values.
 ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"

@@ -70,7 +70,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two rendered conversations, and the conclusion from the difference between the two texts.
+    """Two rendered conversations, and a conclusion from the difference between them.
 
     Attributes:
         name: The label of the comparison, such as "R1 reasoning presence".
@@ -308,7 +308,7 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Return the text that closes a block, if several markers, such as `<|open|>`, open the block.
+    """Return the closing text of a block that several markers open: `<|open|>think<|sep|>`.
 
     A block is a part of a message, such as the reasoning. If several markers open a block, the
     closing text differs from the opening text only in the first marker. If only one marker opens

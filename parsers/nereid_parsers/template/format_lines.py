@@ -53,7 +53,7 @@ def _inner_parts(value: object) -> tuple[object, ...]:
 
 
 def _default_of(declared: Field[Any]) -> object:
-    """Return the default value of the attribute `declared`, or MISSING if it has no default."""
+    """Return the default value of the dataclass field `declared`, or MISSING if there is none."""
     if declared.default is MISSING and declared.default_factory is not MISSING:
         return declared.default_factory()
     return declared.default

@@ -65,7 +65,8 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
     Returns:
         The header, the rendered prompts, and the text after the user's question.
     """
-    # One prompt for each setting of switches such as `enable_thinking`.
+    # One rendered prompt for each setting of the thinking switches, such as
+    # `enable_thinking=False`.
     rendered_prompts = _rendered_prompts(prober)
     header = _find_header(prober, [prompt.text for prompt in rendered_prompts])
     prompts = tuple(
@@ -227,9 +228,8 @@ def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> st
     """
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # Every text in `found_prefixes` is a prefix of the generation prompt, so the shortest text is a
-    # prefix of the other texts. A rendering that contains one of the other texts also contains the
-    # shortest text.
+    # The shortest of these prefixes is a prefix of all the others. So the shortest prefix occurs in
+    # every rendering in which a prefix was found.
     return min(found_prefixes, key=len, default=generation_prompt)
 
 
@@ -383,8 +383,8 @@ def _regex_for_any_role(user_header: str) -> str:
     >>> _regex_for_any_role("<|start|>user:")
     '<\\|start\\|>\\w+:'
     """
-    # `split` returns the words too, and not only the text between them, because `_WORDS` contains
-    # a capturing group.
+    # Because `_WORDS` contains a capturing group, `split` returns the words and also the text
+    # between the words.
     pieces = _WORDS.split(user_header)
     regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
     return "".join(regexes)

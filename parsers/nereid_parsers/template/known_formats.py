@@ -1,4 +1,4 @@
-"""Descriptions of tool calls that a model writes, but that its chat template does not render.
+"""Describe tool calls that models write although their chat templates do not render them.
 
 - `add_family_variants` adds variants of a tool call that related models write, but that the
   template does not render.
@@ -43,7 +43,7 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     if not families:
         return section
     first, *others = section.calls
-    # Models of the family may also write other JSON keys than the template.
+    # Models of the family may also use JSON keys that differ from the keys in the template.
     calls = [_accept_family_keys(first, families), *others]
     family_variants = [variant for family in families for variant in _other_variants(family, first)]
     return replace(
@@ -91,7 +91,7 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
 
 
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
-    """Yield the other ways in which a model family writes tool calls.
+    """Yield all but the first of the ways in which a model family writes tool calls.
 
     The first way has the markers of the inferred tool call, but may have another body. Example: the
     family declares `<call>BODY</call>` and `[call]BODY`, and the template renders
@@ -103,8 +103,8 @@ def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """
     first_of_family, *others = family.calls
     for variant in others:
-        # If a model writes the body of the first way after another marker, it writes the inferred
-        # body there, too.
+        # If the registry declares equal bodies for this variant and for the first way, the model is
+        # assumed to write the inferred body in this variant, too.
         has_body_of_first = variant.body == first_of_family.body
         yield replace(variant, body=inferred_call.body) if has_body_of_first else variant
 
@@ -236,8 +236,8 @@ def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 # with which such a template starts the list of the offered tools. The value contains the markers
 # that the models with this template write around tool calls.
 _MARKERS_OF_PHRASES = {
-    # The templates of LFM2.5 contain this phrase. Older templates of the family contain markers
-    # around the offered tools instead of this phrase.
+    # The templates of LFM2.5 contain this phrase. Older templates of this model family do not
+    # contain the phrase, but write markers around the offered tools.
     "List of tools: [": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
 

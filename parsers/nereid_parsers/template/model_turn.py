@@ -169,7 +169,7 @@ def _text_after_input(rendering: str, conversation: Conversation) -> str:
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Return `header`, or `header` without the white space around it, whichever `text` contains.
+    r"""Return the form of `header` that `text` contains: with or without the white space around it.
 
     A header is the text that opens a message. Some templates omit the white space around the header
     in some messages. In this example, the line break is missing in `text`:
@@ -222,7 +222,7 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the header, such as `<|assistant|>`, that a model itself writes after a tool's result.
+    """Return the header that a model writes after a tool's result, such as `<|assistant|>`, or "".
 
     A message header is the text that opens an assistant message, such as `<|assistant|>`. Usually
     the prompt ends with the header, so the model starts directly with the answer. Some templates
@@ -284,8 +284,9 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if prompt_end is None or header in prompt_end:
         return (header,)
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
-    # If the end of the prompt contains no marker that opens the answer, the header alone is not
-    # returned, because the parser would find the header of an earlier message in the prompt.
+    # If the prompt does not end with the header, another marker at its end must open the answer. If
+    # there is no such marker, the result is empty, because the parser would otherwise find the
+    # header of an earlier message in the prompt.
     return (header, other_marker) if other_marker else ()
 
 

@@ -33,7 +33,7 @@ from nereid_parsers.template.sandbox.environment import CompiledTemplate, Render
 # and ids cause no difference between two renderings.
 COUNTER_MARK = "\ue010"
 ID_MARK = "\ue011"
-# The description of a comparison of two equal conversations.
+# The value of `Comparison.changed` if the two compared conversations are equal.
 UNCHANGED = "Nothing is changed."
 _CALL_ID = re.compile(r"zq7id000\d")
 _FIRST_CALL_ID = InputForm().call_id(FIRST_TOOL, 0)
@@ -135,15 +135,15 @@ class Prober:
             "add_generation_prompt": conversation.generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
-            # If a variable has several sources, the last of them decides. The template fails if a
-            # blank variable is missing.
+            # If several of these dicts contain the same variable, the value in the last dict is
+            # used. The template would fail if a variable in `_blank_variables` were undefined.
             **dict.fromkeys(self._blank_variables, ""),
             **self.kwargs,
             **dict(conversation.switches.variables),  # Such as enable_thinking=False.
         }
 
     def _undefined_variable(self, error_message: str) -> str | None:
-        """Return the undefined variable that an error message of the template names, or None.
+        """Return the name of the undefined variable in an error message of the template, or None.
 
         Example: the message "UndefinedError: 'today' is undefined" gives "today". The caller sets
         this variable to "" and renders the conversation again. The result is None for any other
@@ -203,7 +203,7 @@ class Prober:
     # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> InputForm | None:
-        """Return the form of content that the template expects, or None if it renders no form.
+        """Return the first form of content that the template renders, or None if all forms fail.
 
         For example, `content` is a string or a list. The method renders a question and an answer in
         all possible forms. The result is the first form for which the rendered text contains the
@@ -217,7 +217,7 @@ class Prober:
         return None
 
     def find_call_form(self) -> InputForm | None:
-        """Return the form of tool calls that the template expects, or None if it renders no form.
+        """Return the first form of tool calls that the template renders, or None if all forms fail.
 
         For example, the arguments of a tool call are an object or a JSON string. The attribute
         `form`, which contains the form of the content, is combined with each form of tool calls.
@@ -293,6 +293,6 @@ def _shows_call(text: str) -> bool:
     shows_escaped_json = f'\\"{FIRST_KEY}' in text  # In a JSON string, quotes are escaped: `\"`.
     if shows_none or shows_python_dict or shows_escaped_json:
         return False
-    # If the name is missing, `after_name` is empty and contains no argument.
+    # If `text` does not contain the name, `after_name` is empty, so the result is False.
     words_of_arguments = (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
     return all(word in after_name for word in words_of_arguments)

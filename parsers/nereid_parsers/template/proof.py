@@ -121,7 +121,7 @@ class _AnswerRenderer:
         return _RenderedAnswer(unmask_call_ids(prompt), unmask_call_ids(answer))
 
     def _text_after_prompt(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render the answer of a conversation, without the start that `prompt` already contains.
+        """Render the answer of a conversation. Return the part that follows the end of `prompt`.
 
         Example: the prompt is "..<|assistant|><think>", and the rendered answer is
         "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the
@@ -144,7 +144,7 @@ class _AnswerRenderer:
         return _close_open_reasoning(answer, prompt, self.reasoning)
 
     def _answer_to_question(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render the answer to a question, without the start that `prompt` already contains.
+        """Render the answer to a question. Return the part that follows the end of `prompt`.
 
         Example: the prompt is "..<|assistant|><think>", and the conversation is rendered as
         "..<|assistant|><think>Hm.</think>Hello.". The result is "Hm.</think>Hello.". If the prompt
@@ -173,7 +173,8 @@ class _AnswerRenderer:
         if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
             return None
         answer = rendering.removeprefix(prompt)
-        # The markup after a user's message (`turn.after_user_message`) may also follow an answer.
+        # Some templates write the markup that follows a user's message (`turn.after_user_message`)
+        # after an answer, too.
         without_trailing_text = drop_common_suffix(answer, self.turn.after_user_message)
         return self.turn.without_end_markers(without_trailing_text)
 
@@ -202,7 +203,7 @@ def _parse_answer(
 def _conversations(
     reasoning: ReasoningFindings, tools: ToolFindings
 ) -> Iterator[tuple[str, Conversation]]:
-    """Yield the conversations that are rendered to check a format, each with its name.
+    """Yield a name and a conversation for each message that is rendered to check a format.
 
     There is one conversation for each kind of message that the template can render. Example: if the
     template renders tool calls, the name "one call" and a conversation whose answer is a tool call

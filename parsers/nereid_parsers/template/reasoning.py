@@ -71,15 +71,15 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
-    # The opener declares whether the prompt or the model writes the opening marker.
+    # `opener` states whether the prompt contains the opening marker, or the model writes it.
     part = replace(markup.part, opener=_infer_opener(turn, markup.part))
     if findings.conversation is not None:
-        # The opening marker of a tool call, such as `<tool_call>`, may end the reasoning in the
-        # place of `</think>`.
+        # The opening marker of a tool call, such as `<tool_call>`, may end the reasoning instead of
+        # `</think>`.
         interruptions = find_interruptions(turn, part, findings.conversation)
         part = replace(part, interrupted_by=interruptions)
-    # The search may also have found the markers around the content (`wrapper`), and a header
-    # between reasoning and content.
+    # Besides the markers of reasoning, `markup` may contain the markers around the content
+    # (`wrapper`), and headers between the reasoning and the content (`inner_headers`).
     return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 
@@ -206,7 +206,7 @@ def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroun
 def _wrapper_after_reasoning(
     around: _TextAroundReasoning, closing: str, header: str
 ) -> Wrapper | None:
-    """Return the markers around the content after the reasoning, such as `<answer>`, or None.
+    """Return the markers around the content after the reasoning, or None if there are no markers.
 
     Example: in "<think>REASONING</think><|assistant|><answer>CONTENT</answer>", the content is
     between `<answer>` and `</answer>`. The closing marker `</think>` and the header `<|assistant|>`

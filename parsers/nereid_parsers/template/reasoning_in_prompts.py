@@ -59,7 +59,7 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """Return the closing marker of the reasoning that a prompt opens after the header, or "".
+    """Return the closing marker of the reasoning that `prompt` opens, or "" if it opens none.
 
     Examples of the text after the header, such as `<|assistant|>`:
 
@@ -147,7 +147,8 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
         return []  # The analysis itself added a system message, so the text is no instruction.
     added_instructions = difference(default.text, prompt.text).right
     pairs = empty_pairs(added_instructions)
-    # Instructions whose first pair has another name have another purpose.
+    # If the name of the first pair does not refer to thinking, the instructions have another
+    # purpose.
     is_about_thinking = bool(pairs) and is_thinking_marker(pairs[0].opening)
     return pairs if is_about_thinking else []
 

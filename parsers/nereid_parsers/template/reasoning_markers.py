@@ -154,7 +154,7 @@ def _marker_or_words_at_start(text: str) -> str:
 
 
 def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> ReasoningMarkup:
-    """Describe the markers around the reasoning, and a header such as `<|assistant|>` after it.
+    """Describe the markers around the reasoning, and a header that follows the reasoning.
 
     A header is the text that opens an assistant message. Some templates write the header a second
     time, between the reasoning and the content. The model then writes the second header itself, and
@@ -202,7 +202,7 @@ def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
-    r"""Return the markers around the content after the reasoning, such as `<answer>`, or None.
+    r"""Return the markers around the content after the reasoning, or None if there are no markers.
 
     In the second example, no marker closes the content, because `<|im_end|>` is not the closing
     marker of `<answer>`.

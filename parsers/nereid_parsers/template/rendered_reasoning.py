@@ -66,7 +66,7 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation with rendered reasoning, and the effects of switches (`enable_thinking`).
+    """Find out whether reasoning is rendered, and what switches such as `enable_thinking` change.
 
     The result contains a conversation whose reasoning the template renders, the message fields from
     which the template reads the reasoning, and the text that each setting of a switch adds to a
@@ -191,8 +191,8 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # If `a=True` alone has the effect of `a=True, b=True`, only `a=True` is reported. The sort puts
-    # prompts with fewer switches first, so that the loop reports them first.
+    # If `a=True` alone has the same effect as `a=True, b=True`, only `a=True` is reported.
+    # Therefore, prompts with fewer switches must come first.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:

@@ -24,8 +24,8 @@ from nereid_parsers.template.report_data import as_data
 CONTEXT_CHARS = 60  # the number of characters that are shown before and after a difference
 PROMPT_END_CHARS = 80  # the number of characters at the end of a prompt that are shown
 
-# The type of a function that returns a text with colour for a terminal. The first argument is the
-# kind of the text, such as "title", "reasoning" or "added". The second argument is the text.
+# The type of a function that adds a terminal colour to a text. The first argument is the kind of
+# the text, such as "title", "reasoning" or "added". The second argument is the text.
 Paint = Callable[[str, str], str]
 
 
@@ -71,7 +71,7 @@ class Supports:
 
 @dataclass(frozen=True, slots=True)
 class TemplateAnalysis:
-    """The `Format` that was inferred from a chat template, and the comparisons that show it.
+    """The `Format` that was inferred from a chat template, and the comparisons that led to it.
 
     Attributes:
         format: The inferred format. It is plain content if nothing could be inferred.

@@ -186,7 +186,7 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_message_end(rendered: str, final_text: str) -> str:
-    """Return the rendered text up to the end of the last message. The model continues this message.
+    """Cut off the rendered text after the last message, so that the model continues this message.
 
     Before the rendering, the text "CONTINUE_FINAL_MESSAGE_TAG " was appended to the last message.
 
@@ -208,7 +208,8 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
-    # The appended text ends with a space. If the space is missing, the template removes white space
-    # at the end of a message, so it would also have removed white space before the appended text.
+    # The appended text ends with a space. If this space is missing in the rendered text, the
+    # template removes white space at the end of a message. So the white space at the end of the
+    # original message is removed here, too.
     keeps_whitespace = after_end_word.startswith(" ")
     return up_to_message_end if keeps_whitespace else up_to_message_end.rstrip()

@@ -20,8 +20,8 @@ _NO_SWITCH_NAME = re.compile(
 )
 _EFFORTS = ("high", "low", "none", "enabled", "disabled")
 _SYSTEM_SWITCHES = ("/think", "/no_think")
-# These numbers limit how many switches, such as `enable_thinking`, and how many of their values an
-# analysis tries, so that it finishes within its time limit.
+# These limits keep an analysis within its time limit: the number of switches, such as
+# `enable_thinking`, the number of values for each switch, and the number of settings.
 _MAX_NAMES = 4
 _MAX_VALUES = 6
 _MAX_SETTINGS = 20

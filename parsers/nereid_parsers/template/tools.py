@@ -115,7 +115,8 @@ def find_tools(
         with_content=content_before_call.is_rendered,
         inner_headers=content_before_call.inner_headers,
     )
-    # Without numbers, two tool calls differ only in their names and arguments.
+    # The numbers of the tool calls are masked, so that two tool calls differ only in their names
+    # and arguments.
     inference = infer_call_format(mask_call_numbers(texts))
     turn.prober.undecided += inference.problems
     if inference.call_format is None:
@@ -145,8 +146,8 @@ def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober)
     except FormatError as error:
         prober.record_undecided(f"The tool section is invalid: {error}")
         return with_form
-    # Related models write tool calls with other markers. `add_family_variants` adds descriptions of
-    # these tool calls.
+    # Related models may write tool calls with other markers. `add_family_variants` adds
+    # descriptions of these tool calls.
     return replace(with_form, part=add_family_variants(section))
 
 

@@ -23,7 +23,7 @@ _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 
 
 def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
-    """Guess how the model writes tool calls. The template renders no complete tool call.
+    """Guess how the model writes tool calls if the template renders no complete tool call.
 
     A tool section declares how a model writes tool calls, for example between
     `<|tool_call_start|>` and `<|tool_call_end|>`. The registry of formats contains the tool
@@ -42,8 +42,8 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
         return None
     is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
     call_markers = _possible_call_markers(prober)
-    # If the rendering contains the function's name, the template renders tool calls in an unknown
-    # form. Then `section` is None.
+    # If the rendering contains the function's name, the template renders tool calls, but in a form
+    # that the analysis cannot infer. Then no registered tool section is chosen.
     section = None if is_name_rendered else recognise_tool_section(call_markers)
     prober.record_undecided(_describe_unrendered_calls(section))
     return section
@@ -74,7 +74,7 @@ def _describe_unrendered_calls(section: ToolSection | None) -> str:
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:
-    """Return texts that may be markers of tool calls. The template itself renders no tool calls.
+    """Return texts that may be the markers of tool calls that the template does not render.
 
     There are three kinds of such texts: the markers in the template, the added tokens of the
     tokenizer, and markers that are derived from a marker in the template. Example: the template

@@ -39,7 +39,8 @@ FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
 # The time limit of the compiler in seconds. The compiler usually needs about 10 seconds. On a busy
 # machine, it may need several minutes.
 _TIMEOUT_S = 900
-# An error message contains the end of the compiler's output, at most this number of characters.
+# The largest number of characters of compiler output in an error message. If the output is longer,
+# the message contains the end of the output.
 _MAX_OUTPUT = 500
 
 
@@ -86,9 +87,10 @@ def compile_library(
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             objects = _compile(compiler, [*FLAGS, *flags], Path(folder))
             built = Path(folder) / path.name
-            # The flag -fopenmp is not used for linking, because it would link the compiler's own
-            # OpenMP library. With -Bsymbolic, the functions of this library call only functions of
-            # this library, even if the kernels for another instruction set are loaded, too.
+            # Do not link with the flag -fopenmp, because this flag selects the compiler's OpenMP
+            # library. With -Bsymbolic, a call to a function of this library never reaches a
+            # function with the same name in another library, such as the kernels for another
+            # instruction set.
             _run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, *libraries, "-o", str(built)])
             built.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -60,7 +60,7 @@ class _NativeStep:
 
 
 def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
-    """Return the class for the CPU kernels, or the general class if they cannot be used.
+    """Return the cache class for the CPU kernels, or `KVCache` if the kernels cannot be used.
 
     If the device is a CPU and the kernels cannot be used, log a warning.
 
@@ -127,7 +127,7 @@ class CpuKVCache(KVCache):
     def layer_struct(
         self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
-        """Return the C struct with the sizes and the cache addresses of one layer, for the kernels.
+        """Return the C struct that contains the sizes and the cache addresses of one layer.
 
         The struct is cached. It is built again only if the arguments change.
 
@@ -168,8 +168,8 @@ class CpuKVCache(KVCache):
 
         `layer_struct` documents the arguments.
         """
-        # The value 0 in `window`, `chunk` or `softcap` means that the layer does not have this
-        # property.
+        # The value 0 disables the attention window (`window`), the attention chunks (`chunk`) or
+        # the softcap (`softcap`).
         shape = NativeShape(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -397,7 +397,8 @@ def _make_native_step(batch: AttentionBatch) -> _NativeStep:
         for prefill in batch.prefills
     ]
     # The kernel is called once for each group of decodes. The first call also stores the keys and
-    # values of the step. A step without decodes gets an empty group, so that there is a first call.
+    # values of the step. If the step has no decodes, add an empty group, so that the keys and
+    # values are still stored.
     if not groups:
         groups = [NativeDecodeGroup()]
     return _NativeStep(

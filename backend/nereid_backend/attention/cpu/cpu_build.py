@@ -163,7 +163,7 @@ def _openmp() -> str | None:
         return None
     loaded_paths: list[str] = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
     # torch uses the libgomp in its own folders (torch/ and torch.libs/). If there is none, torch
-    # uses the libgomp of the system. Other Python packages may have loaded a libgomp of their own.
+    # uses the libgomp of the system. A libgomp in the folder of another Python package is ignored.
     packages = str(Path(torch.__file__).parent.parent)
     torch_folders = (f"{packages}/torch/", f"{packages}/torch.")
     torch_paths = [path for path in loaded_paths if path.startswith(torch_folders)]
@@ -182,7 +182,8 @@ def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
     sources = [source.read_text(encoding="utf-8") for source in (*HEADERS, *SOURCES)]
     libraries = [torch.__version__, str(_TORCH), _openmp() or ""]
     flags = [*FLAGS, *instruction_set.flags]
-    # Only the instruction set `native` has no list of features.
+    # The instruction set `native` has no list of features. Its kernels are optimised for the
+    # processor of this machine, so the hash must depend on the processor.
     target = "" if instruction_set.features else processor()
     inputs = [*sources, *flags, *libraries, version.stdout, target]
     digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()

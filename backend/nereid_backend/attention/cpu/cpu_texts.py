@@ -20,7 +20,7 @@ from nereid_backend.attention.cpu.cpu_library import (
 
 
 def can_attend(query: Tensor) -> bool:
-    """Return whether the kernels support the device and the data type of the queries."""
+    """Return whether the kernels support the device and the data type of `query`."""
     is_supported = query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16)
     return is_supported and has_kernels()
 
@@ -46,7 +46,7 @@ class TextAttention:
 
 
 def native_texts(lens: Sequence[int]) -> "ctypes.Array[NativePrefill]":
-    """Return C structs with the lengths of texts that lie one after the other in a tensor."""
+    """For each of several concatenated texts, return a C struct with its start and its length."""
     texts = (NativePrefill * len(lens))()
     first_token = 0
     for text, length in zip(texts, lens, strict=True):

@@ -43,8 +43,8 @@ class InstructionSet:
 
 
 # The instruction sets, from the fastest to the slowest. The last instruction set, `native`, works
-# on every processor. Its library is portable C++ that the compiler optimises for the processor of
-# this machine. It has no kernels for linear layers.
+# on every processor, but has no kernels for linear layers. Its library is portable C++ that the
+# compiler optimises for the processor of this machine.
 INSTRUCTION_SETS = (
     InstructionSet("amx", (*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8")),
     InstructionSet("avx512_bf16", _AVX512_BF16),

@@ -14,23 +14,23 @@ from nereid_backend.attention.gpu.gpu_batch import DecodeRows
 from nereid_backend.attention.gpu.gpu_call import divide_up, next_power_of_two
 from nereid_backend.attention.layers import LayerWindow
 
-# The largest number of splits of a sequence. With more splits, the time for combining the results
-# would exceed the time that is saved by computing them in parallel.
+# The largest number of splits of a sequence. With more splits, combining the results of the splits
+# would take more time than is saved by computing the splits in parallel.
 MAX_SPLITS = 128
-# The smallest number of key tiles in a split. The program for a split also reads the query and
-# writes a result that must be combined. For smaller splits, this overhead would be too large.
+# The smallest number of key tiles in a split. Each split has an overhead: its program reads the
+# query, and writes a result that must be combined with the results of other splits. For smaller
+# splits, this overhead would be too large.
 _MIN_TILES = 2
-# The number of programs that a decode launch should have for each multiprocessor. If each
+# The desired number of programs per multiprocessor when the decode kernel is launched. If each
 # multiprocessor runs several programs, all multiprocessors finish at about the same time. A step
-# with few tokens has fewer programs.
+# with few tokens is divided into fewer programs.
 _PROGRAMS_PER_PROCESSOR = 4
 # A kernel launch in a CUDA graph may have up to `_CAPTURED_FACTOR` times as many programs as a
 # launch for a single step, because the graph is also used for steps in which one sequence is much
 # longer than the others.
 _CAPTURED_FACTOR = 2
-# In a CUDA graph, the keys of each sequence are divided into at least `_MIN_CAPTURED_SPLITS`
-# splits, unless all sequences are too short. A program whose split contains no keys ends
-# immediately.
+# In a CUDA graph, the keys of each sequence are divided into at least `_MIN_CAPTURED_SPLITS` splits
+# if the longest sequence is long enough. A program whose split contains no keys ends immediately.
 _MIN_CAPTURED_SPLITS = 4
 # The number of multiprocessors of the GPU that tests simulate on a machine without a GPU.
 _SIMULATED_PROCESSORS = 4
@@ -55,7 +55,8 @@ def split(
         tile: the number of keys in a tile.
         device: the device of the step.
     """
-    # Pairs (number of sequences, number of keys that the kernel reads for each of them).
+    # Pairs of numbers: the number of sequences in a group, and the number of keys that the kernel
+    # reads for each sequence of the group.
     lens = [(num_seqs, _num_visible(length, window, tile)) for num_seqs, length in rows.bounds]
     longest = max(length for _, length in lens)
     total_tokens = sum(num_seqs * length for num_seqs, length in lens) * num_programs

@@ -40,9 +40,9 @@ _NUM_WARM_UPS = 3
 _NUM_RUNS = 7
 
 
-# The inputs of the tests for each situation (decodes, whole prompts, or later parts of prompts).
-# With `_CHECKED`, the results of a library are compared with the reference implementation. With
-# `_MEASURED`, the time of the library is measured.
+# The test inputs for each situation: decodes, whole prompts, or later parts of prompts. With the
+# `_CHECKED` inputs, the results of a library are compared with the results of the reference
+# implementation. With the `_MEASURED` inputs, the time of a library is measured.
 _CHECKED = {
     Situation.DECODE: TrialStep(decodes=(400, 1, 17)),
     Situation.PROMPT: TrialStep(prefills=((0, 40), (0, 7))),

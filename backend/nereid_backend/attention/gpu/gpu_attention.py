@@ -145,9 +145,10 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     # Triton launches kernels on the current device, so the device of the query must be the current
     # device.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        # A situation is a part of the step: the decodes (one new token), or the prefills.
+        # The attention of the decodes (sequences with one new token) and the attention of the
+        # prefills are computed separately.
         for situation in inputs.situations():
-            # The library that is faster than the kernels in this situation, if there is one.
+            # The library that computes the attention instead of the project's kernels, or None.
             backend = cache.backends.get((spec, situation))
             if backend is None:
                 _launch_kernels(situation, inputs, out)
@@ -233,7 +234,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
-    """Return how the kernels restore the numbers that a cache stores for the layer `layer`.
+    """Return the factors and the method with which the kernels convert a layer's 8-bit numbers.
 
     Returns:
         Two items. The first item contains the factors by which 8-bit keys are multiplied, and the

@@ -150,7 +150,7 @@ class PrefillShape(NamedTuple):
 
 
 class StepLayout:
-    """Builds the arrays of a step that only the GPU kernels read.
+    """For each step, builds the arrays that only the GPU kernels read.
 
     The arrays are uploaded together with the other arrays of the step.
     """
@@ -167,7 +167,7 @@ class StepLayout:
     def arrays(
         self, decode_shapes: Sequence[tuple[int, int]], prefills: Sequence[PrefillShape]
     ) -> list[Integers]:
-        """Return the arrays with the metadata of a step that must be copied to the GPU.
+        """Return the arrays that must be copied to the GPU. The arrays contain a step's metadata.
 
         If there are decodes, the first array contains the start of each decode's block table. If
         there are prefills, the next array contains a row for each prefill. Then follows one array
@@ -187,13 +187,13 @@ class StepLayout:
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """The tilings (divisions of prefills into tiles) whose tiles are copied to the device."""
+        """Divisions of prefills into tiles. The tiles of each division are copied to the device."""
         return self._tilings
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The arrays that `StepLayout.arrays` returned for a step, after a copy to the device.
+    """The arrays that `StepLayout.arrays` returned for a step, copied to the device.
 
     Attributes:
         layout: the layout that created the arrays.
@@ -241,7 +241,7 @@ def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
 
 
 def _sequence_rows(prefills: Sequence[PrefillShape]) -> Integers:
-    """Return one row of four numbers for each prefill, [num_prefills, 4] int64.
+    """Return the position and the sizes of each prefill, as an int64 array [num_prefills, 4].
 
     The columns contain the index of the first new token, the number of new tokens, the number of
     cached tokens, and the index of the first block in the flat table of all prefills.

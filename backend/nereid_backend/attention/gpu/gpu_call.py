@@ -65,7 +65,7 @@ class AttentionCall:
 
     @property
     def cache_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The keys, the values, the factors that restore keys, and the factors that restore values.
+        """The keys, the values, the factors for 8-bit keys, and the factors for 8-bit values.
 
         If the cache has no factors, the keys and values are used instead of the factors, because
         the kernels require a valid pointer for each argument. The kernels do not read these

@@ -26,17 +26,20 @@ from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.scaled_cache import ScaledKVCache
 from nereid_backend.errors import first_line
 
-# The largest result of `compare` that is accepted, for each data type. The reference computes in
-# float32. If a window is wrong by only one token, the result is larger than 0.1.
+# For each data type, the largest relative error that the test accepts. The reference computes in
+# float32. If the kernels use a window that is wrong by only one token, the error is larger than
+# 0.1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 _SCALE = 0.3
-# In an e4m3 cache, the rounding error of a number may be at most the sum of two limits. The first
-# limit is 1/16 of the number itself, plus 1 % because of inexact arithmetic. The second limit is
-# 2**-17 of the largest number in the vector, because small numbers are stored as subnormal numbers.
+# The rounding error of a number in an e4m3 cache must not exceed the sum of two terms. The first
+# term is the number times `_FLOAT8_ERROR`, which is 1/16, increased by 1 % because of inexact
+# arithmetic. The second term is the largest number in the vector times `_FLOAT8_SMALLEST`. This
+# term is needed because small numbers are stored as subnormal numbers, which have fewer significant
+# bits.
 _FLOAT8_ERROR = 1.01 / 16
 _FLOAT8_SMALLEST = 2.0**-17
-# The largest accepted rounding error in an int8 cache, as a fraction of the largest number in the
-# vector. The fraction is half of the distance between two stored numbers, plus 2 % because of
+# The largest accepted rounding error in an int8 cache, relative to the largest number in the
+# vector. It is half of the distance between two adjacent int8 numbers, increased by 2 % because of
 # inexact arithmetic.
 _INT8_ERROR = 0.51 / 127
 
@@ -73,7 +76,7 @@ def why_unusable(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One attention layer in one step, with random numbers, for comparing implementations.
+    """A test case with random numbers, for comparing implementations of an attention layer.
 
     Attributes:
         spec: the properties of the layer.
@@ -254,8 +257,8 @@ def _make_batch(
     Returns:
         The metadata, and the number of blocks that the step uses.
     """
-    # Pairs (number of cached tokens, number of new tokens), first for the decodes. The only new
-    # token of a decode is the last token of its sequence.
+    # Pairs (number of cached tokens, number of new tokens). The pairs of the decodes come first. A
+    # decode has only one new token, which is the last token of its sequence.
     lens = [*((length - 1, 1) for length in step.decodes), *step.prefills]
     tables = _scattered_tables([num_cached + num_new for num_cached, num_new in lens], block_size)
     num_blocks = sum(map(len, tables))
@@ -271,7 +274,8 @@ def _make_batch(
         decode_tables = _int64(_padded(tables[:num_decodes], null_block=num_blocks), device)
         groups.append(DecodeGroup(None, decode_tables, _int64(step.decodes, device), block_size))
     slot_tensor = _int64(slots, device)
-    # The first `num_decodes` elements of `prefills` describe the decodes, which are in `groups`.
+    # Remove the first `num_decodes` elements of `prefills`, because `groups` already describes
+    # these decodes.
     prefills = prefills[num_decodes:]
     return AttentionBatch(slot_tensor, num_decodes, groups, prefills, block_size), num_blocks
 
@@ -313,8 +317,7 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
         spec: the properties of the layer.
         block_size: the number of tokens in one block.
     """
-    # The null block follows all other blocks, so the id of the null block is the number of the
-    # other blocks.
+    # The null block has the highest id of all blocks, so its id equals the number of other blocks.
     num_blocks = cache.null_block
     copy = KVCache(
         [spec],

@@ -24,9 +24,9 @@ _STORE_ELEMENTS = 4096
 _MAX_DECODE_ROWS = 64
 # The number of splits that the reduction kernel combines in one iteration.
 _REDUCE_STEP = 16
-# The argument `split_tokens` of a launch that is captured into a CUDA graph. The number of tokens
-# in a split depends on the longest sequence of the step. Therefore, the kernels compute the number
-# of tokens in a split whenever the graph is replayed.
+# The argument `split_tokens` of a launch that is captured into a CUDA graph. The value 0 makes the
+# kernels compute the number of tokens in a split whenever the graph is replayed, because this
+# number depends on the longest sequence of the step.
 _COMPUTED_BY_KERNEL = 0
 
 

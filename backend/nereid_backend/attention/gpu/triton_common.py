@@ -12,7 +12,7 @@ import triton.language as tl
 # log2(e), the factor by which the scores are multiplied.
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# The possible values of the kernel argument `FLOAT8`. They equal the values of `gpu_call.Float8`.
+# The possible values of the kernel argument `FLOAT8`. `gpu_call.Float8` defines the same values.
 FLOAT8_NONE = tl.constexpr(0)
 FLOAT8_DEVICE = tl.constexpr(1)
 FLOAT8_BITS = tl.constexpr(2)
@@ -34,7 +34,7 @@ def block_numbers(table, key_positions, is_read, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def cache_rows(blocks, key_positions, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the cache rows (the indices of vectors) of one key head for some tokens.
+    """For each token, return the index of the cache row with the token's vector for one head.
 
     The cache is viewed as a matrix of rows, [..., dim]. key_positions [n] contains the positions of
     the tokens, and blocks [n] contains the numbers of their blocks.
@@ -68,7 +68,7 @@ def load_rows(
 
 @triton.jit
 def load_scales(scales, key_rows, is_read, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
-    """Load the factors that restore some cache rows (vectors of 8-bit numbers), [n] float32.
+    """Load the scaling factor of each given cache row (a vector of 8-bit numbers), [n] float32.
 
     key_rows [n] contains the indices of the rows. If IS_MASKED is true, the factor is 0 for rows
     for which is_read is false. A number is restored by multiplying the result of `converted` by the

@@ -63,14 +63,15 @@ def part_tokens(
     if HAS_CHUNK:
         length = tl.minimum(length, chunk + TILE)
     num_tiles = (length + TILE - 1) // TILE
-    # A split has at least two tiles, because the program for a split also reads the query and
-    # writes a result that must be combined.
+    # A split has at least two tiles. With smaller splits, the overhead would be too large: the
+    # program for each split also reads the query, and writes a result that must be combined with
+    # the results of other splits.
     return tl.maximum((num_tiles + max_splits - 1) // max_splits, 2) * TILE
 
 
-# These arguments have different values in different layers and steps. By default, Triton compiles
-# separate kernels for the value 1, for multiples of 16, and for all other values.
-# do_not_specialize prevents this.
+# The values of these arguments differ between layers and steps. By default, Triton compiles
+# separate kernels for the value 1, for multiples of 16, and for all other values. do_not_specialize
+# prevents these additional compilations.
 @triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
 def decode_kernel(  # noqa: PLR0915 - each input and output needs a statement
     query, keys, values, key_scales, value_scales, out, parts, weights_log, sinks,

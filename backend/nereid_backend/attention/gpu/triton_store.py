@@ -33,7 +33,8 @@ def float8_bits(scaled):
     """
     # float32 has 23 mantissa bits, and e4m3 has 3 mantissa bits.
     DROPPED_BITS: tl.constexpr = 20
-    # Half the value of the lowest bit that remains after rounding, minus 1.
+    # The lowest bit that remains after rounding has the value 2**20. This constant is half of this
+    # value, minus 1.
     BELOW_HALF: tl.constexpr = 0x7FFFF
     # The bias of the exponent is 127 in float32 and 7 in e4m3.
     BIAS_DIFFERENCE: tl.constexpr = 120 << 3
@@ -42,9 +43,9 @@ def float8_bits(scaled):
     bits = scaled.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
-    # Normal numbers are rounded to the nearest e4m3 number. A tie is rounded to the even number.
-    # The addition increases the kept bits by 1 if the number must be rounded up. The shift then
-    # removes the other bits.
+    # Round normal numbers to the nearest e4m3 number. If two e4m3 numbers are equally near, choose
+    # the even number. If a number must be rounded up, the addition adds 1 to the bits that are
+    # kept. The shift then removes the `DROPPED_BITS` lowest bits.
     lowest_kept_bit = (magnitude >> DROPPED_BITS) & 1
     kept_bits = (magnitude + BELOW_HALF + lowest_kept_bit) >> DROPPED_BITS
     normal = kept_bits - BIAS_DIFFERENCE

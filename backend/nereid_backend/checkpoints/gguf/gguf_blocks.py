@@ -92,7 +92,7 @@ def _unpack_1_bit(packed: Tensor) -> Tensor:
 def _weight_with_middle(
     values: Tensor, scales: Tensor, num_rows: int, *, middle: int, bits: int
 ) -> IntegerWeight:
-    """Create the IntegerWeight of weights that equal `scale * (value - middle)`."""
+    """Create an IntegerWeight. Each of its weights equals `scale * (value - middle)`."""
     centred = values.view(num_rows, -1).to(torch.int8) - middle
     scales = scales.view(num_rows, -1)
     return IntegerWeight(centred, scales, None, centred.shape[1] // scales.shape[1], bits)
@@ -101,7 +101,7 @@ def _weight_with_middle(
 def _weight_with_minimums(
     values: Tensor, scales: Tensor, minimums: Tensor, num_rows: int, *, bits: int
 ) -> IntegerWeight:
-    """Create the IntegerWeight of weights that equal `scale * value - minimum`.
+    """Create an IntegerWeight. Each of its weights equals `scale * value - minimum`.
 
     Each group of consecutive weights has one scale and one minimum. In an IntegerWeight, weight =
     (value - zero) * scale. The weights are equal if zero = minimum / scale. Example: the scale 0.5
@@ -112,8 +112,9 @@ def _weight_with_minimums(
     group_size = values.shape[1] // scales.shape[1]
     is_scale_zero = scales == 0
     if is_scale_zero.any():
-        # If the scale of a group is 0, all weights of the group equal `-minimum`. An IntegerWeight
-        # represents these weights exactly if the integers are 0 and the scale is 1.
+        # If the scale of a group is 0, all weights of the group equal `-minimum`. With the integers
+        # 0 and the scale 1, an IntegerWeight represents these weights exactly, because its zero is
+        # then `minimum`.
         values_of_groups = is_scale_zero.repeat_interleave(group_size, dim=1)
         values = values.masked_fill(values_of_groups, 0)
         scales = scales.masked_fill(is_scale_zero, 1.0)
@@ -177,7 +178,7 @@ def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     sub_high_bits = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
     sub = sub_low_bits | (sub_high_bits << 4)
     scales = _read_float16(blocks, 108) * (sub.float() - 32)  # [blocks, 16]
-    # The middle is subtracted from each integer, so that the result is symmetric around 0.
+    # A weight of Q3_K equals `scale * (integer - 4)`, so `middle` is 4.
     return _weight_with_middle(values, scales, num_rows, middle=4, bits=4)
 
 

@@ -171,11 +171,13 @@ def _fields_of_architecture(
         values: the metadata of the architecture, such as {"rope.freq_base_swa": 10000}.
     """
     fields: dict[str, Any] = {}
-    # `num_layers_with_hidden_scale` is 0 if the attention scale is always 1 / sqrt(head_dim).
+    # Only architectures with `num_layers_with_hidden_scale` need a field for the attention scale.
+    # In the other architectures, the attention scale is always 1 / sqrt(head_dim).
     if architecture.num_layers_with_hidden_scale:
         fields["query_pre_attn_scalar"] = _attention_scalar(architecture, config)
     if architecture.has_local_rope:
-        # Layers with a sliding window have other rotary embeddings than layers with full attention.
+        # Layers with a sliding window and layers with full attention use different rotary
+        # embeddings.
         fields["rope_parameters"] = {
             "full_attention": config["rope_parameters"],
             "sliding_attention": {
@@ -202,7 +204,7 @@ def _attention_scalar(architecture: Architecture, config: Mapping[str, Any]) -> 
 
 
 def _architecture_values(file: GgufFile) -> dict[str, Any]:
-    """Return the metadata of the architecture, without the architecture's name in the keys.
+    """Return the metadata of the architecture. Remove the architecture's name from each key.
 
     Example: {"llama.block_count": 16, "general.name": "x"} gives {"block_count": 16}.
     """
@@ -308,8 +310,8 @@ def _rope_parameters(
     factor = values.get("rope.scaling.factor", 1.0)
     parameters = {"rope_type": scaling, "rope_theta": theta, "factor": factor}
     if scaling == "yarn":
-        # The original length is the context length before the scaling. If the file does not contain
-        # this number or contains 0, use the context length of the model.
+        # `original_length` is the context length before the scaling. If the file does not contain
+        # this length or contains 0, use the context length of the model.
         original_length = values.get("rope.scaling.original_context_length")
         context_length = values.get("context_length")
         parameters["original_max_position_embeddings"] = original_length or context_length
@@ -317,7 +319,7 @@ def _rope_parameters(
 
 
 def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict[str, Any]:
-    """Return the rope parameters of a Llama 3 model from its factors, one for each frequency.
+    """Return the rope parameters of a Llama 3 model. `factors` has one number per frequency.
 
     The file contains only these factors, but not the parameters from which they were computed. This
     function assumes the parameters of the published Llama 3 models, computes the factors from these
@@ -327,8 +329,8 @@ def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict
     Raises:
         UnsupportedModelError: if the factors were computed from other parameters.
     """
-    # The parameters of the Llama 3 models. Only `factor` differs between these models. It is the
-    # largest number in `factors`, which belongs to the lowest frequency.
+    # The parameters of the Llama 3 models. Only `factor` differs between these models. It equals
+    # the largest of `factors`, by which the lowest frequency is divided.
     common_parameters = {
         "rope_theta": theta,
         "rope_type": "llama3",
@@ -352,7 +354,7 @@ def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict
 
 
 def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
-    """For each of the `count` rotary frequencies, return the number by which Llama 3 divides it.
+    """Return one divisor for each of the `count` rotary frequencies of a Llama 3 model.
 
     Dividing the low frequencies extends the context of the model. The divisor of a frequency
     depends on its number of rotations in the original context. If the number is at most

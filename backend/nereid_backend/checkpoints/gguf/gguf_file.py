@@ -32,9 +32,9 @@ _MAX_DIMENSIONS = 4
 # strings.
 _MAX_STRINGS = 2**22
 _MAX_HEADER_BYTES = 2**29
-# The numbers of the metadata types that have no fixed size.
+# The type numbers of strings and arrays in GGUF. Values of these types have no fixed size.
 _STRING, _ARRAY = 8, 9
-# The struct formats of the numbers in the header.
+# The format characters of Python's `struct` module for the integers in the header.
 _UINT32, _UINT64 = "I", "Q"
 # A string begins with its length, which has 8 bytes.
 _STRING_LENGTH_BYTES = 8
@@ -46,7 +46,8 @@ _MIN_TENSOR_BYTES = 24
 # bytes.
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**16
-# Maps the number of each metadata type with a fixed size to its struct format.
+# For each metadata type with a fixed size, maps the type number in GGUF to the format character of
+# Python's `struct` module. Example: the type number 6 means float32, which has the character "f".
 _FORMATS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -194,7 +195,7 @@ class _Reader:
         self.place = len(_MAGIC)
 
     def check(self, num_bytes: int) -> None:
-        """Raise a ValueError if the next `num_bytes` bytes exceed the file or _MAX_HEADER_BYTES."""
+        """Raise a ValueError if `num_bytes` more bytes would exceed the file or the size limit."""
         end = self.place + num_bytes
         if end > len(self._content):
             raise ValueError(
@@ -204,7 +205,7 @@ class _Reader:
             raise ValueError(f"the header has more than {_MAX_HEADER_BYTES} bytes")
 
     def number(self, code: str) -> Any:  # noqa: ANN401 - an integer, a float or a boolean
-        """Return the next number. `code` is the struct format of the number, without byte order."""
+        """Return the next number. `code` is the number's `struct` format character, such as "I"."""
         return self._numbers(code, 1)[0]
 
     def string(self) -> str:

@@ -156,7 +156,7 @@ def _tokenizer_values(file: GgufFile) -> dict[str, Any]:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
     values: dict[str, Any] = {}
-    # The mapping contains pairs such as ("ggml.model", "tokenizer_type").
+    # `GGUF_TOKENIZER_MAPPING["tokenizer"]` contains items such as "ggml.model": "tokenizer_type".
     for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items():
         metadata_key = f"tokenizer.{key}"
         if metadata_key in file.metadata:
@@ -165,7 +165,7 @@ def _tokenizer_values(file: GgufFile) -> dict[str, Any]:
 
 
 def _check_pre_tokenizer(file: GgufFile, values: dict[str, Any]) -> None:
-    """Raise an UnsupportedModelError if transformers does not know the file's pre-tokenizer.
+    """Raise an UnsupportedModelError if transformers does not support the file's pre-tokenizer.
 
     A pre-tokenizer divides a text into words before the words are divided into tokens. With another
     pre-tokenizer, the tokens of a text would differ. `values` is the metadata of the tokenizer; see
@@ -205,7 +205,7 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
 
 
 def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
-    """Return the special tokens of a file, by their names in transformers.
+    """Return a dict that maps transformers' name of each special token to the token's text.
 
     Token ids that are not in the vocabulary are ignored. Example: BOS has the token id 2, and the
     vocabulary is ["<pad>", "</s>", "<s>"]. The result is {"bos_token": "<s>"}.

@@ -86,7 +86,7 @@ class GgufWeight:
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Read the weight from the file, and return its numbers as transformers needs them.
+        """Read the weight from the file, and convert the weight to the form that transformers uses.
 
         In some weights, llama.cpp stores the rows of each attention head in another order than
         transformers. The rows of such a weight are reordered.
@@ -174,7 +174,7 @@ class GgufWeight:
 def gguf_weights(
     file: GgufFile, num_heads: int, num_kv_heads: int, dtype: torch.dtype
 ) -> dict[str, GgufWeight]:
-    """Describe the weights of a GGUF file, and return a dict by their names in transformers.
+    """Return a dict that maps each weight's name in transformers to a description of the weight.
 
     The data of the weights is not read.
 
@@ -189,8 +189,9 @@ def gguf_weights(
     """
     weights: dict[str, GgufWeight] = {}
     architecture = ARCHITECTURES[file.architecture]
-    # The layers whose rows must be reordered, and the number of heads in each of these layers.
-    # llama.cpp and transformers store the rows of a head in different orders; see `_row_order`.
+    # Maps the name of a layer to its number of heads. The dict contains only layers whose rows must
+    # be reordered, because llama.cpp and transformers store the rows of a head in different orders;
+    # see `_row_order`.
     num_heads_of_reordered = {}
     if architecture.has_rotated_pairs:
         num_heads_of_reordered = {"attn_q": num_heads, "attn_k": num_kv_heads}
@@ -202,7 +203,7 @@ def gguf_weights(
             weights |= _expert_weights(name, file.path, tensor, dtype)
             continue
         # If the architecture has sandwich norms (norms before and after attention), the file
-        # contains each weight of a norm plus 1.
+        # contains `w + 1` for each weight `w` of a norm.
         has_offset = architecture.has_sandwich_norms and name.endswith("norm.weight")
         layer_part = tensor.name.split(".")[-2]  # "attn_q" of "blk.3.attn_q.weight"
         weights[name] = GgufWeight(
@@ -255,7 +256,7 @@ def _model_name(name: str, file: GgufFile) -> str:
 
 
 def _layer_part_name(part: str, file: GgufFile) -> str | None:
-    """Convert the GGUF name of a layer's part to transformers' name; None if it is unknown.
+    """Return transformers' name for a part of a layer; None if the GGUF name `part` is unknown.
 
     Examples: "attn_q" gives "self_attn.q_proj", and "ffn_up_exps" gives "mlp.experts.*.up_proj".
     """

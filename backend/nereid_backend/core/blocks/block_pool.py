@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool that allocates the blocks of the KV cache. The table shows a pool with 7 blocks.
+"""The pool that allocates the blocks of the KV cache.
+
+The table shows a pool with 7 blocks:
 
     block      0   1   2   3   4   5   6
     ref count  1   0   1   2   0   0   1      the number of block tables that contain the block
@@ -17,9 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
 
-# Blocks that sessions retain are evicted after other cached blocks. But if sessions retain more
-# than this fraction of all blocks, the oldest block is evicted first. A session may retain this
-# block, too.
+# If sessions retain at most this fraction of all blocks, the blocks that sessions retain are
+# evicted after all other cached blocks. If sessions retain more blocks, the oldest cached block is
+# evicted first, even if a session retains this block.
 _MAX_RETAINED_SHARE = 0.75
 
 

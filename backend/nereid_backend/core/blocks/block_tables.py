@@ -93,7 +93,8 @@ class BlockTables:
         """
         keeps_prompt = bool(request.block_tables)
         if keeps_prompt and sequence in request.followers:
-            # Another sequence of the request has computed the prompt.
+            # Another sequence of the request has computed the prompt, so this sequence reuses the
+            # blocks of the prompt.
             return self._try_share_prompt(sequence, request)
         tables = self._find_cached(sequence)  # one table for each group of layers
         num_cached_blocks = len(tables[0])
@@ -149,15 +150,15 @@ class BlockTables:
             self.cache.num_hit_tokens += sequence.num_reused_tokens
 
     def has_block(self, sequence: Sequence, position: int) -> bool:
-        """Return whether a sequence has a block for the token at `position` in each block table."""
+        """Return whether each block table has a block for the sequence's token at `position`."""
         return position < sequence.num_tokens_with_blocks
 
     def num_blocks_to_start(self, sequence: Sequence) -> int:
-        """Return the number of blocks that a sequence needs to start if no block is cached."""
+        """Return how many blocks a sequence needs to start, assuming that no block is cached."""
         return sum(self._num_blocks_to_start(sequence, 0, window) for window in self._windows)
 
     def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Append blocks to the block tables of a sequence until they suffice for `num_tokens`.
+        """Append blocks to each block table until the table suffices for `num_tokens` tokens.
 
         A sequence has one block table for each group of layers; most models have one group.
         Example with one group and 16 tokens in a block: a sequence has 2 blocks. If `num_tokens` is
@@ -182,7 +183,7 @@ class BlockTables:
         return True
 
     def free_blocks_before_window(self, sequence: Sequence) -> None:
-        """Free the blocks of a running sequence to which the next tokens no longer attend.
+        """Free the blocks of a running sequence that end before the attention window begins.
 
         Only groups of layers with an attention window have such blocks. The null block (a
         placeholder) replaces each freed block in the block table of the group.
@@ -269,7 +270,7 @@ class BlockTables:
         return copies
 
     def check(self, running: abc.Iterable[Sequence]) -> None:
-        """Check the block tables of the running sequences.
+        """Check that the block tables of the running sequences are complete.
 
         Every sequence must have one table for each group of layers, and the tables must have blocks
         for all computed tokens.
@@ -322,7 +323,8 @@ class BlockTables:
         """
         # The last prompt token is computed again, because its logits are needed.
         num_reused_tokens = sequence.num_prompt_tokens - 1
-        # The full blocks of the reused tokens are never written again, so they can be shared.
+        # The full blocks of the reused tokens are never written again, so several sequences can
+        # share these blocks.
         num_shared = num_reused_tokens // self._block_size
         num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
         num_groups = len(self._windows)
@@ -373,7 +375,7 @@ class BlockTables:
     def _num_blocks_to_start(
         self, sequence: Sequence, num_cached: int, window: AttentionWindow | None
     ) -> int:
-        """Return how many block table entries a sequence needs in one group of layers to start.
+        """Return how many block table entries a sequence needs to start, in one group of layers.
 
         With full attention, the sequence needs entries for all its tokens. In a group with an
         attention window, entries for the tokens before and in the window and for the tokens of one
@@ -403,7 +405,7 @@ class BlockTables:
         ]
 
     def _num_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks for `num_tokens` tokens, rounded up."""
+        """Return how many blocks `num_tokens` tokens need, rounded up."""
         return -(-num_tokens // self._block_size)
 
 

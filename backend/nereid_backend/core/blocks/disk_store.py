@@ -96,7 +96,7 @@ class DiskStore:
         self._name_key = hashlib.blake2b(
             json.dumps(self._identity).encode(), digest_size=16
         ).digest()
-        # Whether a warning was already logged. Only the first error is logged.
+        # Whether this store has already logged a warning. Later errors are not logged.
         self._has_warned = False
 
         # Protects the attributes below, which several threads use.
@@ -189,8 +189,8 @@ class DiskStore:
         with self._lock:
             num_waiting = self._pending.num_bytes
             exceeds_limit = num_waiting + len(data) > _MAX_PENDING_BYTES
-            # If no bytes are waiting, a file of any size is accepted. Otherwise, a file that is
-            # larger than the limit could never be written.
+            # If no bytes are waiting, accept a file of any size. Without this exception, a file
+            # that is larger than the limit could never be written.
             if exceeds_limit and num_waiting > 0:
                 return False
             self._pending.set(name, data)

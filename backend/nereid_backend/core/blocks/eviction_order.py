@@ -110,9 +110,9 @@ class EvictionOrder(Generic[Item]):
         # Maps each item that belongs to a session to this session. The item may be idle or used.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
-        # The session that loses the next item; None if the session must be selected again. Most
-        # evictions need no selection, because one session loses items until it has fewer idle items
-        # than the average session.
+        # The session from which the next item is evicted; None if this session must be selected
+        # again. Most evictions need no selection, because items of the same session are evicted
+        # until this session has fewer idle items than the average session.
         self._victim: _Session[Item] | None = None
 
     def __contains__(self, item: Item) -> bool:
@@ -197,7 +197,8 @@ class EvictionOrder(Generic[Item]):
             expires_later_here = owner is None or owner.expires < session.expires
             if expires_later_here:
                 self._move(item, session)
-        # If other sessions already retain all of `items`, a new session is still empty.
+        # If other sessions retain all of `items` at least as long as this session, no item was
+        # moved. A session that was created for this call is then empty and must be removed.
         self._drop_if_empty(session)
 
     def _use_session(self, key: SessionKey, expires: float) -> _Session[Item]:
@@ -216,7 +217,7 @@ class EvictionOrder(Generic[Item]):
             session.last_use = self._num_changes
             session.expires = max(session.expires, expires)
         if self._victim is session:
-            # The next item would be evicted from this session. The session has just been used, so
+            # This session was selected for the next eviction, but it has just been used. Therefore,
             # `_next_victim` must select a session again.
             self._victim = None
         return session

@@ -31,14 +31,14 @@ from nereid_backend.core.blocks.window import AttentionWindow
 from nereid_backend.core.blocks.window_search import WindowSearch
 from nereid_backend.core.sequence import Sequence
 
-# Users share the cache. With short hashes, an attacker could construct two prompts with equal
-# hashes and thereby read another user's blocks.
+# Users share the cache. If the hashes were short, an attacker could construct two prompts with
+# equal hashes and thereby read another user's blocks.
 _HASH_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class DiskChanges:
-    """The changes of the prefix cache that must still be made in the cache on disk.
+    """The changes to the prefix cache that must still be applied to the cache on disk.
 
     Attributes:
         before_reuse: called with the hash and the id of an unsaved block before the pool allocates
@@ -107,7 +107,8 @@ class PrefixCache:
         self._blocks: list[dict[bytes, int]] = [{} for _ in windows]
         # Maps the id of a cached block to its hash.
         self._hashes: dict[int, bytes] = {}
-        # Before the pool allocates a cached block for other tokens, the block leaves the cache.
+        # The pool calls `_drop` before it allocates a cached block for other tokens. `_drop`
+        # removes the block from the cache.
         pool.on_reuse(self._drop)
 
     def find(self, sequence: Sequence) -> list[list[int]]:
@@ -130,9 +131,9 @@ class PrefixCache:
             return self._find_with_windows(hashes)
         block_table = self._leading_cached_blocks(hashes)
         if self.snapshots is not None:
-            # The model has a recurrent state, and `snapshots` contains the hash of each block after
-            # which the state was saved. Let the sequence save its state at the end of the cached
-            # blocks, so that the next request with this prefix can reuse all of them.
+            # The model has a recurrent state, and a sequence can continue only where this state was
+            # saved. Let the sequence save its state at the end of the cached blocks, so that the
+            # next request with this prefix can reuse all cached blocks.
             sequence.branch_position = len(block_table) * self._block_size
             # This sequence can continue only from a saved state. Therefore, the blocks after the
             # last saved state are computed again.
@@ -247,7 +248,8 @@ class PrefixCache:
             for index in range(first_new, num_full_blocks):
                 block_hash = hashes[index]
                 if block_hash in cached_blocks:
-                    # Another request has computed the same tokens. Its block remains in the cache.
+                    # The cache already contains a block with the same tokens, which another request
+                    # has computed.
                     continue
                 self._mark_cached(cached_blocks, block_hash, table[index])
                 if self.disk_changes is not None:
@@ -271,7 +273,8 @@ class PrefixCache:
         # For each group of layers, `num_freed` is the number of leading blocks that the sequence
         # has already freed.
         for cached_blocks, num_freed in zip(self._blocks, sequence.num_null_blocks, strict=True):
-            # The order is reversed, because the last block of the sequence must be evicted first.
+            # List the blocks in reverse order, because the last block of the sequence must be
+            # evicted first.
             last_first = reversed(hashes[num_freed:])
             retained_blocks += [cached_blocks[h] for h in last_first if h in cached_blocks]
         self._pool.retain(retained_blocks, key, params.retention_s)
@@ -316,7 +319,7 @@ class PrefixCache:
         self._pool.unmark_cached(block)
 
     def check(self) -> None:
-        """Check that the hashes and the cached blocks match.
+        """Check that `_hashes`, `_blocks` and the pool contain the same cached blocks.
 
         Raises:
             AssertionError: if the hashes and the cached blocks do not match.

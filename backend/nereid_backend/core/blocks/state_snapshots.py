@@ -35,15 +35,16 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan
 
 # The recurrent state of a sequence is saved again if at least `_INTERVAL` blocks were computed
-# after the last saved state. The state is saved at the end of the tokens that a step computes.
+# since the last save. A step can save the state only after the last token that the step computes.
 _INTERVAL = 32
-# A prompt may be divided, so that the recurrent state after its first part is saved. This is done
-# only if the last saved state is at least `_MIN_DISTANCE` blocks earlier. For a smaller distance,
-# the additional forward pass would take too much time.
+# A prompt may be divided into two chunks, so that the recurrent state can be saved at the end of
+# the first chunk. This is done only if the division is at least `_MIN_DISTANCE` blocks after the
+# last saved state. If the distance is smaller, the additional forward pass would take too much
+# time.
 _MIN_DISTANCE = 8
-# Sessions can retain copies of recurrent states. These copies are evicted last while they use at
-# most the fraction `_MAX_RETAINED_SHARE` of the memory for states. If they use more, the oldest
-# copies are evicted first.
+# Sessions can retain copies of recurrent states. While these copies use at most the fraction
+# `_MAX_RETAINED_SHARE` of the memory for states, they are evicted only after all other copies. If
+# they use more memory, the oldest copy is evicted first, whether a session retains the copy or not.
 _MAX_RETAINED_SHARE = 0.75
 
 
@@ -67,10 +68,11 @@ class StateSnapshots:
         """
         self._block_size = block_size
         # The recurrent state is saved again if at least `_interval_tokens` tokens were computed
-        # after the last saved state.
+        # since the last save.
         self._interval_tokens = _INTERVAL * block_size
-        # A prompt may be divided, so that the recurrent state after its first part is saved. The
-        # last saved state must be at least `_min_distance_tokens` tokens earlier.
+        # A prompt may be divided, so that the recurrent state can be saved at the position of the
+        # division. This position must be at least `_min_distance_tokens` tokens after the last
+        # saved state.
         self._min_distance_tokens = _MIN_DISTANCE * block_size
 
         self._num_states = num_states
@@ -80,8 +82,8 @@ class StateSnapshots:
 
         # Maps the hash of a block to the id of the snapshot at the end of the block.
         self._ids: dict[bytes, int] = {}
-        # The hashes of all saved recurrent states. If the memory is full, the states are deleted in
-        # this order. When a state is used, it is moved to the end.
+        # The hashes of all saved recurrent states, in eviction order: if the memory is full, the
+        # first state is deleted first. When a state is used, its hash is moved to the end.
         max_retained = int(num_states * _MAX_RETAINED_SHARE)
         self._order: EvictionOrder[bytes] = EvictionOrder(max_retained, clock)
         # The number of recurrent states that were saved so far. The next saved state gets this
@@ -91,11 +93,11 @@ class StateSnapshots:
         # ids, so that the memory of the copies is freed.
         self._deleted: list[int] = []
 
-        # The hashes of the copied recurrent states (snapshots) that must still be written to disk;
-        # None if there is no cache on disk. The dict is used as an ordered set, so all its values
-        # are None. While an answer is generated, each new snapshot replaces the previous snapshot
-        # of the answer. Therefore, a snapshot of an answer is added only when the blocks of the
-        # sequence are released.
+        # The hashes of the snapshots (copies of recurrent states) that must still be written to
+        # disk; None if there is no cache on disk. The dict is used as an ordered set, so all its
+        # values are None. While an answer is generated, each new snapshot of the answer replaces
+        # the previous snapshot. Therefore, only the last snapshot of an answer is added, when the
+        # blocks of the sequence are released.
         self.unsaved: dict[bytes, None] | None = None
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -107,7 +109,7 @@ class StateSnapshots:
         return len(self._ids)
 
     def start_from(self, sequence: Sequence, num_reused: int) -> None:
-        """Let a sequence start from the snapshot after its first `num_reused` tokens.
+        """Let a sequence continue from the state that was saved after `num_reused` tokens.
 
         A snapshot is a saved copy of a recurrent state. If `num_reused` is 0, the sequence starts
         without a snapshot.
@@ -122,7 +124,7 @@ class StateSnapshots:
             self._note_use(block_hash)
 
     def chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many tokens of a sequence the next step computes, at most `num_tokens`.
+        """Return the length of a sequence's next chunk of tokens, at most `num_tokens`.
 
         A snapshot of the recurrent state can be saved only after the tokens of a step (the chunk).
         Therefore, the chunk ends at the first position at which a snapshot should be saved.
@@ -141,8 +143,8 @@ class StateSnapshots:
         last_block_end = end // self._block_size * self._block_size
         if has_last_known_token or last_block_end <= start:
             return num_tokens
-        # More chunks follow. End this chunk at the end of a block, because only there can a
-        # snapshot be saved.
+        # More chunks follow. End this chunk at the end of a block, because a snapshot can be saved
+        # only at the end of a block.
         return last_block_end - start
 
     def plan(self, chunks: list[Chunk], num_running: int) -> SnapshotPlan:
@@ -187,9 +189,9 @@ class StateSnapshots:
         return deleted
 
     def add(self, sequence: Sequence) -> None:
-        """If the last step has saved the recurrent state of a sequence, let requests use this copy.
+        """Let new requests use the recurrent state that the last step saved for a sequence.
 
-        The copy (a snapshot) is stored under the hash of the last block before the snapshot. If
+        The saved copy (a snapshot) is stored under the hash of the last block before it. If
         another sequence has already stored a snapshot under this hash, the new snapshot is deleted.
 
         Mutates: `sequence.unsaved_snapshot_id` and `sequence.num_snapshot_tokens`.
@@ -203,14 +205,15 @@ class StateSnapshots:
         self._set_snapshot(block_hash, snapshot_id)
         is_in_prompt = position <= sequence.num_prompt_tokens
         if is_in_prompt:
-            # A snapshot of the answer will probably be replaced soon. It is written to disk only
-            # when the sequence ends; see `discard`.
+            # Mark only snapshots of the prompt for writing to disk. A newer snapshot will probably
+            # replace a snapshot of the answer soon, so `discard` marks the last snapshot of the
+            # answer later.
             self._write_to_disk_later(block_hash)
         self._delete_previous_of_answer(sequence)
         sequence.num_snapshot_tokens = position
 
     def _delete_previous_of_answer(self, sequence: Sequence) -> None:
-        """Delete the previous saved state of a sequence if this state includes answer tokens.
+        """Delete a sequence's previous snapshot if this snapshot was saved during the answer.
 
         The next turn of the chat continues after the whole answer, so only the last snapshot of the
         answer is useful. A snapshot of the prompt, or a snapshot from which the sequence started,
@@ -223,7 +226,7 @@ class StateSnapshots:
             self.delete(self._hash_before(sequence, previous_position))
 
     def _set_snapshot(self, block_hash: bytes, snapshot_id: int) -> None:
-        """Store `snapshot_id` under a hash. Delete the snapshot if the hash already has an id."""
+        """Store a snapshot under a hash. Delete the new snapshot if the hash already has one."""
         if block_hash in self._ids:
             self._deleted.append(snapshot_id)
             self._note_use(block_hash)
@@ -232,10 +235,11 @@ class StateSnapshots:
             self._order.add(block_hash)
 
     def discard(self, sequence: Sequence) -> None:
-        """Discard the unfinished snapshot of a sequence, because its blocks are being released.
+        """Discard the snapshot that the running step is saving for a sequence.
 
-        A snapshot is a saved copy of the recurrent state. It is unfinished while the step that
-        saves it is running. The last finished snapshot of the answer is written to disk later.
+        This method is called when the blocks of the sequence are released. A snapshot is a saved
+        copy of the recurrent state. The last finished snapshot of the answer is written to disk
+        later.
 
         Example: a prompt has 1000 tokens, the last snapshot was saved after 1184 tokens, and the
         running step saves a snapshot after 1200 tokens. The snapshot after 1200 tokens is deleted,
@@ -247,8 +251,9 @@ class StateSnapshots:
         last_position = sequence.num_snapshot_tokens
         is_in_answer = last_position > sequence.num_prompt_tokens
         if is_in_answer:
-            # No newer snapshot of the answer can replace this snapshot any more. Snapshots of the
-            # prompt need no action here, because `add` has marked them for writing.
+            # The blocks of the sequence are being released, so this snapshot of the answer will not
+            # be replaced and can be written to disk. Snapshots of the prompt need no action here,
+            # because `add` has already marked them for writing.
             self._write_to_disk_later(self._hash_before(sequence, last_position))
 
     def id_of(self, block_hash: bytes) -> int | None:
@@ -268,7 +273,7 @@ class StateSnapshots:
             The id; None if running sequences use the whole memory for states.
         """
         if self._max_snapshots < 1:
-            # `_max_snapshots` is the number of states minus the number of running sequences.
+            # The running sequences use the whole memory for states.
             return None
         self._evict_until(self._max_snapshots - 1)
         snapshot_id = self._new_id()
@@ -293,7 +298,7 @@ class StateSnapshots:
         self._order.extend(key, seconds)
 
     def _hash_before(self, sequence: Sequence, position: int) -> bytes:
-        """Return the hash of the block that ends at `position`, the key of a saved state.
+        """Return the hash of the block that ends at `position`. The hash is the key of a snapshot.
 
         Example with 16 tokens in a block: the position 32 is the end of the second block.
         """

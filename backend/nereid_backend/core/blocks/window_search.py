@@ -21,7 +21,7 @@ from nereid_backend.core.blocks.window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class WindowSearch:
-    """Finds the longest cached prefix of a sequence in its tables of cached blocks.
+    """Finds the longest prefix of a sequence that is cached for every group of layers.
 
     Attributes:
         windows: the attention window of each group of layers; None for a group with full attention.
@@ -55,8 +55,9 @@ class WindowSearch:
         last_missing = self._last_missing_by_window(tables)
         max_blocks = len(tables[0])
         if None in last_missing:
-            # The key None stands for full attention. With full attention, the next token needs all
-            # blocks of the prefix, so the prefix ends before the first missing block.
+            # The key None stands for layers with full attention. In these layers, the next token
+            # needs every block of the prefix, so the prefix must end before the first missing
+            # block.
             max_blocks = _num_leading_cached(last_missing[None])
         # Try the longest prefix first.
         for num_blocks in range(max_blocks, 0, -1):
@@ -77,7 +78,7 @@ class WindowSearch:
     def _last_missing_by_window(
         self, tables: list[list[int]]
     ) -> dict[AttentionWindow | None, list[int]]:
-        """For each attention window and each block, find the last missing block up to that block.
+        """For each attention window, find the last missing block at or before each block.
 
         `tables` has one table for each group of layers. The groups with one window share one list.
         A block is missing if a table of these groups contains the null block. Element i of the list
@@ -118,9 +119,9 @@ class WindowSearch:
     def _hide_blocks_before_window(
         self, table: list[int], window: AttentionWindow | None
     ) -> list[int]:
-        """Return a copy of `table` in which a placeholder replaces each block before the window.
+        """Return a copy of `table` with placeholders for the blocks before the attention window.
 
-        The window is that of the token that directly follows the blocks of the table.
+        The window belongs to the token that directly follows the blocks of the table.
         """
         num_hidden = self._first_visible_block(window, len(table))
         return [self.null_block] * num_hidden + table[num_hidden:]
@@ -154,5 +155,5 @@ def _num_leading_cached(last_missing: list[int]) -> int:
 
     Example: [-1, 1, 1, 1] gives 1.
     """
-    # The list is sorted. The elements for the blocks before the first missing block are -1.
+    # The list is sorted, and it contains -1 for each block before the first missing block.
     return bisect_right(last_missing, -1)

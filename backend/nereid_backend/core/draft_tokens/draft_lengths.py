@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 
 from nereid_backend.core.sequence import Sequence
 
-# The assumed probability that a draft token is accepted, before the first draft is verified.
+# Before the first draft is verified, this value is assumed to be the probability that a draft token
+# is accepted.
 _FIRST_RATE = 0.8
 # A new sequence starts with the acceptance rate of all sequences so far. This initial rate has the
 # same weight as _FIRST_WEIGHT verified draft tokens.
@@ -33,9 +34,10 @@ _DECAY, _OVERALL_DECAY = 0.9, 0.99
 # If drafts cost more time than they save, the sequence gets no drafts for 32 steps. After this
 # pause, a draft of one token is tried. Each further pause is twice as long, up to 1024 steps.
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
-# The assumed cost ratio before the first measurements.
+# Before the first measurements, this value is assumed to be the cost ratio: the cost of a draft
+# token, divided by the cost of one sequence in a step without drafts.
 _FIRST_RATIO = 0.25
-# Measured cost ratios are limited to this range.
+# If the cost ratio is outside this range, the nearest limit of the range is used instead.
 _MIN_RATIO, _MAX_RATIO = 0.02, 4.0
 # The largest number of recent measurements from which a median is computed.
 _NUM_MEASUREMENTS = 9
@@ -75,7 +77,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class _History:
-    """The acceptance rate of one sequence's drafts, and the pauses in which it gets no drafts.
+    """The acceptance rate of one sequence's drafts, and the pauses in which no drafts are made.
 
     Attributes:
         rate: the share of accepted draft tokens.
@@ -135,7 +137,7 @@ class StepCosts:
             return
         times.num_steps_since_plain += 1
         if times.plain_s:
-            # At least one step without drafts was measured before.
+            # A step without drafts has already been measured.
             plain_s_per_sequence = statistics.median(times.plain_s)
             additional_s = seconds - plain_s_per_sequence * num_sequences
             times.cost_ratios.append(additional_s / num_drafts / plain_s_per_sequence)
@@ -145,7 +147,7 @@ class StepCosts:
         self._times_of(num_sequences).drafting_s.append(seconds / num_drafts)
 
     def ratio(self, num_sequences: int) -> float:
-        """Return the cost of a draft token, divided by the cost of one sequence in the step."""
+        """Return the cost of a draft token as a multiple of the cost of one sequence in a step."""
         times = self._times_of(num_sequences)
         is_known = len(times.cost_ratios) >= _MIN_MEASUREMENTS
         ratio = statistics.median(times.cost_ratios) if is_known else _FIRST_RATIO
@@ -224,12 +226,13 @@ class DraftLengths:
             return 0
         acceptance_rate = history.rate.value
         if acceptance_rate <= self._cost_ratio:
-            # No length saves time. Nevertheless, try one token, because a pause is over or this is
-            # the first draft of the sequence. If `max_tokens` is 0, the result is 0.
+            # No draft length saves time. Nevertheless, try a draft of one token, because a pause
+            # has ended or because this is the first draft of the sequence. If `max_tokens` is 0,
+            # there is no draft.
             return min(1, self.max_tokens)
         if acceptance_rate >= 1:
             return self.max_tokens
-        # The solution n of the equation `acceptance_rate ** n == cost ratio`.
+        # The draft length n for which `acceptance_rate ** n` is equal to the cost ratio.
         break_even_length = math.log(self._cost_ratio) / math.log(acceptance_rate)
         return min(self.max_tokens, math.ceil(break_even_length) - 1)
 

@@ -24,7 +24,7 @@ _NGRAM = 3
 
 @dataclass(slots=True)
 class _Index:
-    """The index of the n-grams of one sequence.
+    """A lookup table of the n-grams that occur in one sequence.
 
     Attributes:
         ends: maps an n-gram to the end of its last occurrence, which is the index of the token that

@@ -32,8 +32,8 @@ class FairQueue:
         self._num_waiting = 0
         # Maps each active client to the number of its waiting and running sequences.
         self._num_sequences: Counter[str] = Counter()
-        # Maps each active client to its service. The service increases by the number of planned
-        # tokens, divided by the weight of the client.
+        # Maps each active client to the service that it has received. Each planned token of a
+        # client increases the service by 1 / (weight of the client).
         self._service: dict[str, float] = {}
 
     def __len__(self) -> int:

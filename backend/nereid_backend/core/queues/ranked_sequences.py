@@ -52,7 +52,7 @@ class RankedSequences:
 
 
 class RunningSequences(RankedSequences):
-    """The running sequences. Each running sequence has its own row in the tables of the batch.
+    """The running sequences, each of which uses one row of the batch.
 
     Attributes:
         free_rows: the rows that belong to no sequence. `add` takes the last row of the list.

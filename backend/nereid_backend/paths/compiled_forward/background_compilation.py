@@ -11,9 +11,9 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 
 _MODULE = "nereid_backend.paths.compiled_forward.compile_process"
-# The process is killed after this time. A compilation takes about a minute if the machine is idle.
-# It takes longer if other processes need the CPUs, or if the process must wait for the compilation
-# of another model.
+# The process is killed if it has not finished after this time. A compilation takes about a minute
+# if the machine is idle. It takes longer if other processes need the CPUs, or if the process must
+# wait for the compilation of another model.
 _TIMEOUT_S = 3600.0
 
 
@@ -103,7 +103,8 @@ def _start_process(connection_fd: int, folder: Path) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         # The process and the C++ compiler that it starts form a process group, so that one signal
-        # can kill both. The process group stays in the engine's session, because Linux divides the
-        # CPU time equally among sessions, and niceness has an effect only within a session.
+        # can kill both. The process group stays in the engine's session, because niceness has an
+        # effect only among the processes of one session. Linux divides the CPU time equally among
+        # sessions.
         process_group=0,
     )

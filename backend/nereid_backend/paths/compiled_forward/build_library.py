@@ -33,15 +33,16 @@ from nereid_backend.paths.compiled_forward.library_files import (
 )
 from nereid_backend.paths.model_call import ModelCall, UnfitError
 
-# The smallest size that the traced code supports. torch.export treats the size 1 as a constant, so
-# a size that varies must be at least 2. Shorter inputs are extended to this size.
+# The smallest number of tokens, and of logits, that the traced code supports. Shorter inputs are
+# padded to this size. torch.export treats a size of 1 as a constant, so the number must be at least
+# 2.
 MIN_ROWS = 2
 # The example input for tracing has these numbers of tokens and logits. The two numbers must differ.
 # Otherwise torch.export would assume that they are always equal.
 _EXAMPLE_TOKENS = 7
 _EXAMPLE_LOGITS = 3
-# Tensors that a model's code creates from constants are small. A tensor with more elements probably
-# depends on the checkpoint.
+# If a model's code creates a tensor from constants, the tensor is small. A tensor with more than
+# this number of elements probably comes from the checkpoint.
 MAX_LITERAL_ELEMENTS = 65536
 NO_PARAMETER = (
     "the model's code uses the tensor {name}, which is neither a parameter nor a buffer of the "
@@ -106,12 +107,13 @@ def build_library(
                 "aot_inductor.package_constants_in_so": False,  # leave out the weights
                 # Compiled code calls these operators of Nereid as C functions, without Python.
                 "aot_inductor.custom_ops_to_c_shims": shims_of(model.device, is_native),
-                # With more threads, torch would start a pool of processes. These processes would
+                # With more than one thread, torch would start a pool of processes, which would
                 # continue to run after the compilation.
                 "compile_threads": 1,
             },
         )
-        # The library also does not contain the small tensors that the model's code creates.
+        # The library does not contain the small tensors that the model's code creates. Store these
+        # tensors in a separate file.
         literals = _constants_of_code(program.constants, tensors_of(traced_model))
         save_literals(literals, finished / LITERALS_FILE)
         if folder.is_dir():
@@ -161,7 +163,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def _constants_of_code(
     constants: dict[str, Any], model_tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors that the traced code creates itself, without the tensors of the model.
+    """Return the tensors that the traced code creates itself. Tensors of the model are excluded.
 
     Example: the code contains `torch.tensor([1.0, 0.5])`.
 

@@ -29,11 +29,12 @@ from pathlib import Path
 from nereid_backend.errors import first_line
 from nereid_backend.process_limits import limit_memory
 
-# The lowest priority. If a process with niceness 0 needs the same CPU, and Linux schedules both
-# processes in the same group, this process gets about 1.5 % of the CPU's time.
+# The lowest priority. If this process and a process of niceness 0 compete for one CPU, this process
+# gets about 1.5 % of the CPU's time. This applies only if Linux schedules the two processes in the
+# same group.
 _NICENESS = 19
-# The limit of the address space that the compilation may use. The imported libraries and the model
-# do not count. A compilation of 36 layers needs about 2 GB.
+# The compilation may use this amount of address space in bytes, in addition to the imported
+# libraries and the model. A compilation of 36 layers needs about 2 GB.
 _MAX_BYTES = 6 * 2**30
 # A temporary folder that is older than `_LEFTOVER_AGE_S` belongs to a compilation that was killed.
 _LEFTOVER_AGE_S = 3600
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def _compile_or_reason(message: bytes, folder: Path) -> str:
-    """Compile the model in `message`. Return the reason of a failure, or "" after a success."""
+    """Compile the model in `message`. Return "" after a success, or the reason for a failure."""
     try:
         with _exclusive_lock(folder.parent):
             _compile(message, folder)
@@ -90,8 +91,8 @@ def _compile(message: bytes, folder: Path) -> None:
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.
     """
-    # These modules are imported here, after the wait for other compilations, because a waiting
-    # process should need little memory.
+    # These modules are imported only after the wait for other compilations, so that a waiting
+    # process needs little memory.
     import torch
 
     from nereid_backend.attention.interface import AttentionHook
@@ -108,7 +109,7 @@ def _compile(message: bytes, folder: Path) -> None:
     _remove_leftovers(folder.parent)
     model, attention, is_native, num_threads = unpack_skeleton(message)
     limit_memory(_MAX_BYTES)
-    # torch's compiler writes the number of threads into the library.
+    # torch's compiler writes the number of threads into the library, so the number is set first.
     torch.set_num_threads(num_threads)
     try:
         build_library(model, AttentionHook(attention), folder, is_native=is_native)

@@ -27,7 +27,8 @@ Shims = dict[torch._ops.OpOverload, list[str]]
 LIBRARY_FILE = "model.pt2"
 LITERALS_FILE = "literals.safetensors"
 _TRACE_ERROR_FILE = "trace_error.txt"
-# The name of a file that has one byte for each failed check of the library.
+# The name of a file whose size in bytes is the number of checks of the library that did not
+# succeed.
 _CHECKS_FILE = "failed_checks"
 _MAX_FAILED_CHECKS = 3
 # torch's compiler writes the values of vectors with at most `_MAX_INLINED_ELEMENTS` elements into
@@ -78,7 +79,7 @@ def read_trace_error(folder: Path) -> str | None:
 
 
 def begin_check(folder: Path) -> None:
-    """Record on disk that a check of a library begins. `confirm_check` deletes the records.
+    """Record on disk that a check of a library begins. A successful check deletes the records.
 
     A library could crash the process during the check. The server would then start the engine
     again, which would check the same library again, and so on. Too many records without a
@@ -196,7 +197,7 @@ def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
 
 
 def _inlined_values(tensor: Tensor) -> object:
-    """Return the tensor's values, or None if torch's compiler leaves them out of the library."""
+    """Return a tensor's values if torch's compiler writes them into the library, otherwise None."""
     is_inlined = tensor.ndim <= 1 and tensor.numel() <= _MAX_INLINED_ELEMENTS
     return tensor.tolist() if is_inlined else None
 

@@ -63,7 +63,7 @@ class CompiledForward:
         return logits[: batch.num_logits]
 
     def confirm(self) -> None:
-        """Record on disk that the logits of the library passed a check; see `begin_check`."""
+        """Record on disk that the library computed correct logits in a check; see `begin_check`."""
         if self._folder is not None:
             confirm_check(self._folder)
 
@@ -105,14 +105,14 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
     """
     begin_check(folder)
     device = model.device
-    # By default, each call of the library takes locks, because several threads may call it. A call
-    # that takes locks cannot be captured into a CUDA graph. The engine calls the library from one
-    # thread, so the locks are turned off.
+    # By default, each call of the library takes locks, because several threads may call the
+    # library. A call that takes locks cannot be captured into a CUDA graph. The engine calls the
+    # library from only one thread, so the locks are turned off here.
     #
-    # The public function `aoti_load_package` is not used, because it takes 1.4 s longer: it checks
-    # that this processor equals the processor of the compilation. This check is unnecessary here,
-    # because the name of `folder` depends on the processor. Each call of a library that
-    # `aoti_load_package` has loaded also takes longer.
+    # The public function `aoti_load_package` is not used, because it compares this processor with
+    # the processor on which the library was compiled. The comparison takes 1.4 s, and is
+    # unnecessary: libraries for different processors are in different folders. Also, each call of a
+    # library that `aoti_load_package` has loaded takes longer.
     is_single_threaded = True
     num_runners = 1
     device_index = -1 if device.index is None else device.index
@@ -146,7 +146,7 @@ def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: AN
 
 
 def _extend_to(tensor: Tensor, num_rows: int) -> Tensor:
-    """Extend the last dimension of a tensor to `num_rows` by repeating the last value.
+    """Repeat the last value of a tensor until the last dimension has the size `num_rows`.
 
     Example: [5] with 2 rows gives [5, 5]. A longer tensor is returned unchanged.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a model to another process on this machine. The values of large weights are not sent.
+"""Sends a model to another process on this machine, without the values of large weights.
 
 The other process compiles the model's code. The compiler needs the shapes of the weights, but not
 their values. In the received model, a large tensor therefore has the right shape and uninitialised
@@ -72,7 +72,7 @@ class _SkeletonPickler(pickle.Pickler):
     """A pickler that omits the values of large tensors."""
 
     def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 - any object of the model
-        """Tell pickle how to store `value`, without the values of large tensors.
+        """Tell pickle how to store `value`. The values of large tensors are not stored.
 
         pickle calls this method for each object of the model. For a tensor, return the function
         that restores the tensor, and the arguments of this function. For any other object, return
@@ -99,7 +99,7 @@ class _SkeletonPickler(pickle.Pickler):
 
 
 def _memory_size(tensor: Tensor) -> int:
-    """Return the number of elements in a tensor's memory, from the first to the last element.
+    """Return the number of elements in the range of memory that a tensor covers.
 
     Example: an expanded tensor has the shape [4, 1000] and the stride [0, 1], so its memory has
     1000 elements.

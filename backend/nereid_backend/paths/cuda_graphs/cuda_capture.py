@@ -18,12 +18,12 @@ Capture = Callable[[Callable[[], None]], Replay]
 Cut = Callable[[Callable[[], None]], None]
 CapturePieces = Callable[[Callable[[Cut], None]], Replay]
 
-# The number of bytes that must stay free in addition to the memory of the largest step.
+# The number of bytes of GPU memory that must stay free even during the largest step.
 _SPARE_BYTES = 256 * 2**20
 # The id of the memory pool that torch uses while no graph is captured.
 _DEFAULT_POOL = (0, 0)
-# Graphs whose capture was cancelled. torch's allocator of pinned memory still uses these objects,
-# and Python code cannot prevent that. This list keeps the objects alive.
+# Graphs whose capture failed. This list keeps the graphs alive, because torch's allocator of pinned
+# memory still uses them, and Python code cannot remove them from the allocator.
 _failed_captures: list[torch.cuda.CUDAGraph] = []
 
 
@@ -129,8 +129,8 @@ class GraphCapture:
     def _check_memory(self) -> None:
         """Raise GraphMemoryError if less memory is free than later steps may need."""
         free_bytes, _ = torch.cuda.mem_get_info()
-        # Later steps first use the memory in the cache of torch's allocator, so they need less free
-        # memory.
+        # A later step first uses the memory in the cache of torch's allocator, so the step needs
+        # less free memory.
         step_bytes = max(0, self._reserve_bytes - _cached_bytes(self._device))
         needed_bytes = step_bytes + _SPARE_BYTES
         if free_bytes < needed_bytes:
@@ -170,7 +170,8 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN40
         graph.capture_end()
     except RuntimeError:
         device = torch.cuda.current_device()
-        # If the allocator has already ended the capture, these calls raise a RuntimeError.
+        # If the allocator has already ended the capture, the following two calls raise a
+        # RuntimeError.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)

@@ -41,14 +41,15 @@ Run = Callable[[StepBatch], Tensor]
 # The largest number of sequences in a captured step. For more sequences, a graph saves no time,
 # because the GPU needs longer to run the kernels than the CPU needs to launch them.
 _MAX_ROWS = 512
-# The smallest allowed difference between the batch sizes of two graphs. This rule does not apply to
-# graphs for fewer than `_MIN_DISTANCE` sequences.
+# Adjacent batch sizes differ by at least this number. Exception: the batch sizes up to this number
+# are 1, 2, 4 and 8.
 _MIN_DISTANCE = 8
 # The largest accepted error of the logits that a CUDA graph computes, relative to the standard
 # deviation of the logits. The graph runs the same kernels as a step without a graph. Correct logits
 # can therefore differ only by rounding, whereas a wrong input causes an error of at least 0.1.
 _TOLERANCE = 0.03
-# `_difference` compares the logits in slices of `_COMPARED_ROWS` rows.
+# Logits are compared in slices of this number of rows, because a comparison of all rows at once
+# would need much memory.
 _COMPARED_ROWS = 16
 # The number of int64 values in 64 bytes. Tensors that kernels read are aligned to 64 bytes.
 _ALIGNED_VALUES = 64 // 8
@@ -71,7 +72,7 @@ class DecodeGraphs:
         device: torch.device,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Create an object without graphs. The first step of each batch size captures a graph.
+        """Create an object that has no graphs yet. The first step of each batch size captures one.
 
         Args:
             run: computes a packed step and returns its logits, [num_logits, vocab_size].
@@ -136,7 +137,7 @@ class DecodeGraphs:
         return graph.logits[: batch.num_logits].clone()
 
     def graph_size_for(self, batch: StepBatch) -> int | None:
-        """Return the batch size of the CUDA graph for a step: its number of sequences, rounded up.
+        """Return the batch size of the smallest CUDA graph that can compute a step.
 
         Return None if a graph cannot compute the step. This is the case if the step is not a decode
         step (one token for each sequence), if the step has too many sequences, or if the logits of
@@ -201,8 +202,8 @@ class DecodeGraphs:
             step.fill(batch)
             num_compared = batch.num_logits
         # Run the step without a graph, to get the expected logits. This run also compiles kernels
-        # that are not compiled yet. This run and the replay of the graph store the same keys and
-        # values in the KV cache.
+        # that are not compiled yet. The replay of the graph repeats the step. This is harmless,
+        # because the replay stores the same keys and values in the KV cache as this run.
         expected = self._run(step.batch())
         if self._logits is None:
             self._logits = expected.new_empty(self._row_counts[-1], expected.shape[1])
@@ -274,7 +275,8 @@ class StaticStep:
         The step has at most as many tokens as this object has rows.
         """
         num_tokens = batch.num_logits  # A decode step needs the logits of each of its tokens.
-        # Views of the rows of `_numbers`. `lens` is the length of each sequence.
+        # Each of these tensors is a view of one row of `_numbers`. `lens` contains the length of
+        # each sequence.
         tokens, positions, slots, lens = self._numbers
         self._numbers[:, num_tokens:] = self._padding
         self._table.fill_(self._null_block)
@@ -291,7 +293,7 @@ class StaticStep:
                 columns.index_copy_(0, group.tokens, group.blocks)
 
     def batch(self) -> StepBatch:
-        """Return the inputs for one forward pass, which may be captured as a CUDA graph.
+        """Return the inputs of one forward pass. The forward pass may be captured as a CUDA graph.
 
         The inputs are the tensors of this object. A replay of the captured run therefore reads the
         values that `fill` has copied into these tensors.
@@ -304,11 +306,11 @@ class StaticStep:
             self._device_rows,
             decodes=replace(
                 device_decodes,
-                # The graph also computes the length of the longest sequence. Each replay therefore
-                # uses the longest length in the replayed step.
+                # The graph itself computes the length of the longest sequence from `lens`. Each
+                # replay therefore uses the longest length in the replayed step.
                 longest=lens.amax(0, keepdim=True),
-                # The kernels must not reuse the intermediate tensors of an earlier run, so that
-                # they allocate new tensors in the memory that all graphs share.
+                # With an empty dict, the kernels allocate new tensors for their intermediate
+                # results. These tensors are in the memory that all graphs share.
                 _workspaces={},
             ),
         )

@@ -44,8 +44,8 @@ from nereid_backend.paths.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
 
-# The numbers of tokens for which graphs are captured. Steps with more tokens gain nothing from
-# graphs, because the GPU needs longer to run the kernels than the CPU needs to launch them.
+# Graphs are captured for these numbers of tokens. A step with more tokens gains nothing from a
+# graph, because the GPU takes longer to run the kernels than the CPU takes to launch them.
 TOKEN_COUNTS = (16, 32, *range(64, 513, 64))
 
 Run = Callable[[StepBatch, PagedForward], Tensor]
@@ -81,7 +81,7 @@ class PiecewiseGraphs:
         sizes: Sizes,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Create an object without graphs. `capture_all` captures the graphs.
+        """Create an object that has no graphs yet. `capture_all` captures the graphs.
 
         Args:
             run: computes a packed step with a given attention function, and returns its logits,
@@ -104,10 +104,10 @@ class PiecewiseGraphs:
         # The tensor into which all graphs write their logits, [max_num_logits, vocab_size]. The
         # first capture creates the tensor.
         self._logits: Tensor | None = None
-        # The buffers that layers share. The key of the dict is (num_heads, key_dim, value_dim); see
-        # `buffers`.
+        # Maps (num_heads, key_dim, value_dim) to the buffers that all layers of this shape share;
+        # see `buffers`.
         self._buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
-        # The attention metadata of the step that the graphs compute; empty before the first step.
+        # The attention metadata of the current step; empty before the first step.
         self._attention = AttentionBatch(torch.empty(0), 0, [], [], sizes.block_size)
         # The reason why a capture has failed; None if no capture has failed.
         self.failure: str | None = None
@@ -116,7 +116,7 @@ class PiecewiseGraphs:
 
     @torch.inference_mode()
     def capture_all(self, token_counts: Sequence[int] = TOKEN_COUNTS) -> None:
-        """Capture the CUDA graphs for some step sizes, from the largest to the smallest.
+        """Capture the CUDA graphs for all `token_counts`, from the largest to the smallest.
 
         In this order, the smaller graphs can use the memory of the larger graphs. If too little
         memory is free, the smaller graphs are left out. After any other error, no graph is used.
@@ -131,7 +131,8 @@ class PiecewiseGraphs:
                 self._report(f"No more CUDA graphs of steps with prefills are captured: {error}.")
                 return
             except Exception as error:  # noqa: BLE001 - the model's code can raise any exception
-                # No graph is used, so the kernels of steps with prefills are launched one by one.
+                # After an error that is not caused by a lack of memory, all graphs are deleted. The
+                # CPU then launches the kernels of steps with prefills one by one.
                 self.failure = first_line(error)
                 self._graphs.clear()
                 self._report(
@@ -166,7 +167,7 @@ class PiecewiseGraphs:
         return graphs.logits[: batch.num_logits].clone()
 
     def _capture_and_check(self, num_tokens: int) -> "_StepGraphs":
-        """Capture the CUDA graphs for steps of `num_tokens` tokens, and check their logits.
+        """Capture the CUDA graphs for steps of `num_tokens` tokens, and check the graphs' logits.
 
         The graphs must compute the same logits as the same step without graphs. The captured step
         consists of padding, for which no attention is computed.
@@ -181,7 +182,8 @@ class PiecewiseGraphs:
         self._attention = static.attention()
         # This run is not captured. The captured graphs must compute the same logits as this run.
         expected = self._run(static.batch(), self._attention_between_graphs(static, _without_cut))
-        # The largest graph is captured first, so this tensor is large enough for all graphs.
+        # This tensor is created for the largest graph, which is captured first. The tensor is
+        # therefore large enough for all graphs.
         if self._logits is None:
             self._logits = expected.new_empty(static.num_logits, expected.shape[1])
         logits = self._logits[: static.num_logits]
@@ -320,7 +322,7 @@ class StaticTokens:
 
 
 class _AttentionBetweenGraphs(PagedForward):
-    """An attention function that ends one CUDA graph and begins the next graph in each call."""
+    """An attention function. Each call ends one CUDA graph and begins the next graph."""
 
     def __init__(
         self,
@@ -374,12 +376,13 @@ class _AttentionBetweenGraphs(PagedForward):
             self._graphs.attend(layer, buffers, scale, sinks)
 
         self._cut(attend_between_graphs)
-        # Compiled code may overwrite the result of an operator, so the result is a copy.
+        # Compiled code may overwrite the result of an operator, so return a copy of the shared
+        # buffer.
         return buffers.out[:num_tokens].unsqueeze(0).clone()
 
 
 def _without_cut(between: Callable[[], None]) -> None:
-    """Call `between`, which computes the attention of a layer, immediately.
+    """Call `between`, which computes the attention of a layer, without ending a CUDA graph.
 
     This function replaces `cut` in runs that are not captured, because no graph ends there.
     """

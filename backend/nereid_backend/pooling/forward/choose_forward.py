@@ -70,7 +70,7 @@ class ChosenForward:
 
 @dataclass(frozen=True, slots=True)
 class _ExpectedVectors:
-    """Texts of random tokens, with the vectors that every exact method computes for these texts.
+    """Random texts for tests, and the token vectors that a correct method computes for the texts.
 
     Attributes:
         batch: the texts.
@@ -118,8 +118,9 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     """
     expected = _compute_expected_vectors(encoder, hook, name, max_len)
     prepack_linears(encoder.model)
-    # Maps each rejected method to the reason. The first entry is the reason for a model with which
-    # "packed" cannot be tested. If "packed" is tested and rejected, the loop replaces this entry.
+    # Maps each rejected method to the reason. Some models cannot be tested with "packed". For these
+    # models, the reason is the initial entry. For other models, the loop overwrites the initial
+    # entry if the test rejects "packed".
     rejections = {"packed": "it does not use transformers' attention interface"}
     for method, forward in _candidate_methods(encoder, hook, is_causal=expected.is_causal):
         difference, description = _compare_with_single_texts(forward, expected)
@@ -144,7 +145,8 @@ def _compute_expected_vectors(
     expected = _vectors_of_single_texts(encoder, batch, name)
     is_causal = _is_causal(encoder, batch, expected)
     # A sliding window affects only texts that are longer than the window. If the model can use
-    # Nereid's attention, add such texts, so that an error in this attention is detected.
+    # Nereid's attention, texts that are longer than each window are added, so that an error in this
+    # attention is detected.
     if encoder.accepts_hook:
         long_lens = _lens_beyond_windows(encoder, hook, batch, is_causal, max_len)
         if long_lens:
@@ -245,7 +247,7 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
 
 
 def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
-    """Return the first token id of a batch that is not equal to `token_id`.
+    """Return the first of the batch's token ids that is not equal to `token_id`.
 
     The batch must contain such a token id.
     """

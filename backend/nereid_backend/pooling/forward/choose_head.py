@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the method of computing the output of a model's classification head."""
+"""Chooses the method that computes the output of a model's classification head."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from nereid_backend.pooling.loading.load_encoder import Encoder
 def choose_head(
     encoder: Encoder, chosen: ChosenForward, name: str, max_len: int, *, per_token: bool
 ) -> Head:
-    """Choose the method of computing the output of a model's classification head.
+    """Choose the method that computes the output of a model's classification head.
 
     Some heads need only the vector of each text's first or last token. Other heads need the vectors
     of all tokens, or a run of the whole model. Each method is tested on texts of random tokens. The
@@ -45,15 +45,15 @@ def choose_head(
     batch = random_batch(encoder, self_check_lens(max_len))
     hidden = chosen.forward(batch)
     expected = _whole_model_logits(encoder, chosen, batch)
-    # The methods name the token vectors that the head gets. "first" and "last" are tested before
-    # "all", because they need only one token vector for each text.
+    # The name of a method states which token vectors are passed to the head. "first" and "last" are
+    # tested before "all", because they pass only one token vector for each text.
     methods = ("tokens",) if per_token else ("first", "last", "all")
     for method in methods:
         head = Head(encoder, method, per_token)
         if _find_output_error(head, hidden, batch, expected) is None:
             return head
-    # The head is not correct with token vectors alone. Test the last method: run the whole model
-    # on a padded batch, as transformers itself does.
+    # No method that passes only token vectors to the head is correct. Test the last method: run the
+    # whole model on a padded batch, as transformers itself does.
     encoder.model.set_attn_implementation(encoder.own_attention)
     whole_model = Head(encoder, "whole", per_token)
     reason = _find_output_error(whole_model, hidden, batch, expected)

@@ -87,13 +87,13 @@ class GroupAttention:
             return True
         if not self.options.is_causal:
             return False
-        # One call of torch's fused attention for all queries needs no mask, because its argument
-        # is_causal hides the later keys (see _attend_block).
+        # A single call of torch's fused attention for all queries needs no mask, because the
+        # argument `is_causal` hides the later keys (see `_attend_block`).
         is_one_fused_call = block_len >= length and not self._needs_explicit_scores()
         return not is_one_fused_call
 
     def _needs_explicit_scores(self) -> bool:
-        """Return whether the scores of all keys must be in memory: for a softcap or for sinks.
+        """Return True if the attention has a softcap or sinks, which need the scores of all keys.
 
         Attention is then computed with separate matrix products instead of torch's fused function.
         """

@@ -15,7 +15,7 @@ from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.image_digest import arguments_digest
 from nereid_backend.vision.image_tensors import place_images
 
-# The largest size in bytes of the cached image features.
+# The largest total size of the cached image features, in bytes.
 _FEATURE_BYTES = 64 * 2**20
 
 
@@ -73,7 +73,8 @@ class ImageForward:
         }
         if prepared.images is None:
             return model(**arguments)
-        # Convert the prepared images, such as the pixels, to the model's device and data type.
+        # Move the pixels and the other image data to the model's device, and convert the data to
+        # the model's data type.
         images = place_images(prepared.images, encoder.device, encoder.dtype)
         arguments.update(images.arguments)
         with self.features.used_for(_image_digest(prepared.images)):

@@ -63,7 +63,7 @@ class TokenBatch:
         types: Sequence[Sequence[int] | None],
         device: torch.device,
     ) -> "TokenBatch":
-        """Create a batch from the token ids of several texts. The batch concatenates all token ids.
+        """Create a batch that concatenates the token ids of several texts.
 
         Example: the sequences [[5, 6], [7]] give a batch with the token_ids [5, 6, 7] and the lens
         (2, 1). If only some texts have type ids, the tokens of the other texts get the type id 0.

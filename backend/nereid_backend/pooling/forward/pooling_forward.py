@@ -56,7 +56,7 @@ class PackedForward:
         types = None if batch.type_ids is None else batch.type_ids[None]
         arguments = _arguments(base, batch.token_ids[None], types)
         if accepts(base.forward, "position_ids"):
-            # The positions of each text begin again at `position_offset`.
+            # The positions of each text begin at `position_offset`.
             arguments["position_ids"] = batch.positions(self.position_offset)[None]
         with self.hook.serving(attention):
             hidden: Tensor = base(**arguments)[0]
@@ -223,14 +223,15 @@ def replace_base_output(encoder: Encoder, rows: Tensor) -> Iterator[None]:
     Shapes: rows [num_texts, length, hidden_size].
     """
     base: Any = encoder.base
-    # Some heads read the output of the base model's pooler, which follows the token vectors.
+    # Some heads read the output of the base model's pooler. The pooler is a layer that is applied
+    # to the token vectors.
     pooler = getattr(base, "pooler", None)
     pooled = pooler(rows) if isinstance(pooler, torch.nn.Module) else None
     output = BaseModelOutputWithPoolingAndCrossAttentions(
         last_hidden_state=rows, pooler_output=pooled
     )
-    # Python calls this attribute instead of the method `forward` of the class. The attribute is
-    # deleted in the `finally` block below.
+    # This attribute hides the method `forward` of the class, so calls of the base model return
+    # `output`. The `finally` block below deletes the attribute.
     base.forward = lambda *_, **__: output
     try:
         yield
@@ -247,7 +248,7 @@ def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> 
 
 
 def _arguments(model: torch.nn.Module, ids: Tensor, types: Tensor | None) -> dict[str, Any]:
-    """Return the keyword arguments for a call of `model`, without those that it does not accept.
+    """Return keyword arguments for a call of `model`, but only those that `model` accepts.
 
     Args:
         model: the model.

@@ -14,14 +14,14 @@ from nereid_backend.pooling.inputs.prepare_items import Prepared
 from nereid_backend.pooling.loading.output_layers import OutputLayers
 from nereid_backend.pooling.pooling_items import Floats, Value
 
-# The smallest norm by which a vector is divided.
+# A vector is divided by its norm, or by this number if the norm is smaller.
 _MIN_NORM = 1e-12
 
 
 def dense_outputs(
     vectors: Tensor, items: Sequence[Prepared], *, normalizes: bool
 ) -> list[Value | None]:
-    """Truncate each vector to the `dimensions` of its item. If requested, scale it to length 1.
+    """Truncate each vector to its item's `dimensions`. If requested, scale the vector to length 1.
 
     Args:
         vectors: [num_items, dimension], any float dtype.
@@ -131,7 +131,8 @@ def _largest_relu(parts: Iterator[tuple[int, Tensor]], num_texts: int) -> Tensor
     `parts` contains pairs: the number of a text, and the logits [n, vocab_size] of some of its
     tokens. A text can have several parts.
     """
-    # The vocabulary size is known only when the first part has arrived.
+    # The tensor cannot be created before the first part of the logits, which determines the
+    # vocabulary size.
     largest: Tensor | None = None
     for number, logits in parts:
         if largest is None:
@@ -159,7 +160,7 @@ def _sum_of_log1p(parts: Iterator[tuple[int, Tensor]], num_texts: int, num_log1p
 def _logits_of_texts(
     logit_slices: Iterator[tuple[int, Tensor]], batch: TokenBatch
 ) -> Iterator[tuple[int, Tensor]]:
-    """Split each slice of logits at the ends of texts, so that a part belongs to only one text.
+    """Split the slices of logits at the ends of texts. Each resulting part belongs to one text.
 
     Yield pairs: the number of a text, and the float32 logits of some of its tokens. Example: text 0
     has the tokens 0 to 5, and text 1 has the tokens 6 to 9. A slice with the logits of the tokens
@@ -168,7 +169,8 @@ def _logits_of_texts(
     for first_token, slice_logits in logit_slices:
         logits = slice_logits.float()
         for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
-            # The text has the tokens [start, end). Indices in the slice begin at `first_token`.
+            # The text has the tokens [start, end). The first row of the slice belongs to the token
+            # `first_token`.
             text_logits = logits[max(0, start - first_token) : max(0, end - first_token)]
             if len(text_logits):
                 yield number, text_logits
@@ -257,7 +259,7 @@ def _nonzero_weights(row: Tensor) -> Value | None:
 
 
 def _log1p(values: Tensor, times: int) -> Tensor:
-    """Apply log1p `times` times to the values, and return the result."""
+    """Apply log1p repeatedly (`times` times) to the values, and return the result."""
     for _ in range(times):
         values = values.log1p()
     return values

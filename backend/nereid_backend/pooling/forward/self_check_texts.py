@@ -29,7 +29,7 @@ _MIN_SCALE = 1e-12
 
 
 def self_check_lens(max_len: int) -> tuple[int, ...]:
-    """Return the number of tokens in each test text. No number is larger than `max_len`."""
+    """Return the number of tokens in each test text. Each number is at most `max_len`."""
     return tuple(min(length, max_len) for length in _SELF_CHECK_LENS)
 
 
@@ -56,10 +56,12 @@ def _plain_token_ids(encoder: Encoder) -> list[int]:
 
     The result contains the ids of ordinary tokens, or all ids if there are no ordinary tokens.
     """
-    # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
+    # Leave out token ids beyond the tokenizer's vocabulary, because their embeddings are often
+    # untrained.
     size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
     special_ids = _special_ids(encoder)
-    # The first eighth of many vocabularies contains special, reserved and single-byte tokens.
+    # Leave out the first eighth of the token ids, because in many vocabularies it contains special,
+    # reserved and single-byte tokens.
     plain_ids = [token_id for token_id in range(size // 8, size) if token_id not in special_ids]
     return plain_ids or list(range(size))
 
@@ -80,9 +82,9 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the relative error of each row: RMS(actual row - expected row) / RMS(expected).
+    """Return the relative error of each row: RMS(actual row - expected row) / RMS(all of expected).
 
-    RMS is the root mean square. The divisor uses all elements of `expected`. Example: expected
+    RMS is the root mean square. The divisor covers all rows of `expected`. Example: expected
     [[1, 1], [1, 1]] and actual [[1, 1], [1.1, 1.1]] return [0, 0.1].
 
     Shapes: actual and expected [num_rows, size]; returns [num_rows].

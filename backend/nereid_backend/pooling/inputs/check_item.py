@@ -69,7 +69,7 @@ class ItemChecker:
             )
 
     def _check_sources(self, item: PoolingItem, kind: str) -> None:
-        """Raise a RequestError unless the input fields of an item fit the model and the kind.
+        """Raise a RequestError if an item's input fields do not fit the model or the output kind.
 
         The input fields are `text`, `token_ids`, `pair` and `image`. Exactly one of these fields
         must be set. Exception: a vision-language model also accepts `text` together with `image`.
@@ -94,7 +94,7 @@ class ItemChecker:
 
     @staticmethod
     def _check_pair(item: PoolingItem, kind: str) -> None:
-        """Raise a RequestError if the kind requires a pair of texts, or does not accept a pair.
+        """Raise a RequestError if a required pair of texts is missing, or if a pair is not allowed.
 
         The kind "score" requires a pair or token ids. Only the kinds "score" and "classify" accept
         a pair.

@@ -34,10 +34,9 @@ _QUERY_PROBE = "mark7query7mark"
 _DOCUMENT_PROBE = "mark7document7mark"
 # Roles that no template supports.
 _UNKNOWN_ROLES = ("role7query", "role7document")
-# In the prompt, the end of a truncated document is tokenised together with the text after the
-# document. The prompt can therefore have more tokens than expected. If the prompt is too long, the
-# document is shortened by 4 more tokens. If the prompt is still too long, the document is shortened
-# by 16 more tokens instead of 4.
+# If a prompt with a truncated document is too long, the document is shortened again. Each number is
+# the number of tokens that one attempt removes in addition. The first attempt can fail, because the
+# end of the document is tokenised together with the text that follows.
 _SPARE_TOKENS = (0, 4, 16)
 
 
@@ -89,8 +88,9 @@ class GenerativeReranker:
         """
         if not self._tokenizer.chat_template:
             return "pair" if is_for_sentence_transformers else "user message"
-        # For its own checkpoints, sentence-transformers always uses the roles "query" and
-        # "document". The template of such a checkpoint may copy any role name into the prompt.
+        # For checkpoints that were made for sentence-transformers, this library always uses the
+        # roles "query" and "document". The template of such a checkpoint may accept any role name.
+        # The template need not treat these two roles specially.
         must_be_known = not is_for_sentence_transformers
         return "roles" if self._renders_roles(must_be_known=must_be_known) else "user message"
 
@@ -132,8 +132,8 @@ class GenerativeReranker:
         num_without_document = len(self._encode(self._render(query, "", instruction)))
         document_ids = self._encode(document)
         # In the prompt, the end of the document is tokenised together with the text that follows.
-        # The prompt can therefore have a few tokens more than expected. If it has too many tokens,
-        # retry with a document that is shorter by 4 tokens, and then by 16 tokens.
+        # The prompt can therefore be a few tokens too long. In this case, shorten the document by 4
+        # tokens. If the prompt is still too long, shorten the document by 16 tokens instead.
         for num_spare in _SPARE_TOKENS:
             num_kept = limit - num_without_document - num_spare
             if num_kept <= 0:
@@ -197,8 +197,8 @@ class GenerativeReranker:
             return False
         if not must_be_known:
             return True
-        # If a template accepts any role, the rendered texts for known and unknown roles differ only
-        # in the names of the roles.
+        # A template that accepts any role renders known and unknown roles in the same way. The text
+        # for known roles and the text for unknown roles then differ only in the names of the roles.
         unknown_text = self._render_roles(*probes, _UNKNOWN_ROLES)
         for role, unknown_role in zip(_ROLES, _UNKNOWN_ROLES, strict=True):
             unknown_text = unknown_text.replace(unknown_role, role)
@@ -227,7 +227,7 @@ class GenerativeReranker:
 
     def _encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt."""
-        # A rendered template already contains the special tokens.
+        # If there is a chat template, the rendered text already contains the special tokens.
         encoded: Any = self._tokenizer(
             text, add_special_tokens=not self._tokenizer.chat_template, verbose=False
         )

@@ -17,9 +17,9 @@ from nereid_backend.vision.image_worker import Prepare, run_worker
 
 def _load(folder: Path) -> Prepare:
     """Load the processor of a checkpoint, and return a function that prepares an image file."""
-    # The modules are imported here, because declare_operators must run before transformers is
-    # imported: it makes torchvision usable without CUDA. In the block `with importing():`, the
-    # import of torch and transformers is faster.
+    # These modules are not imported at the top of the file, because `declare_operators` must run
+    # before transformers is imported. `declare_operators` makes torchvision usable without CUDA.
+    # `importing` makes the import of torch and transformers faster.
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()
@@ -34,9 +34,11 @@ def _load(folder: Path) -> Prepare:
     from nereid_backend.vision.read_image import ImageLimits, decode_image
     from nereid_backend.vision.shared_pixels import share_pixels
 
-    # From now on, arrays and images share the memory of the pixels, so that no copy is needed.
+    # After this call, a NumPy array that is created from an image uses the memory of the image, so
+    # that the pixels are not copied.
     share_pixels(ImageLimits().max_pixels)
-    # Requests are processed in forked child processes, and threads of torch do not survive a fork.
+    # torch gets only one thread, because requests are processed in forked child processes, and
+    # other threads of torch do not survive a fork.
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     process = load_image_processor(folder, config)

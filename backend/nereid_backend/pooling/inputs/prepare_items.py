@@ -267,9 +267,11 @@ class ItemPreparer:
             assert item.pair is not None
             query, document = item.pair
             assert isinstance(document, str)
-            # Without truncation, a prompt that is too long is refused later.
+            # If the prompt must not be truncated, it is built without a limit. A prompt that is too
+            # long is refused later.
             limit = self._info.max_model_len if item.truncate else None
-            # A prompt of the checkpoint or of the request serves as the instruction, too.
+            # If the item has no instruction, its prompt (from the request or the checkpoint) is
+            # used as the instruction.
             instruction = item.instruction or item.prompt
             yield index, reranker.tokens((query, document), instruction, limit), None
 
@@ -340,7 +342,7 @@ class ItemPreparer:
     def _check_truncation(
         item: PoolingItem, length: int, limit: int, limit_name: str = "max_model_len"
     ) -> None:
-        """Raise a RequestError if an item that is too long must not be truncated.
+        """Raise a RequestError if truncation is turned off for an item that is too long.
 
         The item has `length` tokens, which is more than `limit`.
         """

@@ -45,10 +45,10 @@ class TextRules:
     def check_and_create(
         cls, late: LateInteraction, max_model_len: int, tokenizer: PreTrainedTokenizerBase
     ) -> "TextRules":
-        """Create the rules for texts, and check the rule that expands short queries.
+        """Create the rules for texts, and check that short queries can be expanded.
 
-        This rule appends mask tokens to each short query, until the query has a certain length,
-        such as 32 tokens. The other rules need no check.
+        A short query is expanded with mask tokens, until the query has a certain length, such as 32
+        tokens. The other rules need no check.
 
         Args:
             late: the rules in the files of the checkpoint.

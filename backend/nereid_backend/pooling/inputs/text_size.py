@@ -83,9 +83,9 @@ class TextLimit:
         """
         num_bytes = len(text) if isinstance(text, bytes) else self._least_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # `max_model_len` is a number of tokens, so the error message gives the size of the text
-            # in tokens, too. The division rounds down, so its result can equal the limit, but the
-            # message must contain a number that is greater than the limit.
+            # The error message gives the size of the text in tokens, because `max_model_len` is a
+            # number of tokens. This size is rounded down. If the rounded size does not exceed the
+            # limit, the message contains the limit plus 1 instead.
             least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "

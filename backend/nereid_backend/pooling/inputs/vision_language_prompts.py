@@ -67,7 +67,8 @@ class ChatPrompts:
             RequestError: the image or the text is invalid.
         """
         if item.pair is not None:
-            # If the request has no instruction for the reranker, its prompt is the instruction.
+            # If the item has no instruction for the reranker, its prompt is used as the
+            # instruction.
             return self._prepare_pair(item.pair, item.instruction or item.prompt)
         parts: list[dict[str, Any]] = []
         if item.image is not None:

@@ -198,7 +198,7 @@ def _describe_dense(
     normalizes = ends_with_normalize(later_modules) if pooling is not None else None
     if normalizes:
         # Leave out the last module, which scales the vectors. Requests may truncate vectors, and
-        # vectors must be scaled after the truncation. `dense_outputs` therefore scales them.
+        # vectors must be scaled after the truncation. `dense_outputs` therefore scales the vectors.
         vector_modules = vector_modules[:-1]
     return replace(
         base,

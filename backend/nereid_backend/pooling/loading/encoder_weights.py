@@ -120,8 +120,9 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
         )
     if hasattr(transformers, spec.architecture):
         return  # The unused weights belong to a head that this task does not need.
-    # transformers has no class for this architecture, so another class has loaded the weights. The
-    # missing class might need the weights that the other class does not use.
+    # transformers has no class for this architecture, so another class has loaded the weights. If
+    # that class leaves weights unused, its outputs may be wrong, because the architecture may need
+    # these weights.
     unexpected = report.get("unexpected_keys", ())
     unused = sorted(name for name in unexpected if not _is_ignored(spec, name))
     if unused:
@@ -137,8 +138,9 @@ def _is_ignored(spec: CheckpointSpec, name: str) -> bool:
 
     This function is for checkpoints whose class does not exist in transformers.
     """
-    # Stanford's checkpoints contain a projection, which Nereid itself loads. A pooler is a layer
-    # that follows the token vectors. Nereid does not use poolers.
+    # Three kinds of weights may stay unused: the projection of Stanford's checkpoints, which Nereid
+    # loads separately; poolers (layers that follow the token vectors), which Nereid does not run;
+    # and constant tensors.
     is_projection = spec.architecture == STANFORD_ARCHITECTURE and name == STANFORD_PROJECTION
     return is_projection or "pooler." in name or name.endswith(_NOT_SAVED)
 
@@ -156,15 +158,15 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
             passes the weights as a dict. An auto class accepts no dict of weights.
     """
     if spec.loader == RETRIEVAL:  # a vision-language model for retrieval, such as ColPali
-        # transformers has no auto class for these models, so look up the class by its name.
+        # transformers has no auto class for retrieval models, so look up the class by its name.
         retrieval_class = getattr(transformers, spec.architecture, None)
         if retrieval_class is None:
             raise ValueError(f"transformers has no class {spec.architecture}")
         return partial(retrieval_class.from_pretrained)
     auto_class = _AUTO[spec.loader]
     has_head = spec.loader != BASE
-    # An auto class cannot leave out the pooler of a model without a head, and accepts no dict of
-    # weights. In these cases, find the class of the model itself.
+    # An auto class cannot leave out the pooler of a model, and cannot load weights from a dict. If
+    # the model has no head, or if the weights are in a dict, find the class of the model itself.
     can_use_auto_class = has_head and reads_folder
     model_class = None if can_use_auto_class else _model_class(auto_class, spec)
     if model_class is None:  # The auto class can be used, or the class of the model is not known.

@@ -13,7 +13,7 @@ _BITS = {"int8": 8, "int4": 4}
 def store_as_integers(
     encoder: Encoder, weight_dtype: str, name: str, progress: Callable[[str], None]
 ) -> None:
-    """Store the weights of all linear layers in the data type of the setting weight_dtype.
+    """Store the weights of all linear layers in the data type that `weight_dtype` names.
 
     Args:
         encoder: the model. Mutated, unless `weight_dtype` is "auto".

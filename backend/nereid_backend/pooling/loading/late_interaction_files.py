@@ -83,7 +83,7 @@ class LateInteraction:
 
     @property
     def treats_queries(self) -> bool:
-        """Whether queries are processed differently from documents, except for their prompts."""
+        """Whether queries and documents are processed differently, apart from their prompts."""
         skips_only_documents = bool(self.skip_words) and QUERY not in self.skip_roles
         return self.query_length is not None or self.expansion is not None or skips_only_documents
 
@@ -229,11 +229,12 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pylate_expansion(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return PyLate's rule for expanding queries as a JSON object of sentence-transformers.
+    """Return PyLate's rule for expanding queries, in the JSON format of sentence-transformers.
 
     Example: {"query_length": 48} returns {"strategy": "fixed", "attend": False, "length": 48}.
     """
-    # These two keys have the same meaning, and a file of PyLate may contain either of them.
+    # `attend_to_expansion_tokens` and `attend_to_mask_tokens` have the same meaning. A file of
+    # PyLate may contain either key.
     attends = saved.get("attend_to_expansion_tokens", saved.get("attend_to_mask_tokens"))
     return {
         "strategy": "fixed",
@@ -269,7 +270,7 @@ def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expansion(root: Path, value: Any) -> QueryExpansion | None:  # noqa: ANN401 - JSON
-    """Convert a JSON object of sentence-transformers to a QueryExpansion.
+    """Convert a rule for expanding queries from its JSON format to a QueryExpansion.
 
     Example: {"strategy": "fixed", "length": 32} returns QueryExpansion(length=32, is_limit=True,
     is_attended=False).

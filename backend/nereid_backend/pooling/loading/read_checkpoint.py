@@ -39,9 +39,9 @@ from nereid_backend.pooling.loading.sentence_modules import (
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.vision.load_processor import has_chat_template, has_processor
 
-# In the settings file, one object contains the variables of the chat template and some settings of
-# the tokenizer. `_NOT_FOR_TEMPLATES` contains the names of the tokenizer's settings, which are not
-# passed to the template.
+# The settings file contains an object with the variables of the chat template and some settings of
+# the tokenizer. These are the names of the tokenizer's settings, which are not passed to the
+# template.
 _NOT_FOR_TEMPLATES = {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
 
 
@@ -182,7 +182,7 @@ def _describe_generative_reranker(
     `activation` is the activation that the checkpoint's files name, or None.
     """
     answer_tokens = None
-    # The config of this module contains the token ids of "yes" and "no".
+    # The config of the module `LogitScore` contains the token ids of "yes" and "no".
     logit_score = find_config(modules, "LogitScore")
     if logit_score is not None:
         answer_tokens = (int(logit_score["true_token_id"]), logit_score.get("false_token_id"))
@@ -203,8 +203,8 @@ def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
     Raises:
         UnsupportedModelError: the files name another activation.
     """
-    # sentence-transformers stores the activation in one of three entries. The entry depends on the
-    # version of sentence-transformers.
+    # Depending on its version, sentence-transformers stores the activation in one of these three
+    # entries.
     nested = getattr(config, "sentence_transformers", None) or {}
     path = (
         nested.get("activation_fn")

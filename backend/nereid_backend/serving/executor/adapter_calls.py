@@ -33,8 +33,8 @@ RESTORED = "restored"
 _LOAD, _UNLOAD, _LIST, _PATH = "load_lora", "unload_lora", "list_loras", "lora_path"
 # The parameters of a request that replaces the weights of the model.
 _RELOAD, _RUNNING = "reload_weights", "running_requests"
-# The key of the weights among the names of adapters. The names of adapters contain no "=", so this
-# key cannot be the name of an adapter.
+# This key stores the message about the weights in a dict whose other keys are names of adapters.
+# The names of adapters contain no "=", so no adapter can have this name.
 _WEIGHTS_KEY = "=reload"
 
 
@@ -76,11 +76,11 @@ class AdapterCalls:
     def __init__(self) -> None:
         self._new: queue.SimpleQueue[tuple[list[str] | None, Any]] = queue.SimpleQueue()
         self._ids = itertools.count(1)
-        # Maps the id of a message to the change that the message requests. Complete changes are
-        # absent.
+        # Maps the id of a message to the change that the message requests. A change is removed when
+        # it is complete.
         self._waiting: dict[str, _Change] = {}
-        # The last successful messages: one message about each adapter, and one message about the
-        # weights. The messages are stored without their ids.
+        # For each adapter and for the weights, the last message that was successful. The messages
+        # are stored without their ids.
         self._history: dict[str, list[str]] = {}
         # The names of the adapters in each engine process.
         self._names: dict[int, list[str]] = {}
@@ -161,7 +161,8 @@ class AdapterCalls:
             replica: the number of the dead process.
             error: the reason for its death.
         """
-        # The names of the last process are kept, so that the adapters can still be listed.
+        # If this was the only process left, keep the names of its adapters, so that the adapters
+        # can still be listed.
         if len(self._names) > 1:
             self._names.pop(replica, None)
         answers = []
@@ -196,8 +197,8 @@ class AdapterCalls:
         messages = []
         for message in [*self._history.values(), *unanswered]:
             kind, name = message[:2]
-            # A restarted process has only the adapters of the settings. It would refuse to unload
-            # any other adapter.
+            # After its restart, a process has loaded only the adapters that the settings list. It
+            # would refuse to unload any other adapter, so such messages are omitted.
             if kind != _UNLOAD or name in loaded_names:
                 # No client waits for the answer, so all these messages have the same id.
                 messages.append(_with_id(message, RESTORED))
@@ -211,7 +212,7 @@ class AdapterCalls:
         return senders
 
     def _stop_waiting_for(self, replica: int, call_id: str, change: _Change) -> Answer | None:
-        """Record that an engine process is done with a change: made it, refused it, or died.
+        """Record that an engine process has made a change, has refused the change, or has died.
 
         Return None if other engine processes are not done yet. Otherwise, remove the change from
         the waiting changes, and return the client's response: an error if a process has refused the
@@ -236,7 +237,7 @@ class AdapterCalls:
         return change.sender, self.listing()
 
     def _add_to_history(self, message: list[str]) -> None:
-        """Store the message of a successful change, which a restarted process will receive again.
+        """Store the message of a successful change, so that it can be sent to restarted processes.
 
         The message replaces the earlier message about the same adapter or about the weights.
         """
@@ -245,8 +246,8 @@ class AdapterCalls:
             self._history[name_or_folder] = message
         elif name_or_folder:
             # A message without a folder means that the engine processes read the weights again from
-            # the folder that is already in use. A restarted process reads this folder anyway.
-            # Therefore such a message is not stored.
+            # the folder that is already in use. A restarted process reads this folder in any case,
+            # so the message need not be stored.
             self._history[_WEIGHTS_KEY] = message
 
 
@@ -275,7 +276,7 @@ def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
 
 
 def _read_mode(parameters: Mapping[str, Any]) -> str:
-    """Return what happens to running requests before new weights are loaded.
+    """Return what happens to running requests when weights are replaced: "finish" or "refuse".
 
     "finish" means that the requests continue until they end. "refuse" means that the requests are
     ended with an error. The default is "finish".

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that read the statistics of the prefix cache, extend a session, or drop blocks.
+"""Requests that read the statistics of the prefix cache, retain a session longer, or drop blocks.
 
 A client calls the model `executor` with these request parameters:
 
@@ -216,7 +216,7 @@ def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
                 sessions += value
             else:
                 merged[name] = merged.get(name, 0) + value
-    # All answers have the same keys. Only the answer to the operation "statistics" has sessions.
+    # All answers have the same keys. Only answers to the operation "statistics" contain sessions.
     if _SESSIONS in answers[0]:
         merged[_SESSIONS] = _merge_sessions(sessions)
     return merged

@@ -75,7 +75,7 @@ class EngineCalls:
             self._send(self._cache_calls, message, sender)
 
     def _send(self, calls: AdapterCalls | CacheCalls, message: list[Any], sender: Any) -> None:  # noqa: ANN401
-        """Send a message to all running engine processes. If none runs, refuse the request.
+        """Send a message to all running engine processes. If no process runs, refuse the request.
 
         Args:
             calls: stores the request until all processes have answered.
@@ -126,8 +126,8 @@ class EngineCalls:
                 error,
             )
             return
-        # Either `_adapter_calls` or `_cache_calls` stores the request. The other object ignores the
-        # unknown `call_id`, and returns None.
+        # Either `_adapter_calls` or `_cache_calls` stores the request. The other object has no
+        # entry for `call_id`, and returns None.
         for calls in (self._adapter_calls, self._cache_calls):
             if answer := calls.record_refusal(call_id, process.index, error):
                 self._respond(*answer)

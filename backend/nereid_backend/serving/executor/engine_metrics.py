@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishes metrics of the engine and of the requests on Triton server's page /metrics.
+"""Publishes metrics of the engine and of the requests on the /metrics page of Triton server.
 
 The name of each metric begins with "nereid:". The manual's page on metrics explains each metric.
 Publishing a changed number costs the stub one round trip to the server. So only the gauges are
@@ -110,7 +110,7 @@ class EngineMetrics:
         self._labels = labels
         self._families = families  # The metrics exist as long as this object exists.
 
-        # Each call of `publish` publishes those of the following metrics whose values have changed.
+        # Each call of `publish` publishes these metrics, if their values have changed.
         self._num_requests = families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(labels)
@@ -178,7 +178,7 @@ def _ensemble_of(executor: str) -> str:
 def _create_engines(
     families: MetricFamilies, labels: Mapping[str, str], num_engines: int
 ) -> list[_EngineState]:
-    """Create the gauges of all engine processes, and return one state for each process.
+    """Create the gauges of all engine processes. Return one `_EngineState` for each process.
 
     If there are several engine processes, their gauges also have the label `engine`, which is the
     number of the process. Example: nereid:num_requests_running{model_name="chat",engine="1"}.

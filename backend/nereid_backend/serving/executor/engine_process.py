@@ -69,18 +69,18 @@ class EngineService:
         self._stats_due = 0.0
         # The number of unfinished sequences of each request, by request id.
         self._running: dict[str, int] = {}
-        # A requested replacement of the weights. It waits until all running requests have ended.
-        # None means that no replacement waits. While a replacement waits, new messages are added to
+        # A replacement of the weights that was requested, but must wait until all running requests
+        # have ended; None if there is none. While a replacement waits, new messages are added to
         # `_held_messages` as pairs of a kind and a list of values.
         self._reload: _Reload | None = None
         self._held_messages: list[tuple[str, list[Any]]] = []
 
     def has_work(self) -> bool:
-        """Return whether the engine has requests, or is checking compiled code of the model."""
+        """Return whether the engine has requests, or must test or activate compiled code."""
         return self._engine.has_work() or self._engine.is_swapping()
 
     def start(self) -> None:
-        """Load the grammar libraries. Send the names of the adapters, and the first statistics."""
+        """Load the grammar libraries. Then send the names of the adapters and the statistics."""
         self._engine.warm_up()
         self._send(["adapters", "", self._engine.lora_names])
         self._send(["stats", self._engine.stats()._asdict()])
@@ -196,8 +196,8 @@ class EngineService:
         self._reload = None
         self._running.clear()
         self._replace_weights(reload)
-        # Empty the list before the messages are handled. A message can request another replacement
-        # of the weights. `handle` then adds the messages after it to the new, empty list.
+        # Start a new list before the messages are handled, because a message can request another
+        # replacement of the weights. `handle` then stores all later messages in the new list.
         messages = self._held_messages
         self._held_messages = []
         for kind, values in messages:
@@ -265,8 +265,8 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
         settings: dict[str, Any], send: Send, progress: Callable[[str], None]
     ) -> EngineService:
         """Load the model. The type `MakeService` describes the arguments and the result."""
-        # EngineConfig has no field for the number of the process. All other settings are fields of
-        # EngineConfig.
+        # EngineConfig has no field for the number of the process, so the number is removed from
+        # `settings`. All other settings are fields of EngineConfig.
         replica = settings.pop("replica", 0)
         config = EngineConfig(**settings)
         if prepare is not None:

@@ -40,14 +40,15 @@ from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
-# A message to the postprocessor can be due while the postprocessor has not processed the earlier
-# messages of the same stream. The new message must then wait, and the loop checks the stream
-# repeatedly: `_CHECKS_PER_INTERVAL` times in the usual time between two messages. `_MIN_WAIT_S` is
-# the shortest time between two checks.
+# Suppose that a message to the postprocessor is due, but the postprocessor has not processed the
+# earlier messages of the same stream. The message must then wait. The loop checks the stream
+# `_CHECKS_PER_INTERVAL` times during the usual time between two messages, but waits at least
+# `_MIN_WAIT_S` seconds between two checks.
 _CHECKS_PER_INTERVAL = 10
 _MIN_WAIT_S = 0.001
-# The inspection of a stream takes about 10 µs of CPU time. Because the interval between two
-# inspections grows with the number of streams, inspections take at most 2.5 % of a core.
+# The inspection of one stream takes about 10 µs of CPU time. The time between two inspections of
+# all streams is 0.4 ms multiplied by the number of streams, so inspections take at most 2.5 % of a
+# core.
 _INSPECTION_INTERVAL_S_PER_STREAM = 0.0004
 _LONGEST_RETRY_S = 60
 
@@ -69,13 +70,13 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.processes = start_engines(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
-        # Both the server's thread and the loop's thread use these three attributes.
-        # `_admission` decides whether a request may start.
+        # Both the server's thread and the loop's thread use the next three attributes. `_admission`
+        # decides whether a request may start.
         self._admission = StreamAdmission(settings, config.max_num_waiting, self._feedback)
         # `_selector` chooses the engine process of a request.
         self._selector = ReplicaSelector(len(self.processes))
         # `_engine_calls` handles the requests about adapters, weights and the prefix cache. If no
-        # engine process runs, it refuses these requests with the text of `outage`.
+        # engine process runs, it refuses these requests with the error message `self.outage`.
         self._engine_calls = EngineCalls(self.processes, super().respond, lambda: self.outage)
         self._init_loop_state(args.get("model_name", "executor"))
         self.start_loop()
@@ -132,7 +133,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         try:
             stream = self._admission.open(envelope, len(token_ids) // _TOKEN_BYTES, sender)
         except CapacityError:
-            # The request is refused, so its sequences no longer count for the engine process.
+            # The request is refused, so the selector must no longer count its sequences as
+            # sequences of this engine process.
             self._selector.release(replica, envelope.n)
             raise
         message = ["add", stream.request_id, token_ids, envelope.params, envelope.n]
@@ -189,9 +191,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect_all_streams(now)
-        # Streams without unsent tokens are handled only by `_inspect_all_streams`. For them, the
-        # next inspection is needed at `_next_timed_event`, when a heartbeat is due or a time limit
-        # expires.
+        # Streams without unsent tokens are handled only by `_inspect_all_streams`. For such
+        # streams, the next inspection is needed when a heartbeat is due or a time limit expires
+        # (`_next_timed_event`).
         next_call = min(now + _IDLE_POLL_S, max(self._next_inspection, self._next_timed_event))
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
@@ -226,8 +228,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         # The shortest time between two steps with output, and between two heartbeats.
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
-        # A stream may not send another step while the postprocessor still has to process too many
-        # earlier steps. Therefore first remove the steps that it has already processed.
+        # The number of steps that the postprocessor has not processed is limited for each stream.
+        # Therefore, first remove the steps that the postprocessor has processed since the last
+        # check.
         self._lost_clients.remove_consumed_steps(stream)
         due = stream.due_at(interval_s, heartbeat_s)
         if due > now:
@@ -246,7 +249,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._remove(stream)
 
     def respond(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
-        """Send a final response. A CapacityError increases the counter of refused requests."""
+        """Send a final response. If it is a CapacityError, count the request as refused."""
         if isinstance(result, CapacityError):
             self._statistics.counts["requests_refused_total"] += 1
         super().respond(sender, result)
@@ -314,7 +317,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _end_with_error(
         self, process: SupervisedProcess, stream: Stream, message: str, *, is_refused: bool
     ) -> None:
-        """End a stream with an error of the engine.
+        """End a stream with an error that the engine has reported.
 
         Args:
             process: the engine process.
@@ -327,7 +330,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             # The engine has ended only one sequence, but the error ends the whole request.
             send_abort(process, stream.request_id)
         if is_refused:
-            # `refusal` replaces the engine's name of a field by the client's name of this field.
+            # `refusal` replaces the field name that the engine uses by the field name that the
+            # client used.
             self.end(stream, RequestError(stream.refusal(message)))
         else:
             self.end(stream, EngineError(message))
@@ -424,8 +428,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         if not state.is_last:
             return
         if stream.is_finished:
-            # The engine process has finished a request, so the process works. Only successive
-            # deaths without a finished request count towards max_engine_restarts.
+            # The engine process has finished a request, so the process works. The setting
+            # max_engine_restarts limits the number of deaths since the last finished request.
+            # Therefore this number is now 0.
             self.owner(stream.request_id).num_deaths = 0
         self._remove(stream)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects that the client of a stream of generated tokens has disconnected.
+"""Detects clients that have disconnected while tokens are generated for them.
 
 A step is a message from the executor to the postprocessor with new tokens of a stream. Triton
 server reports a disconnected client to the postprocessor, not to the executor. Version 2.51 runs
@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from nereid_backend.serving.executor.streams import Stream
 from nereid_backend.serving.feedback import FeedbackReader
 
-# Suppose that more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `observe`. This
-# process was then probably paused, and the postprocessor may have been paused, too. Therefore at
-# most `_LONGEST_INTERVAL_S` seconds between two calls count as time for which a message has waited.
+# The largest time between two calls of `observe` that is fully added to the waiting time of a
+# message. If more time has passed, this process was probably paused, and perhaps the postprocessor,
+# too. In this case, only `_LONGEST_INTERVAL_S` seconds are added.
 _LONGEST_INTERVAL_S = 0.25
 
 
@@ -36,8 +36,8 @@ class LostClientDetector:
     def __init__(self, feedback: FeedbackReader, patience_s: float) -> None:
         self._feedback = feedback
         self._patience_s = patience_s
-        # Numbers the messages to the postprocessor in the order in which they are sent. All streams
-        # share this counter.
+        # This counter numbers the messages to the postprocessor in the order in which they are
+        # sent. All streams share the counter.
         self._step_numbers = itertools.count(1)
         # The messages to the postprocessor are numbered. `_newest_consumed` is the highest number
         # among the messages that the postprocessor has processed so far.
@@ -57,7 +57,7 @@ class LostClientDetector:
             self.remove_consumed_steps(stream)
 
     def has_lost_client(self, stream: Stream) -> bool:
-        """Return whether the server has dropped a step of `stream`, because its client is gone.
+        """Return whether the server has dropped a step of `stream`, because the client is gone.
 
         A step is a message to the postprocessor. All steps of all streams reach the postprocessor
         in the order in which they were sent. A step was therefore dropped if the postprocessor has
@@ -68,8 +68,8 @@ class LostClientDetector:
             return True
         if not self._has_skipped_step(stream):
             return False
-        # The postprocessor may have processed the step since the feedback memory was last read.
-        # Therefore read the memory again before the client counts as disconnected.
+        # The postprocessor may have processed the step after the feedback memory was last read.
+        # Therefore, read the memory again before you conclude that the client has disconnected.
         self.remove_consumed_steps(stream)
         return self._has_skipped_step(stream)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishes the metrics of the executor from time to time."""
+"""Publishes the metrics of the executor, at most ten times a second."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -59,9 +59,9 @@ class ReplicaSelector:
     def __init__(self, num_replicas: int) -> None:
         self._lock = threading.Lock()
         self._num_sequences = [0] * num_replicas
-        # For each process, the serial number of the last request that was sent to the process. If
-        # several processes have the same number of sequences, the process with the lowest serial
-        # number is selected.
+        # For each process, the serial number of the last request that was sent to the process.
+        # Among processes with equally many sequences, the process whose last request is the oldest
+        # is selected.
         self._last_request = list(range(-num_replicas, 0))
         self._num_requests = 0
         # Maps the hash of a chunk (64 tokens of a prompt) to the numbers of the processes that
@@ -148,8 +148,8 @@ class ReplicaSelector:
 
         If more than `_MAX_CHUNKS` chunks are stored, delete the least recently stored chunks.
         """
-        # The least recently stored chunks are deleted first. If an earlier chunk of a prompt is
-        # missing, its later chunks are useless. Therefore store the chunks of a prompt in reverse
+        # The least recently stored chunks are deleted first. The later chunks of a prompt are
+        # useless if an earlier chunk is missing. Therefore store the chunks of a prompt in reverse
         # order, so that the first chunk is deleted last.
         for chunk_hash in reversed(hashes):
             self._replicas_of.setdefault(chunk_hash, set()).add(replica)

@@ -60,7 +60,7 @@ class RequestStatistics:
         sequence.last_token = now
 
     def _note_first_token(self, stream: Stream, now: float) -> None:
-        """Record that a request has its first token, so that its prefill has ended."""
+        """Record that the first token of a request was generated, so its prefill has ended."""
         timing = stream.timing
         timing.first_token = now
         self.counts["prompt_tokens_total"] += timing.num_prompt_tokens
@@ -82,7 +82,7 @@ class RequestStatistics:
 
     @property
     def num_merged(self) -> int:
-        """The number of updates that were added to a message with an earlier update.
+        """The number of engine updates that were merged into a message with an earlier update.
 
         Updates that arrive before a step is sent are merged into this step.
         """

@@ -15,7 +15,7 @@ from nereid_backend.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of the script: the output for requests whose prompt contains the text `when`.
+    """One rule of the script. It applies to requests whose prompt contains the text in `when`.
 
     The docstring of scripted_engine.py describes the fields. `token_ids` contains either one output
     that all sequences of a request share, or one output for each sequence.

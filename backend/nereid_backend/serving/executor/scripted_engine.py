@@ -150,7 +150,7 @@ class ScriptedEngine:
         )
 
     def _find_rule(self, prompt_text: str) -> Rule:
-        """Return the first rule whose text `when` occurs in the prompt."""
+        """Return the first rule whose field `when` is a text that occurs in the prompt."""
         for rule in self._rules:
             if rule.when in prompt_text:
                 return rule
@@ -234,8 +234,8 @@ class ScriptedEngine:
                 self._requests[request_id] = self._queue.pop(request_id)
                 continue
             num_sequences = len(request.sequences)
-            # If a request has more than max_num_seqs sequences, the request starts when no other
-            # request runs.
+            # A request may have more sequences than max_num_seqs. Such a request starts when no
+            # other request runs.
             num_needed = min(num_sequences, max_num_seqs)
             if num_needed <= num_free:
                 num_free -= num_sequences

@@ -9,8 +9,8 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import EngineError
 from nereid_backend.serving.executor.script_rules import Rule
 
-# A rule of the script can contain a fault, such as "busy 2". If the fault begins with
-# `_BUSY_PREFIX`, the process does not end, but uses the CPU for some seconds. See the function
+# A rule of the script can contain a fault, which usually ends the process. A fault that begins with
+# `_BUSY_PREFIX`, such as "busy 2", only uses the CPU for some seconds. See the function
 # `cause_fault`.
 _BUSY_PREFIX = "busy "
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the engine to end sequences whose further tokens are not needed."""
+"""Asks the engine to end a sequence when no more tokens of the sequence are needed."""
 
 from collections.abc import Callable
 
@@ -62,7 +62,7 @@ class StreamAborts:
                 self._abort_sequence(stream, sequence)
 
     def _abort_sequence(self, stream: Stream, sequence: Sequence) -> None:
-        """If a sequence has reached a stop string, but has not ended, abort the sequence."""
+        """Abort a sequence that has reached a stop string, unless it has already ended."""
         sequence.is_aborting = True
         if sequence.ending is not None:
             return

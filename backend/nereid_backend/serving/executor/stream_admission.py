@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the streams of accepted requests, and enforces the limits on accepted requests."""
+"""Creates the streams of accepted requests, and refuses requests that exceed a limit."""
 
 import itertools
 import threading
@@ -98,7 +98,7 @@ class StreamAdmission:
         self._waiting.leave(stream.timing, started)
 
     def close(self, stream: Stream) -> None:
-        """Release the memory slots of an ended stream. The limits no longer count the stream."""
+        """Release the memory slots of an ended stream, and no longer count it for the limits."""
         if stream.timing.started is None:
             self._waiting.leave(stream.timing, None)
         self._feedback.release(stream.slots)
@@ -110,7 +110,7 @@ class StreamAdmission:
         return CapacityError(self._waiting.with_retry_time(str(error), client_id))
 
     def _too_many_sequences(self, envelope: RequestEnvelope) -> CapacityError:
-        """Return the error for a request that is refused because of the limit max_streams."""
+        """Return the error for a request that would exceed the limit max_streams."""
         error = CapacityError(
             f"with the {envelope.n} sequences of this request, the server would have more than "
             f"{self._settings.max_streams} sequences, or this client would have more than its "

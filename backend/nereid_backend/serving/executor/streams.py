@@ -17,9 +17,9 @@ from nereid_backend.core.outputs import RequestUpdate, TokenLogprobs
 from nereid_backend.serving.executor.request_timing import RequestTiming
 from nereid_backend.serving.wire import Ending, Opening, SequenceDelta, StepState
 
-# The largest number of messages of one stream that the executor has sent and the postprocessor has
-# not processed yet. With the value 2, the server can transport one message while the postprocessor
-# processes another message.
+# The largest number of unprocessed messages of one stream. The executor has sent these messages,
+# but the postprocessor has not processed them yet. With the value 2, the server can transport one
+# message while the postprocessor processes another message.
 MAX_UNCONSUMED_STEPS = 2
 _CHECKS_PER_HEARTBEAT = 10
 _RESPONSES_PER_SECOND_PER_CPU = 160
@@ -27,13 +27,13 @@ _MAX_RESPONSES_PER_SECOND = 4000
 # The largest fraction of all responses that may be heartbeats (responses without output). Without
 # this limit, the heartbeats of 200 waiting streams would use most of the time of two CPUs.
 _HEARTBEAT_SHARE = 0.5
-# The longest time between two messages with the output of one stream. Text that arrives ten times a
-# second looks continuous to a reader.
+# The longest time between two output messages of one stream. Text that arrives ten times a second
+# looks continuous to a reader.
 _MAX_INTERVAL_S = 0.1
 
 
 class Pacer:
-    """Determines the time between two messages with the output of one stream.
+    """Determines the time between two output messages of one stream.
 
     The time grows with the number of streams, so that the total number of responses per second is
     limited.
@@ -50,7 +50,7 @@ class Pacer:
         )
 
     def interval_s(self, num_streams: int) -> float:
-        """Return the number of seconds between two messages with the output of one stream.
+        """Return the number of seconds between two output messages of one stream.
 
         `num_streams` is the number of streams.
         """
@@ -127,7 +127,7 @@ class Sequence:
             self.ending = Ending(update.finish_reason, update.stop_reason)
 
     def take_delta(self) -> SequenceDelta:
-        """Return the pending output of this sequence, and remove the output from the sequence.
+        """Remove the unsent output from this sequence, and return the output.
 
         The pending output consists of the tokens that arrived since the last call, and of the end
         of the sequence. The caller must call this method only if `has_output` is true.
@@ -221,7 +221,7 @@ class Stream:
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:
-        """Replace the engine's field name in an error message by the request's field name.
+        """In an error message, replace the engine's name of a field by the client's field name.
 
         In errors about grammars, the engine names the type of the grammar. Example: if the client
         sent the grammar in the field `response_format`, "json_schema: the value ..." becomes
@@ -234,7 +234,7 @@ class Stream:
         return message
 
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
-        """Return when the next step of the stream is due, as a value of time.monotonic().
+        """Return the time at which the stream's next step is due, as a value of time.monotonic().
 
         A step is a message to the postprocessor. The step with the first output and the last step
         are due immediately. While the postprocessor still has to process too many earlier steps,

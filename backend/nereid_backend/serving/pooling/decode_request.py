@@ -28,8 +28,8 @@ RERANK_OPTIONS: Mapping[str, type] = {
     "truncate": bool,
 }
 _MAX_INTEGER = 2**31 - 1
-# If a text is a URL, its first `_MAX_SCHEME_CHARS` characters contain `://`. Only these characters
-# are searched.
+# If a text is a URL, `://` occurs within its first `_MAX_SCHEME_CHARS` characters. Therefore, only
+# these characters are searched.
 _MAX_SCHEME_CHARS = 16
 _TYPE_NAMES = {str: "text", int: "an integer", bool: "true or false"}
 
@@ -60,7 +60,7 @@ def parse_options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]
 
 
 def _check_option(name: str, value: Any, known: Mapping[str, type]) -> None:  # noqa: ANN401 - any JSON value
-    """Raise a RequestError if an option is not known, or if its value is wrong. null is allowed."""
+    """Raise a RequestError if an option is unknown or has a wrong value. null is allowed."""
     if name not in known:
         raise RequestError(
             f"{names.OPTIONS}: the option {name!r} is not known. The known options are "
@@ -122,7 +122,7 @@ def split_token_ids(
         return []
     if not truncate:
         _refuse_long_input(lengths, max_len)
-    # `np.split` needs the end position of each input, but not of the last input.
+    # `np.split` needs the end position of each input except the last one.
     ends = np.cumsum(lengths)[:-1]
     return [ids_of_input[:max_len].tolist() for ids_of_input in np.split(ids, ends)]
 
@@ -252,7 +252,7 @@ def parse_document(text: str, index: int) -> str | bytes:
 def pair_queries(
     queries: Sequence[str], documents: Sequence[str | bytes]
 ) -> list[tuple[str, str | bytes]]:
-    """Pair the first query with the first document, the second query with the second document.
+    """Pair the first query with the first document, the second with the second, and so on.
 
     Example: the queries ["p", "q"] and the documents ["a", "b"] return [("p", "a"), ("q", "b")].
 

@@ -38,7 +38,7 @@ _IMAGE_CHARACTERS = _SLICE_CHARACTERS // 8
 # The inputs of a job are sent to the engine in groups (slices). At most `_MAX_SLICES` groups of one
 # job are in the engine at the same time.
 _MAX_SLICES = 2
-# Between two batches, inputs are sent to the engine for at most `_PREPARE_S` seconds.
+# Before each batch, inputs are sent to the engine for at most `_PREPARE_S` seconds.
 _PREPARE_S = 0.01
 # Matches an error message of the engine about a slice, which is a group of inputs. If the slice has
 # several inputs, the message begins with the index of one input within the slice. Example: "input
@@ -173,7 +173,7 @@ class _JobProgress:
         return Outcome.from_values(kind, values, self.num_tokens, offsets)
 
     def job_message(self, error: NereidError, first: int) -> str:
-        """Rewrite an error message about some inputs of a job as a message about the whole job.
+        """Turn the engine's error message about some inputs into a message about the whole job.
 
         Example: for the slice that begins with input 256 of a job in the tensor `texts`, "input 3:
         input: the text is empty" becomes "texts: element 259: the text is empty".
@@ -187,9 +187,9 @@ class _JobProgress:
         index_in_slice = int(match["index"] or 0)
         has_several_inputs = len(self.job.inputs) > 1
         element = f"element {first + index_in_slice}: " if has_several_inputs else ""
-        # If the engine's message begins with `input: `, the name of the tensor replaces this word.
-        # The word `image: ` stays after the name of the tensor, because a tensor can contain both
-        # texts and images.
+        # If the engine's message begins with `input: `, replace this prefix by the name of the
+        # tensor. Keep the prefix `image: ` after the name of the tensor, because a tensor can
+        # contain both texts and images.
         return f"{self.job.field}: {element}{problem.removeprefix('input: ')}"
 
 
@@ -282,8 +282,8 @@ class WorkerJobs:
         Raises:
             EngineError: the GPU is lost.
         """
-        # For the engine, a slice is a request. Its id contains the id of the job and the index of
-        # the slice's first input.
+        # The engine treats each slice as one request. The id of this request consists of the id of
+        # the job and the index of the slice's first input.
         request_id, first = _parse_slice_id(result.request_id)
         progress = self._jobs.get(request_id)
         if progress is None:
@@ -299,7 +299,7 @@ class WorkerJobs:
             self._send(["done", request_id, progress.started, *progress.outcome().row()])
 
     def _refuse_result(self, progress: _JobProgress, index: int, problem: str) -> None:
-        """Refuse a whole job. The computation of the input with the index `index` has failed."""
+        """Refuse a whole job, because the computation of the input `index` has failed."""
         if is_lost_device(problem):
             # The device is lost, so every later computation would fail. Therefore this worker
             # process ends. The Triton model then starts a new worker process.
@@ -340,7 +340,7 @@ def _size(content: str | bytes | list[int]) -> int:
 
 
 def _kind_of(value: Value) -> str:
-    """Return the kind of a job's result, such as "dense". `value` is the value of one input.
+    """Return the kind of result, such as "dense", to which the value of an input belongs.
 
     Outcome.kind describes the kinds.
     """

@@ -66,7 +66,7 @@ class PoolingMetrics:
         self._labels = labels
         self._families = families  # The metrics exist as long as this object exists.
         self._values = _Values()
-        # The server's metrics, to which `publish` sends `_values`.
+        # `publish` sends the numbers in `_values` to the following metrics of the server.
         num_requests = families.gauge("pooling_num_requests", "Requests without a response")
         self._num_requests = num_requests.Metric(labels)
         self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")

@@ -121,7 +121,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     @property
     def text_limit(self) -> TextLimit:
-        """The limit on the size of a text, as the worker process has reported it."""
+        """The limit on the size of a text, computed from numbers that the worker has reported."""
         assert self.child is not None
         info = self.child.info
         return TextLimit(info["max_model_len"], info["max_token_bytes"])
@@ -217,7 +217,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     # Only the loop's thread calls the methods below.
 
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:  # noqa: ARG002
-        """Send the outputs or the error in a message of the worker to the client.
+        """Send the client the outputs or the error that a message of the worker contains.
 
         Ignore other kinds of messages, and messages about requests that have already ended. The
         docstring of pooling_worker.py describes the messages.
@@ -318,7 +318,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         )
 
     def on_restart(self, process: SupervisedProcess) -> None:
-        """Record that the worker was restarted, and set its number of deaths to 0.
+        """Record that the worker was restarted, and reset the counter of its deaths to 0.
 
         So the setting max_restarts limits the attempts to restart the worker after one death. It
         does not limit the total number of restarts.
@@ -350,8 +350,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 f"{self._variable_prefix}.)"
             ) from error
         self.processes = [worker]
-        # The worker has reported the length limit of the model. If the setting max_num_waiting is
-        # missing, this limit determines the length of the queue.
+        # If the setting max_num_waiting is missing, the length of the queue depends on the length
+        # limit of the model, which the worker has reported.
         self._max_inputs = config.max_num_waiting or self.text_limit.queue_length
         self._check_task(worker, config.model)
 

@@ -28,8 +28,8 @@ def fits_shared_memory(outputs: Tensors) -> bool:
     except OSError:
         return True
     free_bytes = shared_memory.f_bavail * shared_memory.f_frsize
-    # The server may have to enlarge the memory pool of this Python model. Meanwhile, the pool needs
-    # space for both the old content and the new response.
+    # The server may have to enlarge the memory pool of this Python model. While the pool is
+    # enlarged, it needs space for both the old content and the new response.
     needed_bytes = 2 * num_bytes + _POOL_STEP_BYTES
     return free_bytes > needed_bytes
 

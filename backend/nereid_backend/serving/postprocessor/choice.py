@@ -146,8 +146,8 @@ class Choice:
         After a stop string was found, the tokens are ignored, because they do not belong to the
         output. Only the reason why the sequence ended is then read from `delta`.
         """
-        # A delta that does not report the number of cached tokens contains 0. Therefore keep the
-        # larger number.
+        # If a delta does not report the number of cached tokens, its number is 0. Therefore keep
+        # the larger of the old and the new number.
         self._totals.num_cached_tokens = max(
             self._totals.num_cached_tokens, delta.num_cached_tokens
         )
@@ -230,8 +230,9 @@ class Choice:
         num_before_stop = self._add_texts_of_single_tokens(text_ids)
         if self.stop_string is not None:
             return num_before_stop
-        # `_add_texts_of_single_tokens` counts the reasoning tokens, but it does not get the stop
-        # token. If the reasoning has not ended, the stop token is a reasoning token, too.
+        # `_add_texts_of_single_tokens` has counted the reasoning tokens, but not the stop token,
+        # because a stop token has no text. If the reasoning has not ended, the stop token is a
+        # reasoning token, too.
         has_stop_token = len(text_ids) < len(token_ids)
         if has_stop_token and self._message.is_reasoning:
             self._totals.num_reasoning_tokens += 1

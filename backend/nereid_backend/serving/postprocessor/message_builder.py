@@ -79,7 +79,8 @@ class ParsedMessage:
         if not context.reads_calls:
             # The client forbids tool calls, so text that looks like a call must stay in the
             # content. With the format `adapted`, the parser leaves calls of unknown tools in the
-            # content. The only known tool is therefore one that no call can name.
+            # content. Therefore, the only tool that the parser gets has a name that no call can
+            # contain.
             tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
@@ -161,7 +162,7 @@ class ParsedMessage:
                     self._new_call(index)["arguments"] += text
 
     def _new_call(self, index: int) -> dict[str, Any]:
-        """Return the data of the tool call `index` that the next delta will contain.
+        """Return the entry of the next delta for the tool call with the index `index`.
 
         Create the entry if it is missing.
         """
@@ -189,7 +190,7 @@ def _opening_marker(fmt: Format) -> str:
 
 
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:
-    """Return `fmt`, changed so that the options `separate_reasoning` and `reads_calls` apply.
+    """Return the chat format `fmt`, adapted to the options `separate_reasoning` and `reads_calls`.
 
     If `separate_reasoning` is False, the result leaves reasoning in the content. If `reads_calls`
     is False, the result leaves tool calls in the content.

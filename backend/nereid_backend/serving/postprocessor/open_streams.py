@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores the open streams of the postprocessor, by their slots."""
+"""Stores the open streams of the postprocessor. The key of a stream is its memory slot."""
 
 from nereid_backend.serving.postprocessor.choices import Choices
 from nereid_backend.serving.wire import StepState

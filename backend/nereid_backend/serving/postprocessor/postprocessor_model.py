@@ -30,8 +30,8 @@ from nereid_backend.text.detokenizer import decoder
 from nereid_backend.text.logprob_entries import vllm_entry
 from nereid_backend.text.token_text import TokenText
 
-# The postprocessor repeatedly asks the server whether the client of a stream has cancelled.
-# `_CANCEL_CHECK_S` is the shortest time between two checks of one stream.
+# The postprocessor repeatedly asks the server whether the client of a stream has cancelled the
+# request. `_CANCEL_CHECK_S` is the shortest time between two checks of one stream.
 # `_CANCEL_CHECKS_PER_SECOND` is the largest number of checks per second for all streams together.
 # Each check is a round trip to the server, and takes about 5 % of the CPU time of a response. With
 # 256 streams, each stream is checked every 0.64 s.
@@ -59,7 +59,8 @@ class PostprocessorModel:
         # The shared memory that the executor reads.
         self._feedback = FeedbackWriter()
         self._tracing = Tracing("postprocessor")
-        # The client requests that have not ended, by their slot in the shared memory.
+        # The client requests that have not ended. The key of a request is its slot in the shared
+        # memory.
         self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
@@ -171,7 +172,7 @@ class PostprocessorModel:
             self._feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
 
     def _keepalive(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
-        """Return an empty response if `keepalive_ms` have passed without a response, else None.
+        """Return an empty response if none was sent in the last `keepalive_ms` ms, else None.
 
         Triton's HTTP endpoint detects a disconnected client only when it sends a response.
         """
@@ -191,7 +192,7 @@ class PostprocessorModel:
         )
 
     def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
-        """Check whether the client has cancelled, if a check is due.
+        """If a check is due, ask the server whether the client has cancelled the request.
 
         If the client has cancelled, send a signal to the executor, which then stops the generation.
         Each check is a round trip to the server. Therefore the time between two checks of a stream

@@ -50,7 +50,7 @@ def _strict_tool_schemas(context: StreamContext) -> dict[str, Any]:
 
 
 def _parse_schema(text: str) -> Any:  # noqa: ANN401 - any JSON schema
-    """Parse the JSON text of a schema in the message from the tokenizer."""
+    """Parse the JSON text of a schema. The text comes from the message of the tokenizer."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -79,7 +79,7 @@ class CheckedMessage:
         self._calls: dict[int, dict[str, Any]] = {}
 
     def add(self, delta: dict[str, Any]) -> None:
-        """Add a delta (new parts of the message) to the message, and validate a complete message.
+        """Add a delta (new parts of the message). Then validate the message if it is complete.
 
         The caller sets `is_complete` before it adds the last delta. A delta of a tool call contains
         a part of the arguments. Only the first delta of a call contains the name.

@@ -5,9 +5,9 @@ import os
 import time
 from collections.abc import Callable
 
-# Suppose that more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `is_hanging`. This
-# process was then probably paused, and the child process may have been paused, too. Therefore at
-# most `_LONGEST_INTERVAL_S` seconds between two calls count as time without a message.
+# If more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `is_hanging`, the parent
+# process was probably paused, and the child process may have been paused, too. Therefore an
+# interval between two calls counts as at most `_LONGEST_INTERVAL_S` seconds without a message.
 _LONGEST_INTERVAL_S = 0.5
 # A process whose CPU load is at least `_MIN_CPU_LOAD` is considered busy. If the model runs on a
 # CPU, the time limit for a busy process is `_BUSY_LIMIT_FACTOR` times as long.
@@ -42,8 +42,8 @@ class HangWatch:
         self._limit_s = limit_s
         self._cpu_seconds = cpu_seconds
         self._clock = clock
-        # `_last_checked` is the time of the last call of `is_hanging`. `silent_s` is the time in
-        # seconds for which the process had then sent no message.
+        # `silent_s` is the number of seconds for which the process has worked without sending a
+        # message. `is_hanging` updates this number. `_last_checked` is the time of the last update.
         self.silent_s = 0.0
         self._last_checked = clock()
         # When half of the time limit has passed without a message, the CPU time that the process
@@ -91,7 +91,7 @@ class HangWatch:
             self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
-        """Return whether the process has used the CPU since half of the time limit passed."""
+        """Return whether the process has used the CPU after the first half of the time limit."""
         assert self._cpu_at_half_limit_s is not None, "half of the limit has passed"
         used_cpu_s = self._cpu_seconds() - self._cpu_at_half_limit_s
         measured_s = self.silent_s - self._limit_s / 2

@@ -44,7 +44,7 @@ class Outbox:
             while (data := self._messages.get()) is not None:
                 self._channel.send_packed(data)
         except ChannelClosedError:
-            # The channel is not closed here, because the last messages of the other process can
-            # still be read.
+            # Do not close the channel here, because messages that the other process sent before its
+            # end may not have been read yet.
             return
         self._channel.close()

@@ -59,7 +59,7 @@ class Service(Protocol):
         """Handle the message [kind, *values], which the parent process has sent."""
 
     def advance(self) -> None:
-        """Do the next part of the work, and send the results. An exception ends the process."""
+        """Do one step of the pending work, and send its results. An exception ends the process."""
 
 
 MakeService = Callable[[dict[str, Any], Send, Callable[[str], None]], Service]
@@ -68,7 +68,7 @@ the parent, and a function that reports one line about each slow operation."""
 
 
 def serve(make: MakeService) -> NoReturn:
-    """Load a model with `make`, serve the model until the parent sends "stop", and exit.
+    """Load a model by calling `make`, serve the model until the parent sends "stop", and exit.
 
     The parent process is the process that runs the Triton model. The first argument of the command
     line is the file descriptor of the connection to the parent process.
@@ -131,8 +131,8 @@ def _run(service: Service, channel: Channel) -> int:
     inbox = Inbox(channel)
     while True:
         # If there is work, read only the messages that have already arrived. Otherwise, wait for a
-        # message for at most _IDLE_POLL_S. Then call `has_work` again, because `has_work` also
-        # detects that another process of the model has died.
+        # message, but at most _IDLE_POLL_S. `_try_advance` then calls `has_work` again, which also
+        # detects the death of the model's other processes.
         timeout_s = 0 if service.has_work() else _IDLE_POLL_S
         for kind, *values in inbox.receive(timeout_s):
             if kind == "stop":

@@ -50,7 +50,7 @@ class _Received:
 
 
 class _Arrival(NamedTuple, Generic[RequestT]):
-    """A request that the server's thread has accepted, but that the loop has not taken yet.
+    """A request that the server's thread has accepted and queued for the loop's thread.
 
     Attributes:
         request_id: the id of the request in the child process.
@@ -91,8 +91,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.requests: dict[str, RequestT] = {}
         # Maps the id of each request in `requests` to the process that computes the request.
         self._owners: dict[str, SupervisedProcess] = {}
-        # Two queues, which the server's thread fills and the loop empties. `_arrivals` contains new
-        # requests. `_results` contains responses, each with the response sender of the request.
+        # Two queues, from the server's thread to the loop's thread. `_arrivals` contains new
+        # requests. `_results` contains responses, each with the response sender of its request.
         self._arrivals: queue.SimpleQueue[_Arrival[RequestT]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -133,9 +133,10 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def do_periodic_work(self) -> float:
-        """Do periodic work, such as ending cancelled requests. Return the seconds to the next call.
+        """Do periodic work, and return the number of seconds until the next call is needed.
 
-        The loop's thread calls this method after it has handled the new messages.
+        For example, end the requests that clients have cancelled. The loop's thread calls this
+        method after it has handled the new messages.
         """
 
     @abstractmethod
@@ -155,7 +156,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
-        """Record that a child process has died. Its requests have been answered with `error`."""
+        """Record the death of a child process, after its requests were answered with `error`."""
 
     def on_restart(self, process: SupervisedProcess) -> None:
         """Record that a child process has been restarted."""
@@ -214,8 +215,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         packed = pack(message)
         process = self.processes[index]
         child = process.child
-        # Add the request to the queue before the message is sent. Otherwise, the child process
-        # could answer before the loop knows the request.
+        # Queue the request before the message is sent. Otherwise, the child process could answer
+        # before the loop has received the request.
         self._arrivals.put(_Arrival(request_id, request, process, child))
         child.send_packed(packed)
 
@@ -289,8 +290,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self._take_arrivals()
         for result in received:
             self._handle_messages(result)
-        # Handle the deaths after all messages. A request can wait for several processes, and the
-        # messages may contain the answer of another process.
+        # Handle the deaths after all messages. Some requests, such as a request to load an adapter,
+        # wait for an answer from each process. Answers that have already arrived must be recorded
+        # before the death of another process is handled.
         for result in received:
             if result.death is not None:
                 self._handle_death(result.process, result.death)
@@ -355,8 +357,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
             self.requests[arrival.request_id] = arrival.request
             self._owners[arrival.request_id] = process
             process.num_requests += 1
-            # The process may have been restarted since the request was sent. `process.child` is
-            # then another child process.
+            # The child process that got the request may have died since. `process.child` is a
+            # different object if a new child process has already been started.
             has_died = not process.is_running or process.child is not arrival.child
             if has_died:
                 assert process.error is not None, "the process has died"
@@ -393,7 +395,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.on_death(process, error)
 
     def _use_restarted_processes(self) -> None:
-        """Use the processes whose restart has succeeded, and log which restarts have failed."""
+        """Finish each ended restart: use the new process, or log that the restart has failed."""
         for process in self.processes:
             if not process.has_restart_ended:
                 continue
@@ -404,7 +406,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 self._note_failure(process)
 
     def _note_failure(self, process: SupervisedProcess) -> None:
-        """Log that a process is not restarted again.
+        """Log that a process will not be restarted again.
 
         `nereid serve` restarts the server if it reads a line that begins with "error:". Such a line
         is therefore written only if no other process of the model is left.

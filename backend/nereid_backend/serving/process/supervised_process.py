@@ -78,7 +78,7 @@ class SupervisedProcess:
 
     @property
     def has_restart_ended(self) -> bool:
-        """Whether a restart has succeeded or failed. `finish_restart` must then be called."""
+        """Whether a restart has ended, successfully or not. If true, call `finish_restart`."""
         return self._restart_thread is not None and not self._restart_thread.is_alive()
 
     def finish_restart(self) -> None:
@@ -104,7 +104,7 @@ class SupervisedProcess:
         (self._replacement or self.child).stop()
 
     def _replace(self) -> None:
-        """Try to start a new process, until a start succeeds or `max_restarts` is reached.
+        """Start a new process. Repeat failed attempts until `max_restarts` is reached.
 
         This method runs in the restart thread.
 

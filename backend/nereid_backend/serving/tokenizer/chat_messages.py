@@ -10,15 +10,17 @@ from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.vision.refused_parts import refused_part
 
-# Before the messages are rendered, these content parts replace all images, videos and audio files.
+# One of these content parts replaces each image, video or audio file in a message before the
+# message is rendered.
 IMAGE_PLACEHOLDER = {"type": "image"}
 VIDEO_PLACEHOLDER = {"type": "video"}
 AUDIO_PLACEHOLDER = {"type": "audio"}
 _PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
 _TEXT_PART_TYPES = ("text", "refusal")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# In OpenAI's API, the content of a message with one of these roles must not be missing or null. A
-# message of the assistant can contain only tool calls, and a tool can return nothing.
+# In OpenAI's API, a message with one of these roles must have content, and the content must not be
+# null. Other messages need no content: a message of the assistant may consist of tool calls alone,
+# and a tool may return nothing.
 _ROLES_WITH_CONTENT = ("system", "developer", "user")
 
 
@@ -94,7 +96,7 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
 
 
 def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Convert the content of the message `index` for the chat template.
+    """Convert the content of the message at position `index` for the chat template.
 
     Text parts are joined to one text. Exception: if the content has images, its parts are not
     joined, because the order of the texts and images matters. The function `take_images` has
@@ -122,7 +124,7 @@ def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # no
 
 
 def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON value
-    """Return the text of one content part. The part belongs to the message `index`.
+    """Return the text of one content part of the message at position `index`.
 
     A part contains its text in the field that has the name of the part's type. Examples:
     `{"type": "text", "text": "Hi"}` returns "Hi", and `{"type": "refusal", "refusal": "No."}`
@@ -137,8 +139,8 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
     text = part.get(part_type) if part_type in _TEXT_PART_TYPES else None
     if isinstance(text, str):
         return text
-    # This server knows some types of parts, such as files, but refuses them. The error message then
-    # contains the reason.
+    # Some known types of content parts, such as files, are not supported. For these types, the
+    # error message contains the reason.
     refusal = refused_part(part)
     if refusal is None:
         raise _part_type_error(part_type, index)
@@ -149,7 +151,7 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
 
 
 def _part_type_error(part_type: object, index: int) -> RequestError:
-    """Return the error for a content part of an unknown type in the message `index`."""
+    """Return the error for a content part of an unknown type in the message at position `index`."""
     return RequestError(
         f"messages: item {index} has a content part of type {shown(part_type)}, but this server "
         'supports only parts with text, images, videos or audio. Send parts such as {"type": '
@@ -158,7 +160,7 @@ def _part_type_error(part_type: object, index: int) -> RequestError:
 
 
 def _read_tool_calls(calls: Any, index: int, limits: RequestLimits) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Convert the tool calls of the message `index` for the chat template."""
+    """Convert the tool calls of the message at position `index` for the chat template."""
     if not isinstance(calls, list):
         raise RequestError(
             f"messages: the tool_calls of item {index} must be a list, but the request has "
@@ -186,7 +188,7 @@ def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, A
 
 
 def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # noqa: ANN401 - any JSON
-    """Parse the JSON text of a tool call's arguments. The call belongs to the message `index`.
+    """Parse the arguments (JSON text) of a tool call in the message at position `index`.
 
     The limits are checked before and after parsing. A short JSON text can contain very many values
     or very deeply nested values, and such values would need too much memory.

@@ -94,6 +94,9 @@ def _allowed_list(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _function_name(tool: dict[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the name of a tool in an allowed_tools list. The tool can have any of three forms."""
+    """Return the name of a tool in an allowed_tools list.
+
+    Examples: {"function": {"name": "f"}}, {"name": "f"} and {"function": "f"} return "f".
+    """
     function = tool.get("function") or tool
     return function.get("name") if isinstance(function, dict) else function

@@ -22,12 +22,12 @@ from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import is_video_part, read_video_part, video_url
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# The name of each object in config.json that describes an encoder contains one of these words.
+# An object in config.json describes an encoder if its name contains one of these words.
 _ENCODER_WORDS = ("vis", "audio", "encoder")
 # The largest total size of a request's images, measured in bytes of base64 text.
 MAX_IMAGE_BYTES = 32 * 2**20
-# The largest total size of the image files in bytes. Base64 text has four characters for each three
-# bytes. Therefore files of this size become MAX_IMAGE_BYTES bytes of base64 text.
+# The largest total size of a request's image files in bytes. Base64 converts three bytes to four
+# characters, so the base64 text of these files has at most MAX_IMAGE_BYTES characters.
 _MAX_FILE_BYTES = MAX_IMAGE_BYTES * 3 // 4
 
 

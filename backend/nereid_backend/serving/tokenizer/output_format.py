@@ -12,7 +12,7 @@ from nereid_backend.field_checks import shown
 _FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "grammar")
 _FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
 # Maps each key of the field `structured_outputs` to a function. The function converts the value of
-# the key to an object of the form that the field `response_format` has.
+# the key to an object in the format of `response_format`.
 _STRUCTURED_OUTPUT_FORMS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "json": lambda schema: _schema_form("structured_outputs.json", schema),
     "json_object": lambda _: {"type": "json_object"},
@@ -76,7 +76,7 @@ def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
 
 
 def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
-    """Return the output format that one request field requires; None if it requires no format."""
+    """Return the output format that one request field requires, or None."""
     if value in (None, {}, ""):
         return None
     if name == "response_format":

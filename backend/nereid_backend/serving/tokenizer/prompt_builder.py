@@ -101,7 +101,7 @@ class PromptBuilder:
         self.limits = self._derive_limits(max_model_len, max_image_bytes)
 
     def _check_template_defaults(self) -> None:
-        """Raise a ConfigError if a default value is set for a variable that the server sets."""
+        """Raise a ConfigError if the settings contain a default for a reserved variable."""
         reserved = sorted(self._renderer.reserved_variables & self._template_defaults.keys())
         if reserved:
             raise ConfigError(
@@ -110,7 +110,7 @@ class PromptBuilder:
             )
 
     def _derive_limits(self, max_model_len: int, max_image_bytes: int) -> RequestLimits:
-        """Return the limits on a request, with additional bytes for its images."""
+        """Return the size limits of a request. `max_image_bytes` is added for the images."""
         limits_without_images = RequestLimits.derive(
             max_model_len, self._encoder.max_token_bytes, self._min_message_tokens()
         )
@@ -158,7 +158,8 @@ class PromptBuilder:
         )
         if num_kept is None or len(token_ids) <= num_kept:
             return Prompt(token_ids, text)
-        # The prompt's text must correspond to the tokens that are kept.
+        # Return the text of the kept tokens, because a prompt's text must correspond to its token
+        # ids.
         kept_ids = token_ids[-num_kept:]
         return Prompt(kept_ids, str(self._tokenizer.decode(kept_ids)))
 
@@ -235,8 +236,8 @@ class PromptBuilder:
         except RequestError:
             return 1
         # Some chat templates add a text once for each chat, regardless of the number of messages.
-        # Both chats contain this text, so the text does not change the difference between the
-        # numbers of their tokens.
+        # Both rendered chats contain this text, so the text does not affect the difference between
+        # their numbers of tokens.
         num_added_tokens = len(tokens_of_six) - len(tokens_of_two)
         num_added_messages = len(six_messages) - len(two_messages)
         return max(num_added_tokens // num_added_messages, 1)

@@ -101,7 +101,7 @@ def sampling_fields(
 
 
 def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of a chat. max_completion_tokens replaces max_tokens, its older name."""
+    """Return the body of a chat. If max_completion_tokens is set, max_tokens gets its value."""
     max_tokens = body.get("max_completion_tokens")
     if max_tokens is None:
         max_tokens = body.get("max_tokens")
@@ -109,7 +109,7 @@ def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameter_fields(request: Any) -> dict[str, Any]:  # noqa: ANN401 - the server's own type
-    """Return the parameters of a Triton request that can be sampling parameters."""
+    """Return a Triton request's parameters, without `traceparent` and without `triton_*`."""
     parameters = json.loads(request.parameters() or "{}")
     # The server and its clients add parameters for other purposes. The names of these parameters
     # begin with "triton_".

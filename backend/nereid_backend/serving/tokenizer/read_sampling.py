@@ -30,7 +30,7 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options of a request that the engine does not need.
+    """Request options that the engine does not need.
 
     They determine the text of the responses and the time limits of the request.
 
@@ -175,7 +175,7 @@ def _options(fields: RequestFields) -> RequestOptions:
 
 
 def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
-    """Return how many of the most likely tokens the response reports at each position.
+    """Return the number of most likely tokens that the response must list at each position.
 
     Return None if the request asks for no log-probabilities.
 
@@ -231,7 +231,7 @@ def _read_bad_words(words: Sequence[str], encode: Encode | None) -> list[list[in
 
 
 def _sequences_of_word(word: str, encode: Encode) -> list[list[int]]:
-    """Return the sequences of token ids with which a model can generate a word.
+    """Return the different sequences of token ids that a model can generate for a word.
 
     A word can begin a text ("no") or follow a space (" no"). Tokenizers usually have different
     tokens for these two cases, so the result has two sequences. As in vLLM, the second sequence is

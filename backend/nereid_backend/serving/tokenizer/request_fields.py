@@ -37,7 +37,7 @@ _BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
 class RequestFields(BaseModel):
-    """The request fields that this server reads or converts before the request goes to the engine.
+    """The request fields that this server reads or converts before the engine gets the request.
 
     The fields in ENGINE_FIELDS are passed to the engine unchanged. A field with the type `Any` is
     checked by the module that reads the field: request_grammar.py, thinking_effort.py or
@@ -129,7 +129,7 @@ class RequestFields(BaseModel):
             raise to_request_error(error) from None
 
 
-# Clients send these fields of SamplingParams under the same names.
+# These fields of SamplingParams have the same names in a client's request.
 ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
     "bad_words_token_ids",
     "prompt_cache_ttl",
@@ -138,8 +138,8 @@ ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingPar
 }
 # All fields that have an effect on the generation.
 FIELD_NAMES = ENGINE_FIELDS | RequestFields.model_fields.keys()
-# `parse_texts` does not parse the values of these fields. The values of the first group are plain
-# text. Other modules parse the values of the second group.
+# `parse_texts` returns the values of these fields unchanged. The fields of the first group are
+# plain text. Other modules parse the fields of the second group.
 _TEXT_FIELDS = frozenset(
     {
         *(

@@ -116,8 +116,8 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     kind = form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # `answer_node` converts `form` to a node of a structural tag. Only a structural tag needs the
-    # node, but the call also validates `form`, so it is made for all of the following kinds.
+    # For every remaining kind of format, call `answer_node`, because the call validates `form`.
+    # Only a structural tag uses the result.
     with _convert_errors(output):
         node = answer_node(form)
     match kind:
@@ -206,7 +206,7 @@ def _check_tool_choice(choice: object) -> None:
 
 
 def _names_functions(choice: object) -> bool:
-    """Return whether `choice` is an object. If it has a list of tools, each tool must be an object.
+    """Return whether `choice` is an object whose list of tools, if any, contains only objects.
 
     The list is the key `tools` of the object `allowed_tools`, or of `tool_choice` itself.
     """

@@ -30,18 +30,18 @@ _DROPPED_TEXT_FACTOR = 4
 _ESCAPED_BYTES = 6
 # A request may have `_OTHER_BYTES` bytes in addition to its prompt, for example for a grammar.
 _OTHER_BYTES = 4 * 2**20
-# The largest size of a prompt is max_model_len times the number of bytes of the longest token. Some
-# tokenizers shorten a text before they split the text into tokens. A token can then stand for more
-# bytes than the longest token has. Therefore a prompt may always have max_model_len times
-# `_MIN_TOKEN_BYTES` bytes.
+# The largest size of a prompt is max_model_len times the size of the longest token, but at least
+# max_model_len times `_MIN_TOKEN_BYTES` bytes. The minimum is needed because some tokenizers
+# shorten a text before they split the text into tokens. One token can then represent more bytes of
+# the text than the token itself has.
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
 # Some fields contain lists of token ids. A request may have enough values for `_TOKEN_LISTS` lists
 # with max_model_len token ids each.
 _TOKEN_LISTS = 4
 _MIN_VALUES = 100_000
-# The largest number of nested levels. msgpack can pack 511 levels, and Python's recursion limit is
-# higher.
+# The largest depth of nested lists and objects. msgpack can pack 511 levels, and Python's recursion
+# limit is higher.
 _MAX_DEPTH = 256
 _MAX_TOOLS = 2048
 _PROMPT_FIELDS = ("messages", "tools", "documents", "chat_template_kwargs")
@@ -122,7 +122,7 @@ class RequestLimits:
         _check_count(field, "lists and objects", num_brackets, self.max_values, "max_values")
 
     def depth_error(self, field: str) -> RequestError:
-        """Return the error for a field that has more than max_depth nested levels."""
+        """Return the error for a field with lists or objects that are nested too deeply."""
         return RequestError(
             f"{field}: the field has more than {self.max_depth} nested levels, which is the limit "
             "(max_depth)."
@@ -150,8 +150,8 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # max_messages is max_model_len divided by the smallest number of tokens that a message can
-        # have. Therefore the following division returns about this smallest number of tokens.
+        # max_messages is about max_model_len divided by the smallest number of tokens of a message.
+        # Therefore this division returns about the smallest number of tokens of a message.
         min_message_tokens = self.max_model_len // self.max_messages
         least_tokens = self._above_limit(count * min_message_tokens)
         raise RequestError(
@@ -224,7 +224,7 @@ class RequestLimits:
         )
 
     def _above_limit(self, num_tokens: int) -> int:
-        """Return `num_tokens`, but at least max_model_len + 1.
+        """Return the larger of the two numbers `num_tokens` and max_model_len + 1.
 
         The estimate can be too low, but the number in an error message must exceed the limit.
         """
@@ -246,7 +246,7 @@ class Size(NamedTuple):
 
 
 def measure(value: object, limits: RequestLimits) -> Size:
-    """Return the size of a JSON value. Stop early if the value has too many values or levels.
+    """Return the size of a JSON value. Stop counting early if the size exceeds a limit.
 
     Example: `{"a": ["x", 1]}` has 2 bytes of text, 4 values and the depth 2. The object has the
     level 0, the list has the level 1, and "x" and 1 have the level 2.
@@ -254,8 +254,8 @@ def measure(value: object, limits: RequestLimits) -> Size:
     num_bytes = 0
     num_values = 0
     depth = -1
-    # Count the values of one level of nesting after the other, without recursion. With recursion,
-    # deep nesting could exceed Python's recursion limit.
+    # Count the values level by level instead of recursively, because deep nesting could exceed
+    # Python's recursion limit.
     values_of_level: list[Any] = [value]
     while values_of_level:
         if num_values > limits.max_values or depth > limits.max_depth:

@@ -61,7 +61,7 @@ class RequestPrompts:
         body: dict[str, Any] | None,
         images: list[bytes],
     ) -> Prompt:
-        """Return the prompt of a request that contains images. The request has a chat or a text.
+        """Return the prompt of a chat request or a text request that contains images.
 
         Args:
             request: the server's request. If it has a text, the text must contain one placeholder
@@ -128,14 +128,14 @@ class RequestPrompts:
 
 
 def _image_error(field: str) -> RequestError:
-    """Return the error for a request with images in `field` if the model reads no images."""
+    """Return the error for images in the field `field`. The served model accepts no images."""
     return RequestError(
         f"{field}: the served model does not accept images, videos or audio. Send text only."
     )
 
 
 def _num_given(*sources: object) -> int:
-    """Return the number of prompts that a request has. A missing prompt is None."""
+    """Return how many of a request's possible prompts are present, that is, are not None."""
     return sum(source is not None for source in sources)
 
 

@@ -57,8 +57,8 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # The messages of other threads to the loop's thread. A message is a new request (without a
-        # response), a long request that now has a response, or None after a call of `stop`.
+        # Messages from other threads to the loop's thread. A message is a new request (without a
+        # response), a long request with its response, or None after a call of `stop`.
         self._messages: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # Whether the loop's thread has received None.
         self._is_stopping = False
@@ -95,7 +95,7 @@ class RequestWorkers:
                 _send(job)
 
     def _receive_messages(self) -> None:
-        """Handle all messages of other threads. Wait for a message only if no short request waits.
+        """Handle all messages from other threads. Wait for a message if no short request is queued.
 
         A message is a new request, or a long request that another thread has processed. If a short
         request waits, the loop must process this request next, without a delay.
@@ -166,7 +166,7 @@ class RequestWorkers:
         self._start_long()
 
     def _drop_abandoned(self) -> None:
-        """End long requests whose clients have disconnected. Running requests are not ended."""
+        """End queued long requests whose clients have disconnected. Running requests continue."""
         for job in list(self._long):
             if job.sender.is_cancelled():
                 self._long.remove(job.client, job)

@@ -73,12 +73,12 @@ def stream_context(
         prompt=prompt_tail(prompt) if is_chat else None,
         seed_token_ids=() if is_chat else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
         prepend=_text_to_prepend(prompt, stream=stream, is_chat=is_chat, excluded=excluded),
-        # The conversion of tokens to text.
+        # These options control how tokens are converted to text.
         stop=options.stop,
         min_tokens=params.min_tokens,
         include_stop_str_in_output=options.include_stop_str_in_output,
         skip_special_tokens=options.skip_special_tokens,
-        # The conversion of the text to reasoning, content and tool calls.
+        # These options control how the text is split into reasoning, content and tool calls.
         tools=tuple(checked.tools or ()),
         reads_calls=not forbids_calls,
         separate_reasoning=options.separate_reasoning,

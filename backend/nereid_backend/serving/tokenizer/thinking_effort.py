@@ -214,7 +214,7 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
 
 
 def _switch_variables(template: str, *, is_on: bool) -> dict[str, Any]:
-    """Return each variable that turns the template's reasoning on or off, with the value `is_on`.
+    """Return the template variables that switch the reasoning, each with the value `is_on`.
 
     Example: if the template has the variable enable_thinking, and `is_on` is False, the result is
     `{"enable_thinking": False}`.
@@ -257,7 +257,7 @@ def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSON value
-    """Validate and return the token budget `value`; None if the value is -1, which means no limit.
+    """Validate the token budget `value`, and return it. Return None for -1, which means no limit.
 
     The value may be a number or the text of a number, such as 100 or "100".
     """

@@ -327,7 +327,7 @@ def _is_long_text(text: bytes) -> bool:
 def _logprobs_field(
     fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool
 ) -> dict[str, Any]:
-    """Return `{"logprobs": ...}` if this field must be added to a request, otherwise `{}`.
+    """Return the field `logprobs` if it must be added to a request, otherwise an empty dict.
 
     If a request sets `return_logprobs` without the field `logprobs`, the field must be added.
     Otherwise, the engine would not compute log-probabilities.

@@ -81,7 +81,7 @@ class CompiledTag:
         whitespace_before_close = declaration.close.removesuffix(declaration.close.lstrip())
         end_search = _compile_end_search(self.close, early_ends, whitespace_before_close)
         self.find_end = end_search.complete.search
-        # Also finds the beginning of a marker at the end of the text, such as `</`.
+        # This function also finds an incomplete marker at the end of the text, such as `</`.
         self.find_possible_end = end_search.possible.search
 
 
@@ -157,7 +157,7 @@ def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
 
 
 def _any_of(markers: Iterable[str]) -> str:
-    """Return a regex that matches any of the `markers`. Without markers, it never matches.
+    """Return a regex that matches any of `markers`. Without markers, the regex never matches.
 
     White space before and after the tags of a marker is optional, see `spaced_marker_regex`.
     """
@@ -218,7 +218,7 @@ class CompiledTags:
                 and the header of the next tool call. Example: `</function>` and `<tool_call>`.
         """
         variants = (declaration, *declaration.also)
-        # The first texts of the opening tags, such as `<parameter=`, without duplicates.
+        # The text at the start of each opening tag, such as `<parameter=`. Duplicates are removed.
         openings = tuple(dict.fromkeys(first_literal(variant.open) for variant in variants))
         # If the closing marker of a value is missing, one of these texts follows the value.
         early_ends = (*stop_markers, *openings)
@@ -254,7 +254,7 @@ class CompiledTags:
         return NO_MATCH
 
     def start_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        """Return why the arguments of a tool call cannot start at `text[pos]`; None if they can.
+        """Return None if arguments can start at `text[pos]`, otherwise NEED_MORE or NO_MATCH.
 
         The caller has matched the header of the tool call, such as `<function=f>`, before `pos`.
         Examples for arguments that start with `<parameter={key}>`:

@@ -101,7 +101,8 @@ class ArrayReader(BodyReader):
             if self._member.status is BROKEN:
                 return self._reject(pos)
             self._member = None
-            # The caller needs this position, because the text after the last call is content.
+            # The caller needs the end of the last tool call, because the text after it may be
+            # content.
             self.last_call_end = pos
             # One complete tool call shows that the other members of the array are tool calls, too.
             self._is_confirmed = True
@@ -129,7 +130,7 @@ class ArrayReader(BodyReader):
         if char == ",":
             return pos + 1
         if char == "]":
-            # Without a marker or a tool call, `[]` is content.
+            # If neither a marker nor a tool call precedes `[]`, the text `[]` is content.
             is_call_list = self._is_confirmed or self.writer.num_started > 0
             self.status = DONE if is_call_list else BROKEN
             return pos + 1

@@ -17,7 +17,7 @@ _WRAPPER_KEYS = frozenset({"function", "tool_call"})
 
 
 class KeyRole(Enum):
-    """The meaning of a key in a JSON object. The object represents a tool call.
+    """The meaning of a key in a JSON object that represents a tool call.
 
     Example: in `{"name": "f", "arguments": {}, "type": 1}`, the roles are NAME, ARGUMENTS and
     IGNORED.
@@ -74,7 +74,8 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     function.arguments ARGUMENTS
     function.name NAME
     """
-    # If the format uses one path for several roles, the last assignment below decides.
+    # If the format declares one path for several roles, the path gets the role that is assigned
+    # last.
     roles: dict[str, KeyRole] = {}
     for path in (keys.name, keys.arguments):
         roles |= dict.fromkeys(_parent_paths(path), KeyRole.PARENT)
@@ -164,7 +165,7 @@ class KeyRoles:
         if is_object and self._may_deviate():
             deviation = _deviation_of(path, keys, has_name=self._parts.name is not None)
             if deviation is not None:
-                # The client receives this description with the tool call.
+                # The client receives the description of the wrong key with the tool call.
                 self._writer.add_deviation(deviation.description)
                 return deviation.role
         # A marker, an earlier tool call or the name has shown that the object is a tool call.
@@ -184,7 +185,7 @@ class KeyRoles:
 
 
 def _deviation_of(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None:
-    """Return what a wrong key such as `input` contains; None if models rarely write this key.
+    """Return the likely role of a wrong key such as `input`, or None for an unusual key.
 
     Models sometimes write another key than the declared key of the arguments, or enclose the whole
     tool call in an object. Examples for the declared keys `name` and `arguments`:

@@ -121,7 +121,7 @@ class ObjectReader(StepReader):
         if is_inner_object:
             self._outer_keys.pop()
             return pos + 1
-        # The tool call has not started if the object contains no name or no arguments.
+        # If the object contains no name or no arguments, the tool call has not started yet.
         if not self.writer.is_open and not self._start_call_without_arguments():
             return self._reject(pos)
         if not self._parts.has_arguments:
@@ -162,7 +162,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_value(self, text: str, pos: int) -> int:
-        """Select the method that reads the value at `pos`. The meaning of its key decides.
+        """Select the method that reads the value at `pos`, depending on the role of its key.
 
         Examples of the member whose key and colon have been read:
 
@@ -208,7 +208,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _path_of_key(self) -> str:
-        """Return the path of the current key: the keys of the enclosing objects, and the key.
+        """Return the path of the current key: the keys of all enclosing objects, then this key.
 
         Example: in `{"function": {"name": "f"}}`, the path of the inner key is `function.name`. The
         key of an enclosing object that the format does not declare is stored as "", and omitted.

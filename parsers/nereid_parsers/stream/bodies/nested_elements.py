@@ -12,8 +12,7 @@ from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.values.argument_types import to_json
 
-# If the schema declares no type for an element, the element is an array if its first child is
-# called `item`.
+# An element for which the schema declares no type is an array if its first child is called `item`.
 _ARRAY_ITEM = "item"
 _CONTAINER_TYPES = frozenset({"array", "object"})
 
@@ -78,7 +77,7 @@ class Element:
         return schema if isinstance(schema, Mapping) else {}
 
     def container_kind(self, first_child: str) -> ElementKind:
-        """Return the kind ARRAY or OBJECT for this element, whose first child is `first_child`.
+        """Return the kind of this element, ARRAY or OBJECT, from its schema or its first child.
 
         Examples: the types `{"array", "null"}` give ARRAY, and `{"array", "object"}` give OBJECT.
         If the schema declares no type, the first child `item` gives ARRAY, and a first child with

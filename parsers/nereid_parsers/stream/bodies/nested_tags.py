@@ -158,7 +158,8 @@ class NestedReader(StepReader):
         written. The two elements become the items of one array under one key: `"tag": ["a", ..]`.
         """
         parent = self._elements[-1]
-        # The value `"a"` of the first sibling is delayed until it is known whether an array starts.
+        # If the previous child has the same name, its value has been stored, because the two
+        # children may become the items of one array.
         continues_array = parent.delays_value_of(name)
         if not continues_array:
             self._write_key(parent, name)
@@ -177,7 +178,7 @@ class NestedReader(StepReader):
         self.writer.write(parent.add_key(name))
 
     def _write_delayed_values(self, element: Element) -> None:
-        """Write the stored values of those child elements of `element` that are already closed."""
+        """Write the stored values of the closed children of `element`."""
         json_text = element.take_delayed_values()
         if json_text:
             self.writer.write(json_text)
@@ -233,7 +234,8 @@ class NestedReader(StepReader):
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if child_tag is None and may_be_completed:
             return False
-        # A malformed tag is treated like an opening tag. `_read_tag` then rejects it.
+        # A malformed tag is treated like an opening tag here, because `_read_tag` will reject the
+        # tag.
         first_child = child_tag.group(2) if child_tag is not None else ""
         self._open_container(element, first_child)
         return True
@@ -261,7 +263,8 @@ class NestedReader(StepReader):
             first_child: The name of the element's first child.
         """
         # In `~<a>1~</a>~<a>~<b>`, no key has been written for the second `a`, because two elements
-        # with text become one array. This element contains child elements, so it needs its key.
+        # with the same name usually become one array. The second `a` contains child elements, so it
+        # cannot be an item of this array and needs a key.
         if not element.is_key_written:
             self._write_omitted_key(element)
         element.kind = element.container_kind(first_child)
@@ -280,7 +283,7 @@ class NestedReader(StepReader):
         element.is_key_written = True
 
     def _next_prefix(self, text: str, pos: int) -> _NextPrefix:
-        """Find the text before the next tag, such as `~` in `~<city>`. This text may be cut off.
+        """Find the prefix of the next tag, such as `~` in `~<city>`. The prefix may be incomplete.
 
         Examples with the tag prefix `]<]` and `pos=0`: `a]<]` gives `_NextPrefix(1, True)`, and
         `a]<` gives `_NextPrefix(1, False)`. The text `a`, which contains no prefix, gives
@@ -308,7 +311,7 @@ class NestedReader(StepReader):
             return prefix_start
         if is_prefix_complete:
             return self._read_tag(text, pos)
-        # The text at `pos` is the beginning of a tag prefix.
+        # The text at `pos` is an incomplete tag prefix, such as `]<` if the prefix is `]<]`.
         if not self.is_final:
             return NEED_MORE
         self._add_text(element, text[pos:])
@@ -372,7 +375,7 @@ class NestedReader(StepReader):
         self.writer.end("the elements of the arguments are not valid")
 
     def finish(self) -> None:
-        """Write the values that are still stored, and end the tool call. The message has ended.
+        """Write the stored values, and end the tool call, because the message has ended.
 
         The open elements are incomplete, so they are not closed.
         """

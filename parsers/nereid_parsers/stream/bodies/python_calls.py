@@ -192,7 +192,7 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def _end_call(self, call_end: int) -> None:
-        """End the tool call, after its `)` has been read. The next step reads the text after it.
+        """End the tool call after its `)`, and select the step that reads the text after the `)`.
 
         Example: for `f(a=1)`, `}` is written, and for `f()`, `{}` is written.
 
@@ -219,7 +219,8 @@ class PythonCallsReader(StepReader):
         Returns:
             The position after the separator or the bracket, or `pos` if the text is not valid.
         """
-        # Either of these texts is "" if the format does not declare it.
+        # If the format declares no closing bracket, `closing_bracket` is "". If the format declares
+        # no separator, `separator` is "".
         closing_bracket = self._declaration.close
         separator = self._declaration.separator.strip()
         if closing_bracket and text.startswith(closing_bracket, pos):

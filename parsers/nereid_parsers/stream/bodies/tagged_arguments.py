@@ -59,7 +59,7 @@ class TaggedReader(StepReader):
         self._keys: set[str] = set()  # The names of the arguments that have been read.
 
     def begin(self) -> None:
-        """Start the tool call. Text such as `<function=f>` has shown that a tool call follows.
+        """Start the tool call, because its header, such as `<function=f>`, has been read.
 
         If the tool call cannot start, set the status BROKEN.
         """

@@ -185,8 +185,8 @@ def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     return union or None
 
 
-# The functions that combine the types of several schemas. Each key is a keyword whose value is a
-# list of schemas.
+# The keys are keywords whose value is a list of schemas. Each function combines the sets of JSON
+# types that these schemas allow into one set.
 _COMBINE_TYPES = {"anyOf": _union, "oneOf": _union, "allOf": _first_known}
 
 
@@ -227,7 +227,7 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may contain any type
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """Convert the text of an argument to JSON text. The result has an allowed type if possible.
+    """Convert the text of an argument to JSON text. If possible, the result has an allowed type.
 
     If the text is JSON of an allowed type other than "string", only the surrounding white space is
     removed. Text that is neither JSON nor a Python literal becomes a JSON string.
@@ -251,7 +251,7 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
 
 
 def without_leading_zeros(text: str) -> str:
-    """Remove the leading zeros of a number, which JSON does not allow. Return other text unchanged.
+    """Remove leading zeros, which JSON does not allow, from a number. Return other text unchanged.
 
     Examples: `"007"` gives `"7"`, `"-05.5"` gives `"-5.5"`, and `"0"` and `"0x1"` stay unchanged.
     """
@@ -267,7 +267,7 @@ class _Literal(NamedTuple):
 
 
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
-    """Return whether a value such as `12` becomes a JSON string, such as `"12"`.
+    """Return whether a value must be converted to a JSON string, for example `12` to `"12"`.
 
     The types that the schema allows decide. These examples show all cases:
 

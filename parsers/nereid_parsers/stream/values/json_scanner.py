@@ -35,7 +35,7 @@ class JsonScanner:
 
     def __init__(self) -> None:
         """Create a scanner for one value."""
-        # The closing brackets that have not arrived. The last of them closes the innermost bracket.
+        # The closing brackets that are still missing, outermost bracket first: `}]` for `{"a": [`.
         self._missing_brackets = ""
         self._quote = ""  # The quote of the open string, or "".
         self._is_escaped = False  # Whether the last piece ended with a backslash in a string.
@@ -77,8 +77,8 @@ class JsonScanner:
         if pos == len(text):
             return pos
         if text[pos] == "\\":
-            # This backslash is the last character of the text. The regex has matched every other
-            # backslash together with the character after the backslash.
+            # The text ends with this backslash. If a character followed, the regex would have
+            # matched the backslash together with that character.
             self._is_escaped = True
             return pos + 1
         self._quote = ""  # The character at `pos` closes the string.
@@ -94,7 +94,8 @@ class JsonScanner:
         last closing bracket sets the status DONE. A bracket that does not match the open bracket
         sets the status BROKEN.
         """
-        # Outside all brackets, the value is a number or a word, which contains no white space.
+        # If no bracket is open, the value is a number or a word such as `true`, so white space ends
+        # the value.
         skip_chars = _match_chars_in_container if self._missing_brackets else _match_scalar_chars
         match = skip_chars(text, pos)
         assert match is not None  # The regex also matches the empty text.

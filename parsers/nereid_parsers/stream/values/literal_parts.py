@@ -33,7 +33,7 @@ class Expected(Enum):
 
 
 class StringRole(Enum):
-    """Whether a string is a key or a value. The role decides when the string is written as JSON.
+    """Whether a string is a key or a value. This determines when its JSON text is written.
 
     KEY              A key of an object. The key is written when the colon after the key is read.
     VALUE            A value or an item. Each piece is written as soon as it is read.
@@ -62,7 +62,7 @@ class OpenString:
     json_parts: list[str]
 
     def whole_json(self) -> str:
-        """Return the whole string as JSON text, with quotes. The role must not be VALUE."""
+        """Return the string as JSON text, with quotes. Do not call this if `role` is VALUE."""
         return '"' + "".join(self.json_parts) + '"'
 
 

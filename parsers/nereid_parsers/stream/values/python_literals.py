@@ -24,8 +24,8 @@ _match_unquoted_string = re.compile(r"""[^,\[\]{}"<>|]*""").match
 # The closing bracket for each opening bracket.
 _BRACKET_PAIRS = {"[": "]", "(": ")", "{": "}"}
 _MAX_DEPTH = 200
-# An unfinished word is read again with each new piece of text. The limit keeps the parsing time
-# linear.
+# An unfinished word is read again whenever more text arrives. This limit on the length of a word
+# keeps the total parsing time linear.
 _MAX_WORD_CHARS = 4096
 _KEYS = (Expected.FIRST_KEY, Expected.KEY)
 
@@ -61,7 +61,7 @@ class LiteralReader:
         # The result.
         self.status = MORE
         self._json_parts: list[str] = []  # The JSON text that `take_json` has not returned yet.
-        # The position in the value. In the comments, `{'a': [1, 'b` has been read.
+        # The position in the value. The examples show these attributes after `{'a': [1, 'b`.
         self._expected = Expected.VALUE  # The kind of token that may come next.
         self._containers: list[Container] = []  # The open lists and objects: `{` and `[`.
         self._key: KeyOrItem | None = None  # The last key, such as `'a'`, until its colon is read.
@@ -115,7 +115,7 @@ class LiteralReader:
         return self._completion_of_value() + closing_brackets
 
     def _completion_of_value(self) -> str:
-        """Return the JSON text that completes an unfinished value, except the closing brackets.
+        """Return the JSON text that completes an unfinished value, without the closing brackets.
 
         The text has ended inside the value. Examples:
 
@@ -126,7 +126,8 @@ class LiteralReader:
         if self._expected is Expected.VALUE:
             return "null"
         if self._expected in (Expected.FIRST_KEY, Expected.COLON):
-            # The first key writes `{`, because `{'a` may also be a set, which becomes an array.
+            # The `{` is written together with the first key when its colon is read. Before the
+            # colon, `{'a'` may also be the start of a set, which becomes an array.
             is_brace_missing = not self._containers[-1].num_items
             return "{" if is_brace_missing else ""
         if self._string is None:
@@ -205,7 +206,7 @@ class LiteralReader:
         self._json_parts.append("[" + first_item.item_json)
 
     def _read_comma_or_bracket(self, text: str, pos: int) -> int:
-        """Read the comma or the closing bracket after a value. Return the position after it.
+        """Read the comma or bracket after a value. Return the position after the comma or bracket.
 
         Any other text is not valid, so the status becomes BROKEN. If no bracket is open, the
         literal is complete, so the status becomes DONE and nothing is read.
@@ -217,7 +218,8 @@ class LiteralReader:
         if text[pos] == container.close:
             self._close_container()
         elif text[pos] == ",":
-            # The comma is written when the next value starts, because `[1,]` contains none.
+            # The comma is written together with the next item or key. So `[1,]` becomes `[1]`,
+            # because JSON does not allow a comma before a closing bracket.
             is_object = container.json_close == "}"
             self._expected = Expected.KEY if is_object else Expected.ITEM
         else:
@@ -286,7 +288,7 @@ class LiteralReader:
         return pos + 1
 
     def _prepare_value(self) -> None:
-        """Write the comma before the next value if needed, and expect the token after the value.
+        """Write a comma before the value if JSON requires one. Set which token follows the value.
 
         A comma is written before an item that follows another item, as `2` in `[1, 2]`. A colon is
         expected after a key. A comma or a closing bracket is expected after any other value.
@@ -347,7 +349,7 @@ class LiteralReader:
         too, if the schema requires a number.
         """
         role = self._role_of_string()  # Depends on `_expected`, which `_prepare_value` changes.
-        # A quote inside the string is not followed by a text that can follow a string.
+        # The quote closes the string only if `can_follow` matches the text after the quote.
         can_follow = matcher_after_string(
             is_key=role is StringRole.KEY, is_argument=not self._containers
         )
@@ -373,7 +375,7 @@ class LiteralReader:
         return StringRole.CONVERTED_VALUE if is_converted else StringRole.VALUE
 
     def _close_string(self, string: OpenString) -> None:
-        """End the string, whose closing quote has been read. Write what has not been written yet.
+        """Finish a string after its closing quote: write the rest of its JSON text, or store a key.
 
         Examples: after `['a'`, only the closing quote is written. The string in `{'n': '1'` is
         written as the number `1` if the schema requires a number. The key in `{'a'` is stored.

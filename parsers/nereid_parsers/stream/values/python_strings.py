@@ -11,7 +11,7 @@ from json.encoder import encode_basestring as quote_json
 _Matcher = Callable[[str, int, int], re.Match[str] | None]
 
 # A quote may be a part of the string. The quote closes the string only if a text such as `,` or `)`
-# follows. At most `_MAX_LOOKAHEAD_CHARS` characters after the quote are examined.
+# follows the quote. The reader examines at most `_MAX_LOOKAHEAD_CHARS` characters after the quote.
 _MAX_LOOKAHEAD_CHARS = 256
 _ESCAPED_CHARS = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
@@ -23,11 +23,12 @@ _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
-# These regexes match the texts that can follow the closing quote of a string. The end of the text
-# (`\Z`) also matches, because more text may follow.
+# These regexes match the texts that can follow the closing quote of a string. They also match if
+# the received text ends there (`\Z`), because the next characters have not arrived yet.
 _match_after_key = re.compile(r"\s*(?:[:,}]|\Z)").match
 _match_after_item = re.compile(r"\s*(?:[,\])}]|\Z)").match
-# A closing parenthesis does not end the call if a quote or another parenthesis follows it.
+# If a quote or another parenthesis follows the `)`, the regex does not match. Example: in
+# `f(a='g('x')')`, the quote before `)'` is a part of the string.
 _match_after_argument = re.compile(
     r"""\s*(?:\Z|,\s*(?:\Z|\)|[^\W\d]\w*\s*(?:\Z|=))|\)\s*(?:\Z|[^\s)"'`]))"""
 ).match
@@ -85,7 +86,7 @@ class Dialect:
         return ""
 
     def is_quote_incomplete(self, text: str, pos: int) -> bool:
-        r"""Return whether `text[pos:]` may be the beginning of a longer quotation mark.
+        r"""Return whether `text[pos:]` may become a longer quotation mark when more text arrives.
 
         Example: the text `""` may be an empty string, or the start of a string in triple quotes.
         """
@@ -120,7 +121,7 @@ class StringReader:
         """
         self.is_closed = False
         self._quote = quote
-        # Whether the string may contain its own quote, as in `'it's'`.
+        # Whether the quote may also occur inside the string without a backslash, as in `'it's'`.
         self._is_nesting = quote in dialect.nesting
         self._can_follow = can_follow
         # Finds the closing quote or an escape sequence, whichever comes first.
@@ -137,7 +138,8 @@ class StringReader:
             The position after the piece. It is `pos` if more text is required. After the closing
             quote, `is_closed` is true.
         """
-        # The match is the quote, a backslash, or the beginning of the quote at the end of the text.
+        # The match is the whole quote, a backslash, or the first characters of the quote if `text`
+        # ends after these characters.
         match = self._find_end(text, pos)
         end = match.start() if match else len(text)
         if end > pos:
@@ -175,7 +177,8 @@ class StringReader:
         if text_after_quote is None:  # The quote is a part of the string.
             self._output.append(escape_json(self._quote))
             return quote_end
-        # If the match reaches the end of `text`, more text may show that the match is wrong.
+        # If the match ends where `text` ends, later text may show that the quote is a part of the
+        # string.
         may_continue = not is_final and len(text) < max_end
         if may_continue and text_after_quote.end() == len(text):
             return pos

@@ -10,15 +10,15 @@ from typing import NamedTuple
 from nereid_parsers.stream.values.argument_types import Tools, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
-# If more than `_MAX_WHITESPACE_CHARS` white-space characters precede the first key, the filter does
-# not store the arguments. The search for the key begins again with each piece of text, so without
-# this limit the parsing time would not be linear.
+# The maximum number of white-space characters before the first key. If there are more, the filter
+# passes on all text. Without this limit, the parsing time would not be linear, because the search
+# for the key begins again with each new piece of text.
 _MAX_WHITESPACE_CHARS = 64
 _QUOTED_KEYS = tuple(f'"{key}"' for key in _WRAPPER_KEYS)
 
 
 def may_be_wrapped(function: str, tools: Tools) -> bool:
-    """Return whether a superfluous object may enclose the arguments of `function`.
+    """Return whether the arguments of `function` may be inside a superfluous outer object.
 
     This is the case if the tool declares its arguments, and no argument has a name that is in
     `_WRAPPER_KEYS`. Example: if the tool declares only the argument `city`, the outer object in
@@ -29,7 +29,7 @@ def may_be_wrapped(function: str, tools: Tools) -> bool:
 
 
 def unwrap(arguments: str) -> str | None:
-    r"""Remove the superfluous object around the arguments. Return None if there is no such object.
+    r"""Return the arguments without a superfluous outer object, or None if there is no such object.
 
     Some models write the arguments as the only member of another object. The key of this member is
     one of `_WRAPPER_KEYS`, and its value is an object or the JSON text of an object.
@@ -56,7 +56,7 @@ def _parse_json(text: str) -> object:
 
 
 class _WaitsFor(Enum):
-    """The part of the arguments that a `WrapperFilter` waits for.
+    """The part of the arguments that must arrive before a `WrapperFilter` can pass on more text.
 
     OPENING_BRACE  The opening brace has not arrived.
     FIRST_KEY      The brace has been passed on. The first key is not complete.
@@ -70,7 +70,7 @@ class _WaitsFor(Enum):
 
 
 class StoredText(NamedTuple):
-    """The text that a `WrapperFilter` still stores when the arguments end.
+    """The text that a `WrapperFilter` has not passed on when the arguments end.
 
     Attributes:
         text: The text, without the superfluous object around the arguments.
@@ -147,7 +147,7 @@ class WrapperFilter:
         return whitespace + brace + text_from_key
 
     def _read_key(self, text: str) -> str:
-        """Read the first key of the arguments. Return `text` if it can be passed on now, or "".
+        """Read the first key of the arguments. Return `text`, or "" if the text must be stored.
 
         If the first key is `"arguments"` or a similar word, a superfluous object may enclose the
         arguments. The text is then stored. Examples:
@@ -181,7 +181,7 @@ class WrapperFilter:
         return text
 
     def finish(self) -> StoredText:
-        """Return the text that is still stored at the end of the arguments, without a wrapper.
+        """Return the stored text at the end of the arguments. Remove the wrapper, if there is one.
 
         A wrapper is a superfluous object around the arguments. The opening brace of the arguments
         has already been passed on, so the result does not contain this brace. Examples:

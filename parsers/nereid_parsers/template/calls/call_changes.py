@@ -1,4 +1,4 @@
-"""Compare rendered tool calls that differ in one detail, such as the name, for the report."""
+"""Compare two rendered tool calls that differ in one detail, such as the name."""
 
 from __future__ import annotations
 

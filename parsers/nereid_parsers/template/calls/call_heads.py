@@ -48,8 +48,9 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     """
     before_name = _split_text_before_name(markup.item_open)  # Such as `<call>` and `<function=`.
     if _starts_each_argument(before_name.marker.strip(), body):
-        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` also precedes each argument, so it does not
-        # show where a tool call starts. The marker becomes a part of the header.
+        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` precedes the name and also each argument, so
+        # the marker alone cannot show where a tool call starts. The header therefore includes the
+        # marker.
         before_name = _TextBeforeName(marker="", head_start=markup.item_open)
     head = _head_pattern(before_name.head_start, after_name)
     return tuple(

@@ -1,4 +1,4 @@
-"""The input, the result and the shared code of the functions that infer the syntax of tool calls.
+"""Types and helper functions for inferring the syntax of tool calls.
 
 A reader is a function that infers a `CallFormat` from `CallTexts`, for example `read_json`.
 """
@@ -116,7 +116,7 @@ def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
     """
     after_calls = markup.close
     matches = list(MARKER.finditer(after_calls))
-    # Each marker that opens the list of tool calls has one closing marker. The markers after these
+    # Each marker that opens the list of tool calls has one closing marker. All markers after these
     # closing markers end the message.
     turn_ends = matches[_num_closing_markers(markup.open) :]
     if not turn_ends:
@@ -166,7 +166,7 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 
 
 class _NumberGaps(NamedTuple):
-    """The number of characters between a function's name and the digit that numbers the call.
+    """The distance between a function's name and the number of its tool call, in characters.
 
     Attributes:
         before_name: The number of characters between a digit before the name and the name. None if
@@ -200,7 +200,7 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
 
 
 def _index_of_number(first: str, second: str) -> int | None:
-    """Return the first index at which two texts differ, if the digits there are `n` and `n + 1`.
+    """Return the index of the first difference, if the texts have the digits `n` and `n + 1` there.
 
     The texts are from a first and a second tool call. If the first tool call has the number 0, the
     second tool call has the number 1. Return None if the first differing characters are other
@@ -220,7 +220,7 @@ def _index_of_number(first: str, second: str) -> int | None:
 
 
 def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
-    r"""Replace the digit that numbers a tool call with COUNTER_MARK, everywhere in `text`.
+    r"""In `text`, replace the number of each tool call with COUNTER_MARK. A number is one digit.
 
     `gaps` contains the distance between such a digit and the function's name.
 
@@ -232,8 +232,8 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
         if not found_name:
             continue
         if gaps.before_name is not None:
-            # `gaps.before_name` counts characters from the end of `before`, but `_mask_digit`
-            # counts from the start of a text. So `before` is reversed, and the result is reversed
+            # `gaps.before_name` is a distance from the end of `before`, but `_mask_digit` expects
+            # an index from the start of a text. So `before` is reversed, and the result is reversed
             # again.
             before = _mask_digit(before[::-1], gaps.before_name)[::-1]
         if gaps.after_name is not None:

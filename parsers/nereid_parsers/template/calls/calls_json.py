@@ -100,7 +100,7 @@ def _compare_with_two_calls(
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
         return None
-    # Both names are found in one array if the array starts before both names.
+    # If both results start at the same position, one JSON array contains both tool calls.
     is_one_array = first.start == second.start and isinstance(first.value, list)
     if is_one_array:
         return _read_object_or_array(keys, json_of_call, array=first)
@@ -133,7 +133,7 @@ def _read_object_or_array(
     array_format = _read_one_array(keys, array)
     has_same_opening = json_object.before.strip() == array_format.markup.open.strip()
     if has_same_opening:
-        # `array_format.markup` already contains the opening marker, so this `Call` has no marker.
+        # `array_format.markup` already declares the opening marker, so this `Call` declares none.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)
@@ -189,7 +189,7 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
 
 
 def _markup_of_two(first: _JsonInText, second: _JsonInText) -> ListMarkup:
-    """Return the texts before, between and after the JSON of two tool calls.
+    """Return the texts before, between and after two tool calls in JSON.
 
     Example: for `<c>{..}</c>, <c>{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and
     `separator` is ", ".

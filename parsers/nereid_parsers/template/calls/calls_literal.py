@@ -45,8 +45,8 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         return None
     if not texts.two_calls:
         around = _cut_out_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
-        # A message with only one tool call shows no separator. So the separator of a Python list is
-        # used.
+        # A message with only one tool call shows no separator, so the separator of a Python list is
+        # assumed.
         markup = ListMarkup(open=around.before, separator=", ", close=around.after)
         return _read_python_section(markup, suffix)
     markup = _markup_of_two_calls(texts.two_calls, last_character=")")
@@ -93,8 +93,8 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
         markup: The texts before and after all calls, and the separator between two calls.
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
-    # A template may write white space before each call (`item_open`). The white space before the
-    # first call is added to the text before the list of calls.
+    # `markup.item_open` is white space that the template may write before each tool call. The text
+    # before the list of tool calls includes the white space before the first call.
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
@@ -136,8 +136,8 @@ def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) ->
     if has_closing_marker:
         calls = tuple(Call(body) for body in bodies)
         return CallFormat("Python calls", calls, ListMarkup(open=around.open, close=around.close))
-    # Markers around all tool calls must include a closing marker. In `<calls>f(a="x")`, the marker
-    # `<calls>` is therefore declared as the opening marker of one tool call.
+    # If markers enclose all tool calls, a closing marker is required. In `<calls>f(a="x")`, there
+    # is no closing marker, so `<calls>` is declared as the opening marker of a single tool call.
     call = Call(bodies[0], open=around.open)
     return CallFormat("Python calls", (call,), ListMarkup(close=around.close))
 

@@ -29,7 +29,7 @@ _SECOND_CLOSE = f"</{SECOND_KEY}>"
 
 
 class _NestedCall(NamedTuple):
-    """The texts before, between and after the name and the XML arguments of a tool call.
+    """The texts that remain if the name and the XML arguments of a tool call are removed.
 
     The examples are the texts of `<c>f ~<a>1~</a>~<b>2~</b></c>`, in which the marker `~` precedes
     every tag.
@@ -69,7 +69,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
 
 def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
-    """Return the texts before, between and after the name and the XML arguments of a tool call.
+    """Remove the name and the XML arguments from a tool call. Return the texts that remain.
 
     A template may write a marker before every tag. Example: the result for
     `<c>f ~<a>1~</a>~<b>2~</b></c>` is `_NestedCall("<c>", " ", "~", "</c>")`. Return None if the

@@ -35,7 +35,7 @@ _NUMBER_TEXT = str(NUMBER_VALUE)
 
 
 class _TaggedCall(NamedTuple):
-    """The texts before, between and after the name, the keys and the values in a tool call.
+    """The texts that remain if the name, the keys and the values of a tool call are removed.
 
     The examples are the texts of `<c f><k>a</k>1<k>b</k>2</c>`, a call of `f` with the arguments
     `a` and `b`.
@@ -88,7 +88,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 
 
 def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
-    """Remove the name, the keys and the values from a tool call. Return the texts around them.
+    """Remove the name, the keys and the values from a tool call. Return the texts that remain.
 
     Example: `<c f><k>a</k>1<k>b</k>2</c>` is cut into `<c `, `><k>`, `</k>`, `<k>` and `</c>`. The
     text before the second value is omitted, because it is equal to the text before the first value.
@@ -101,7 +101,7 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
         return None
     before_name, before_first_key, before_value, between_arguments, _, after = pieces
     if FIRST_KEY in between_arguments:
-        # The closing tag repeats the key, as in `<a>1</a>`. Such elements have another format.
+        # The closing tag repeats the key, as in `<a>1</a>`. `read_nested` reads such tool calls.
         return None
     return _TaggedCall(before_name, before_first_key, before_value, between_arguments, after)
 
@@ -131,7 +131,7 @@ def _markup_of_calls(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
 def _infer_arguments(
     texts: CallTexts, arguments: ListMarkup, before_string: str
 ) -> TaggedArguments:
-    """Infer the tags around an argument's value, and any quotes around it, such as `<![CDATA[`.
+    """Infer the tags, and any quotes such as `<![CDATA[`, that enclose the value of an argument.
 
     Example: if the template writes `<p k="a">x</p>`, and `<p k="a"><![CDATA[x<y]]></p>` for a value
     with special characters, the result declares the tags `<p k="{key}">` and `</p>`, with and
@@ -149,7 +149,7 @@ def _infer_arguments(
 
 
 class _TextAroundArgument(NamedTuple):
-    """The texts before, between and after the key and the value of an argument.
+    """The three texts around the key and the value of an argument.
 
     Example: `<json key="a">41</json></call>` has `before_key` `<json key="`, `before_value` `">`
     and `after_value` `</json></call>`.
@@ -211,7 +211,7 @@ def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> st
 
 
 def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | None:
-    """Return the texts before the key, between key and value, and after the value of an argument.
+    """Return the texts around the key and the value of an argument that is a number.
 
     The tool call in `text` has one argument, the number 41. Example: the tool call
     `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and `</json></call>`. Return
@@ -226,7 +226,8 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
-    # If only `arguments.open` precedes the key, the number has the opening text of a string.
+    # If only `arguments.open` is between the name and the key, the text before the key is assumed
+    # to be the same as for a string.
     before_key = after_name.removeprefix(arguments.open) or arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 
@@ -267,7 +268,8 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
     # In the example, the words "string" (`left`) and "number" (`right`) differ between the common
     # texts `" type="` (`prefix`) and `">` (`suffix`).
     parts = difference(string.before_value, number.before_value, split=_split_into_words)
-    # The field is `{type}`, or `{string}` if the words are "true" and "false".
+    # The field is `{string}` if the words are "true" and "false". For other words, it is `{type}`
+    # or None.
     field = _type_field(string_word=parts.left, number_word=parts.right)
     if field is None:
         return None
@@ -353,8 +355,8 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
-    # The result contains all alternatives in `tags.also`. So `unquoted`, which is one more
-    # alternative of the result, needs no alternatives.
+    # The result contains the alternatives in `tags.also`, and `unquoted` as one more alternative.
+    # So `unquoted` itself does not repeat the alternatives in `tags.also`.
     unquoted = replace(tags, also=())
     return TaggedArguments(
         open=tags.open + escape_braces(quotes.open),

@@ -1,4 +1,4 @@
-r"""Split a regular expression into fixed texts and parts that match different texts.
+r"""Split a regular expression into fixed texts and parts that can match more than one text.
 
 A response template declares a marker as a regular expression such as
 
@@ -47,7 +47,7 @@ class OptionalWhitespace:
 
 @dataclass(frozen=True, slots=True)
 class VariableText:
-    r"""A part of a regular expression, such as `\w+`, that matches different texts.
+    r"""A part of a regular expression, such as `\w+`, that can match more than one text.
 
     Examples: `(?P<key>\w+)` becomes `VariableText("key")`, and `[^>]+` becomes `VariableText("")`.
     """
@@ -379,7 +379,8 @@ class _Reader:
         """
         contains_literal = any(isinstance(piece, str) for piece in chain.from_iterable(element))
         if not contains_literal:
-            # The pieces for white space and variable text already match a text of any length.
+            # The pieces for white space and variable text match texts of any length, so the
+            # quantifier changes nothing.
             return element
         is_optional = quantifier.startswith("?")
         if is_optional:

@@ -35,8 +35,8 @@ from nereid_parsers.template.response.regex_parts import (
 from nereid_parsers.template.response.response_transform import keys_of_transform
 from nereid_parsers.tool_declarations import Body
 
-# The keys are the names of groups in a regular expression. In a pattern such as `<f {name}>`, the
-# values replace these groups. The placeholder `{word}` replaces any other group.
+# The keys are the names of groups in a regular expression. In a pattern such as `<f {name}>`, each
+# group is replaced with its placeholder. A group with any other name is replaced with `{word}`.
 _PLACEHOLDERS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
@@ -180,8 +180,9 @@ def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Ca
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if is_name_in_body:
-        # A `Call.head` must contain the function's name. `start.head` contains no name, so it is
-        # appended to the opening marker. The marker is not a pattern, so its braces are single.
+        # `Call.head` must contain the function's name, but here the body contains the name. So the
+        # text `start.head` becomes a part of the opening marker. In a marker, braces are not
+        # doubled.
         return Call(body, open=start.marker + unescape_braces(start.head), close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
 

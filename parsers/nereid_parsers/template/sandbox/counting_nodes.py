@@ -80,8 +80,8 @@ class AddCounting(NodeTransformer):
         self.generic_visit(node)
         node.iter = _apply_filter(node.iter, "_count_items")
         if node.recursive:
-            # In a recursive loop, the template calls `loop(items)`. The filter `_count_items` does
-            # not see these items. So a statement at the start of the loop counts each step.
+            # In a recursive loop, the template calls `loop(items)`. The filter `_count_items` is
+            # not applied to these items. So a statement at the start of the loop counts each step.
             step = _apply_filter(nodes.Const(0, lineno=node.lineno), "_count_step")
             node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return node

@@ -117,8 +117,8 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
-            # A rendering writes the text outside loops and macros at most once. This step counts
-            # this text.
+            # The text outside loops and macros is written at most once in a rendering. This step
+            # counts that text.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.

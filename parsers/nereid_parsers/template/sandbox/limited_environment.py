@@ -36,7 +36,8 @@ from nereid_parsers.template.sandbox.operations import (
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
 # The filters that make one value from all items of a list or an iterator.
 _SUMMING_FILTERS = ("join", "sum")
-# A template may write values of these types. The text of any other value may be a memory address.
+# A template may write values of these types. The text of any other object may contain a memory
+# address.
 _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
 
 
@@ -89,7 +90,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         A filter is a function that a template calls as in `items | join(", ")`. The returned
         functions count each call as one step, and reject large results.
         """
-        # `tojson` calls `_with_length` for each iterator, and writes the returned list.
+        # `tojson` cannot write an iterator, so it calls `_with_length`, which converts the iterator
+        # to a list.
         functions = {**self.filters, "tojson": partial(tojson, default=self._with_length)}
         return {
             name: self._limit_filter(name, function)
@@ -152,13 +154,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
-        # The call of a macro can write literal text of the template, and at most all of this text.
-        # Other functions are written in Python, so they write no literal text of the template.
+        # A macro call may write up to the whole literal text of the template. Other functions are
+        # written in Python and write none of this text.
         budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
         if isinstance(owner, str | bytes | int | float):
-            # If the method is `join`, the check below needs the number of the items. An iterator
-            # has no length, so each iterator is replaced by a list.
+            # If the method is `join`, `check_method` needs the number of the items. An iterator has
+            # no length, so each iterator is replaced with a list.
             args = tuple(__self._with_length(argument) for argument in args)
             check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
@@ -202,7 +204,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _strftime_now(self, text: str) -> str:
         """Return the current time as text. `text` is a time format such as "%Y-%m-%d"."""
-        # `check_format` ignores a text without a `%`, so a `%` is added.
+        # `check_format` checks the length of a text only if the text contains `%` or `{`. The added
+        # `%` makes it check every text.
         check_format(self.budget, "%" + text, values=())
         return self._now().strftime(text)
 
@@ -225,7 +228,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             yield item
 
     def _count_step(self, _: object = None) -> None:
-        """Count one step of a loop. A step may write all literal text of the template once.
+        """Count one step of a loop. In one step, a template may write all its literal text.
 
         `AddCounting` also inserts this method as a filter into templates. Each filter takes a
         value, so the method takes an argument, which it ignores.

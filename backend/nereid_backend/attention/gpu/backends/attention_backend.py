@@ -21,7 +21,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class Situation(enum.Enum):
-    """The kind of the sequences that an attention call computes: decodes or prompts."""
+    """The sequences of an attention call: decodes, whole prompts, or later parts of prompts."""
 
     DECODE = "decodes"
     """The decodes of a step."""
@@ -53,7 +53,7 @@ class LayerInputs:
     rows: GpuBatch
 
     def situations(self) -> list[Situation]:
-        """Return the values of `Situation` that apply to this step."""
+        """Return at most two situations: one for the decodes, and one for the prefills."""
         situations = []
         if self.batch.num_decodes:
             situations.append(Situation.DECODE)
@@ -78,7 +78,7 @@ class AttentionBackend(Protocol):
     situations: frozenset[Situation]
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:
-        """Return the reason why the library cannot compute a layer; None if the library can.
+        """Return why the library cannot compute a layer; None if the library can compute the layer.
 
         The reason is a clause without a final period.
 
@@ -90,7 +90,7 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
-        """Compute the attention of all decodes or of all prefills of a step.
+        """Compute the attention of either all decodes or all prefills of a step.
 
         Args:
             situation: one of `situations`. DECODE selects the decodes, and any other situation
@@ -109,7 +109,7 @@ ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 
 
 def first_refusal(spec: LayerSpec, *, supports_window: bool, supports_softcap: bool) -> str | None:
-    """Return the reason why a library cannot compute a layer; None if the library can.
+    """Return why a library cannot compute a layer; None if the library can compute the layer.
 
     The library functions that this package calls do not support attention sinks and attention
     chunks.

@@ -25,8 +25,8 @@ class CudnnSdpa:
 
     name = "cuDNN"
     situations = frozenset({Situation.PROMPT})
-    # The constant of torch that selects cuDNN. Tests on a machine without a GPU use another
-    # constant.
+    # This constant makes torch use cuDNN. Tests on a machine without a GPU replace the constant,
+    # because cuDNN needs a GPU.
     implementation = SDPBackend.CUDNN_ATTENTION
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002

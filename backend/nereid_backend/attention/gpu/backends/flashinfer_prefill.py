@@ -42,7 +42,7 @@ class FlashInferPrefill:
         self._wrappers: dict[LayerSpec, Any] = {}
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
-        """Return the reason why FlashInfer cannot compute a layer; None if FlashInfer can.
+        """Return why FlashInfer cannot compute a layer; None if FlashInfer can compute the layer.
 
         See `AttentionBackend.refusal` for the arguments.
         """
@@ -126,7 +126,7 @@ def _starts(counts: list[int]) -> Tensor:
 
 
 def _last_block_lens(prefills: list[Prefill], block_size: int) -> Tensor:
-    """Return the number of tokens in the last block of each prefill's sequence.
+    """For each prefill, return the number of tokens in the last block of its sequence.
 
     Example with 16 tokens in a block: a sequence of 20 tokens gives 4, and a sequence of 32 tokens
     gives 16.

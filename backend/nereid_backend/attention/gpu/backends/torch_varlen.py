@@ -88,7 +88,8 @@ class TorchVarlen:
                 max_new=1,
                 max_keys=width * group.block_size,
             )
-            # `group.tokens` is None if the group contains all decodes, which are the first tokens.
+            # If `group.tokens` is None, the group contains all decodes, and the tokens of the
+            # decodes are the first tokens of the step.
             tokens = slice(count) if group.tokens is None else group.tokens
             out[tokens] = self._varlen_attention(inputs, inputs.query[:, tokens], sequences)
 
@@ -155,7 +156,7 @@ def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequen
     lens = [prefill.seq_len for prefill in prefills]
     # The index of each prefill's first new token. The last element is the number of all new tokens.
     first_tokens = list(itertools.accumulate(nums_new, initial=0))
-    # One copy of both lists to the device takes less time than two copies.
+    # Join the two lists, because one copy to the device takes less time than two copies.
     uploaded = upload(np.array([*lens, *first_tokens]), device).to(torch.int32)
     return _Sequences(
         blocks=torch.cat(tables).to(torch.int32),

@@ -43,7 +43,8 @@ from nereid_backend.fast_imports import importing
 NUMBER = struct.Struct("!q")
 """The format of the process id and of the exit code."""
 _CREDENTIALS = struct.Struct("3i")
-# The files of a request: the JSON text, the channel, the standard output and the standard error.
+# A request consists of four files: the JSON text, the channel, the standard output and the standard
+# error.
 _FILES_OF_REQUEST = 4
 # The time limit is short, because a process sends its request immediately after it has connected.
 _RECEIVE_TIMEOUT_S = 5.0
@@ -51,8 +52,8 @@ _RECEIVE_TIMEOUT_S = 5.0
 _STDOUT, _STDERR = 1, 2
 _WAKE_BYTES = 4096
 _ANY_CHILD = -1  # As an argument of os.waitpid, -1 means any child process.
-# Selects the fields arg_start and arg_end of /proc/self/stat. The indices count from the field
-# after the name of the program, which has the index 0.
+# Selects the fields arg_start and arg_end of /proc/self/stat. The indices count only the fields
+# after the name of the program. The first of these fields has the index 0.
 _ARGUMENTS = slice(45, 47)
 # Environment variables that have no effect on the import of libraries.
 _IGNORED_PREFIXES = ("NEREID_", "_NEREID_", "PYTEST_")
@@ -121,7 +122,8 @@ class ForkServer:
         self._wake, self._wake_writer = socket.socketpair()
         _send_signals_to(self._wake_writer)
         self._wake.setblocking(False)  # `_reap` reads until there is no more data.
-        # The data of each registered socket is the function that handles its event.
+        # For each registered socket, the selector's data is the function that handles the events of
+        # the socket.
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
@@ -153,7 +155,8 @@ class ForkServer:
             connection.close()
             return
         self._connections[pid] = connection
-        # The stub sends nothing more over this connection, so the only later event is its end.
+        # After its request, the stub sends nothing over this connection. The only later event
+        # therefore means that the stub has closed the connection.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._kill(pid))
         self._send(pid, number=pid)
 
@@ -181,11 +184,12 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
             sockets = (self._listener, self._wake, self._wake_writer, request.connection)
-            # `_connections` contains the connections over which other child processes were
-            # requested.
+            # `_connections` contains the connections of other child processes. This process must
+            # not keep them open.
             for inherited in (*sockets, *self._connections.values()):
                 inherited.close()
-            # `_environment` does not contain the variables that imported libraries have set.
+            # Delete the variables of the fork server. `_environment` does not contain the variables
+            # that imported libraries have set, so these variables stay.
             for name in self._environment:
                 del os.environ[name]
             _run_module(request)
@@ -197,7 +201,7 @@ class ForkServer:
     def _kill(self, pid: int) -> None:
         """Kill a child process, because the process that requested the child has died."""
         self._selector.unregister(self._connections[pid])
-        # The process id cannot belong to another process, because `_reap` has not waited for this
+        # The kernel cannot have reused the process id, because `_reap` has not waited for this
         # child process yet.
         os.kill(pid, signal.SIGKILL)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a child process. The fork server creates the process, or a new Python is started."""
+"""Starts a child process, either through the fork server or as a new Python interpreter."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ class ForkedProcess:
             except TimeoutError:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
             except OSError:
-                # The fork server has died. Its child processes end, too.
+                # The fork server has died. All its child processes then end, including this one.
                 self._exit_code = 1
             self._connection.close()
         return self._exit_code
@@ -66,7 +66,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def _receive(self, timeout_s: float) -> int:
-        """Wait for the next number from the fork server, and return the number."""
+        """Wait for the next number that the fork server sends: a process id or an exit code."""
         self._connection.settimeout(timeout_s)
         packed = self._connection.recv(NUMBER.size, socket.MSG_WAITALL)
         if len(packed) < NUMBER.size:
@@ -92,8 +92,8 @@ def start_process(
     if address:
         with contextlib.suppress(OSError):
             return _fork(address, module, channel, title)
-    # `sys.executable` is the interpreter of the stub's environment. If Python is embedded in
-    # another program, `sys.executable` can be empty.
+    # Usually, `sys.executable` is the path of the current environment's Python interpreter. The
+    # path can be empty if Python is embedded in another program.
     python = sys.executable or shutil.which("python3") or "python3"
     number = channel.fileno()
     return subprocess.Popen(

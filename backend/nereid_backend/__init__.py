@@ -49,10 +49,10 @@ __all__ = [
     "UnsupportedModelError",
 ]
 
-# The number of loop iterations for which a waiting thread of the OpenMP library repeats a loop
-# before it sleeps. The library reads the variable when torch is imported. With the library's default
-# of 300,000, the engine nearly stops if another process uses one of its CPUs, because the waiting
-# thread takes the time that the delayed thread needs (docs/history/cpu-kernels.md).
+# A waiting thread of the OpenMP library repeats a loop for this number of iterations before it
+# sleeps. The library reads the variable when torch is imported. With the library's default of
+# 300,000, the engine nearly stops if another process uses one of its CPUs, because the loop occupies
+# a CPU that another thread of the engine needs (docs/history/cpu-kernels.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 # Maps each name that is imported on first use to its module and to its name in this module.

@@ -46,7 +46,7 @@ def upload_all(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]
 
 
 def upload_packed(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
-    """Copy integer arrays to the device in one copy, and return a tensor for each array.
+    """Copy integer arrays to the device in one transfer, and return a tensor for each array.
 
     Each tensor starts at an aligned address.
     """
@@ -85,7 +85,7 @@ def unpack(packed: Tensor, arrays: Sequence[Integers]) -> list[Tensor]:
 
 
 class HostCopy:
-    """Copies of tensors that are being transferred from the device to the CPU.
+    """Copies some tensors from the device to the CPU in the background.
 
     Later work on the GPU may overwrite the original tensors.
     """

@@ -109,7 +109,7 @@ class DraftModel:
         self._hook = hook
         self._sizes = sizes
         self._sampler = Sampler()
-        # The blocks of the KV cache that belong to each sequence of the draft model.
+        # The KV cache of the draft model: a pool of blocks, a prefix cache, and block tables.
         pool = BlockPool(sizes.num_blocks)
         cache = PrefixCache(pool, sizes.block_size) if sizes.enable_prefix_caching else None
         self._tables = BlockTables(pool, sizes.block_size, cache)

@@ -115,7 +115,7 @@ class _Placeholder(ModuleType):
 
 
 class _Finder(MetaPathFinder):
-    """Lets `_Loader` load `_MODULE`, the module of transformers that builds the index of models."""
+    """Makes Python load `_MODULE`, which builds transformers' index of models, with `_Loader`."""
 
     def find_spec(
         self,
@@ -131,8 +131,8 @@ class _Finder(MetaPathFinder):
         """
         if fullname != _MODULE:
             return None
-        # Replace the loader only if it is Python's loader for source files. Any other loader, for
-        # example for a zip file, remains.
+        # Replace the loader only if it is Python's loader for source files. Keep any other loader,
+        # such as the loader for zip files.
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(spec.loader.name, spec.loader.path)

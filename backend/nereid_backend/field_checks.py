@@ -46,8 +46,8 @@ _REQUIREMENTS = {
 TokenId = Annotated[int, Field(ge=0, lt=2**64)]
 TokenIds = Annotated[Sequence[TokenId], AfterValidator(tuple)]
 _SomeTokenIds = Annotated[TokenIds, Field(min_length=1)]
-# The validation converts the biases to a tuple of sorted pairs. `dataclasses.replace` validates
-# this tuple again, so the type must also accept a tuple.
+# The validation converts the dict of logit biases to a tuple of sorted pairs. `dataclasses.replace`
+# validates this tuple again, so the type must also accept a tuple.
 _Biases = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
     BeforeValidator(lambda value: dict(value) if isinstance(value, tuple) else value),
@@ -90,7 +90,7 @@ def to_request_error(error: ValidationError) -> RequestError:
 
 
 def _subject(item_location: Sequence[str]) -> str:
-    """Return the subject of a sentence that describes a wrong value, for example "each item".
+    """Return the subject of the error sentence: "the value", "each item" or "each key".
 
     `item_location` is empty if the whole field is wrong. Otherwise, it contains the index or the
     key of a wrong item. Its last item is "[key]" if the key itself is wrong.
@@ -101,7 +101,7 @@ def _subject(item_location: Sequence[str]) -> str:
 
 
 def _limits(context: dict[str, Any]) -> dict[str, Any]:
-    """Return the limits that a pydantic error contains. A limit such as 2.0 becomes an integer.
+    """Return the limits that a pydantic error contains. The limit 2.0 becomes the integer 2.
 
     A message then contains "at most 2" instead of "at most 2.0", as in the API's documentation.
     """

@@ -85,7 +85,7 @@ def discard_file_pages(tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def discard_weights_after_use(model: nn.Module) -> Iterator[None]:
-    """In the `with` block, discard the weights of a module from memory after each of its calls.
+    """In the `with` block, discard the weights of a module from memory whenever the module has run.
 
     Only weights in mapped files are discarded. They keep their values, because the operating system
     reads a page from the file again when the page is used; see `discard_file_pages`. This saves
@@ -105,14 +105,14 @@ def discard_weights_after_use(model: nn.Module) -> Iterator[None]:
 
 
 def _whole_pages(address: int, num_bytes: int) -> range:
-    """Return the numbers of the memory pages that lie completely inside an address range."""
+    """Return the page numbers of the memory pages that lie completely inside an address range."""
     first_page = (address + _PAGE_BYTES - 1) // _PAGE_BYTES  # rounded up
     end_page = (address + num_bytes) // _PAGE_BYTES  # rounded down
     return range(first_page, end_page)
 
 
 def _are_unchanged_file_pages(pages: range) -> bool:
-    """Return whether pages belong to mapped files, and this process has changed none of them.
+    """Return whether all pages belong to mapped files and are unchanged by this process.
 
     A page that is not in memory counts as unchanged. `pages` contains the numbers of the pages: the
     addresses divided by the size of a page.

@@ -49,9 +49,9 @@ def move_weights(model: nn.Module) -> None:
     Args:
         model: the model, for inference only. Mutated.
     """
-    # Each item contains the tensors that share one storage. The loop below removes each item from
-    # the queue before it moves the tensors. Otherwise, the queue would still refer to the old
-    # tensors, and their memory could not be freed.
+    # Each item of `groups` contains the tensors that share one storage. The loop below removes an
+    # item from `groups` before it moves the item's tensors. Otherwise, `groups` would still refer
+    # to the old tensors, and their memory could not be freed.
     groups = deque(_movable_tensors(model).values())
     total_bytes = sum(_aligned(tensors[0].untyped_storage().nbytes()) for tensors in groups)
     if total_bytes == 0:
@@ -113,7 +113,8 @@ def _copy_storage(storage: torch.UntypedStorage, target: Tensor, num_tensors: in
         target: the new memory, uint8. Mutated.
         num_tensors: the number of moved tensors, all of which use this storage.
     """
-    # `source` will be one more reference to the storage, so the references are counted first.
+    # The variable `source` adds one more reference to the storage, so the references are counted
+    # first.
     can_discard = _num_references(storage) <= num_tensors
     source = torch.tensor([], dtype=torch.uint8).set_(storage)
     for start in range(0, len(source), _SLICE_BYTES):
@@ -124,7 +125,7 @@ def _copy_storage(storage: torch.UntypedStorage, target: Tensor, num_tensors: in
 
 
 def _num_references(storage: torch.UntypedStorage) -> int:
-    """Return the number of references to a storage, without the Python object `storage` itself."""
+    """Return the number of references to a storage, not counting the Python object `storage`."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 

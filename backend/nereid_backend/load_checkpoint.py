@@ -318,7 +318,7 @@ def _eos_token_ids(
 
 
 def _num_embeddings(model: PreTrainedModel) -> int:
-    """Return the number of rows of the embeddings.
+    """Return the number of rows in the embedding table of a model.
 
     Raises:
         UnsupportedModelError: the model has no table with one row for each token.

@@ -13,7 +13,7 @@ _INTERVAL_S = 5.0
 def report_items(
     items: Collection[Item], what: str, progress: Callable[[str], None]
 ) -> Iterator[Item]:
-    """Yield each of `items`, and call `progress` every few seconds with the number of items so far.
+    """Yield each of `items`. Every few seconds, call `progress` with the number of yielded items.
 
     Example: if `what` is "reading weights", `progress` is called with the text
     "reading weights: 120 of 310".

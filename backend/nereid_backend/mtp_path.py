@@ -83,8 +83,8 @@ class HiddenStates:
         self._outputs: list[Tensor] = []
         self._handle = decoder.register_forward_hook(self._record)
         # Maps each sequence to a list. Each item of the list contains the hidden states of
-        # consecutive tokens. If two items contain a hidden state for the same position, the later
-        # item is valid.
+        # consecutive tokens. If two items contain a hidden state for the same position, only the
+        # later item is valid.
         self._parts: dict[Sequence, list[_StoredStates]] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
@@ -239,7 +239,7 @@ class MtpPath:
         self._last_outputs: dict[Sequence, Tensor] = {}
 
     def follow(self, own: Sequence, target: Sequence) -> None:
-        """Use the hidden states of `target` (large model) for the sequence `own` (MTP layer)."""
+        """Let the MTP layer's sequence `own` use the hidden states of `target` (large model)."""
         self._targets[own] = target
 
     def release(self, own: Sequence) -> None:
@@ -289,8 +289,8 @@ class MtpPath:
         hidden state for a draft token is the last output of the MTP layer.
         """
         target = self._targets[chunk.sequence]
-        # The MTP layer skips the first token of each sequence, so it has one token less than
-        # `target`.
+        # The MTP layer skips the first token of each sequence. Its sequence is therefore one token
+        # shorter than `target`.
         num_known = len(target.token_ids) - 1
         is_draft_token = chunk.start >= num_known
         if is_draft_token:

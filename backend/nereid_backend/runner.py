@@ -149,8 +149,8 @@ class Runner:
         mask_jobs: abc.Sequence[Job] | None = None
         if previous is None and self._vocab_size is not None:
             mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
-        # The tokens that were sampled after the previous forward pass, on the device. They are
-        # inputs of this forward pass.
+        # The tokens that were sampled after the previous forward pass. These tokens are stored on
+        # the device, and are inputs of this forward pass.
         previous_token_ids = None
         if previous is not None and previous.pending is not None:
             previous_token_ids = previous.pending.token_ids
@@ -260,7 +260,7 @@ class Runner:
 
 
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
-    """Compute the log-probabilities of the prompt tokens of requests that ask for them.
+    """Compute prompt log-probabilities for each request that asks for them.
 
     Args:
         logits: [sum of the chunks' num_logits, vocab_size].
@@ -275,7 +275,7 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
     for index, chunk in enumerate(plan.chunks):
         first_row = next_row
         next_row += chunk.num_logits
-        # For each position, the request gets this number of most likely tokens.
+        # The number of most likely tokens that are reported for each position of the prompt.
         num_top = chunk.sequence.params.prompt_logprobs
         if num_top is None:
             continue

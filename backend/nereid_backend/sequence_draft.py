@@ -45,7 +45,7 @@ class SequenceDraft:
         return len(self.sequence.token_ids) - self.sequence.num_computed_tokens
 
     def update(self, *, keeps_accepted: bool) -> None:
-        """Replace the draft tokens by the tokens that the large model has chosen.
+        """Replace the draft tokens with the tokens that the large model has chosen.
 
         Example: the sequence has the known tokens [5, 6] and the draft tokens [7, 8], and the large
         model has chosen 7 and 9. The known tokens become [5, 6, 7, 9]. The draft model has already

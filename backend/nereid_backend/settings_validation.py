@@ -57,7 +57,7 @@ _PHRASES = {
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
-    """Turn a class into a frozen dataclass of pydantic, which validates its values.
+    """Turn a class into a frozen dataclass, so that pydantic validates the values of its fields.
 
     A wrong value raises a ConfigError. A text is not converted to another type, except to a size in
     bytes: max_num_seqs="8" is wrong, and kv_cache_memory="2GiB" is allowed. Use this function as a

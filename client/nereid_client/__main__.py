@@ -32,8 +32,8 @@ def _run(arguments: Sequence[str]) -> int:
     """
     settings = settings_from_flags(arguments)
     worker = WorkerPlace.from_environment()  # None if no other process has started this process
-    # The modules are imported here, because the process that starts the workers does not need the
-    # modules of the application.
+    # The imports below are inside the function, so that the process that starts the workers does
+    # not load the modules of the application.
     if settings.frontend_workers > 1 and worker is None:
         from nereid_client.workers.worker_pool import WorkerPool
 

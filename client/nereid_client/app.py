@@ -125,7 +125,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        """Set the attributes of `app.state` that need an event loop, and close them at the end."""
+        """Create the objects in `app.state` that need an event loop, and close them at shutdown."""
         contexts = create_contexts(settings, app.state.metrics, make_backend)
         app.state.contexts = contexts
         app.state.responses = Responses(

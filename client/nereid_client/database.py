@@ -29,7 +29,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run the `with` block in a transaction. Other processes see all of its changes, or none.
+        """Run the `with` block in a transaction: other processes see all changes or none of them.
 
         No other process can change the database inside the block. If the block raises an exception,
         the changes of the block are undone. A transaction inside another transaction becomes a part

@@ -208,7 +208,7 @@ def to_api_error(error: FrontendError) -> ApiError:
 
 
 def _invalid_argument_error(message: str) -> ApiError:
-    """Return an ApiError 400 for a message of the backend about a wrong field.
+    """Return an ApiError 400 for a wrong field that the backend has reported.
 
     OpenAI's API has an error code and a message for an input that is too long. Many clients look
     for this code or these words, so the error for such an input contains the code and the words.
@@ -225,7 +225,7 @@ def _invalid_argument_error(message: str) -> ApiError:
 
 
 def tokens_and_limit(message: str) -> tuple[int, int] | None:
-    """Find the number of tokens and the limit in an error message about a too long input.
+    """Read the number of tokens and the limit from an error message about too many tokens.
 
     Return None for any other message.
 
@@ -260,7 +260,7 @@ def first_field_error(error: ValidationError, place: str = "") -> FieldError:
     details = error.errors(include_url=False)
     if place:
         details = [{**detail, "loc": (place, *detail["loc"])} for detail in details]
-    # If a validator of Nereid raised an error, pydantic's details contain this error.
+    # If a validator of Nereid raised a FieldError, pydantic's details contain this FieldError.
     error_of_validator = details[0].get("ctx", {}).get("error")
     if isinstance(error_of_validator, FieldError):
         return error_of_validator
@@ -303,7 +303,7 @@ def _type_message(details: Sequence[ErrorDetails]) -> str:
         member = wrong_members[0]
         return _wrong_value_message(_path(member), _requirement(member), member["input"])
     requirements = [_requirement(detail) for detail in details if _path(detail) == field]
-    # Two types can have the same requirement. `dict.fromkeys` removes the duplicates.
+    # Two accepted types can have the same description. `dict.fromkeys` removes the duplicates.
     accepted = " or ".join(dict.fromkeys(requirements))
     return _wrong_value_message(field, accepted, value)
 
@@ -356,7 +356,7 @@ def _retry_after(message: str) -> dict[str, str]:
 
 
 def _requirement(detail: ErrorDetails) -> str:
-    """Return the words of an error message that come after "FIELD must be".
+    """Return the words that follow "FIELD must be" in an error message, such as "at most 2".
 
     If a field accepts several types, the path in `detail` ends with pydantic's name of a type.
 

@@ -53,8 +53,8 @@ def run_frontend(
         gate.is_draining = True
 
     signal.signal(signal.SIGUSR1, drain)
-    # WorkerPool blocks SIGUSR1 in a new worker process. If a SIGUSR1 has arrived since the process
-    # started, `drain` is called now.
+    # WorkerPool starts each worker process with SIGUSR1 blocked. When SIGUSR1 is unblocked here,
+    # `drain` is called if the signal has arrived in the meantime.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     # All objects that exist now are needed until the process ends. `freeze` makes the garbage
     # collector ignore these objects. Garbage collections are then short and do not delay streams.

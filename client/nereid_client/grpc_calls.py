@@ -32,7 +32,7 @@ from nereid_client.middleware.tracing import current_traceparent
 
 _HEALTH_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
-# The frontend makes its own calls, such as health checks, under this client name.
+# The client name for calls that no client requested, such as the frontend's health checks.
 _OWN_CALLS = "frontend itself"
 _CANCELLED_BY_SERVER = "The Triton server cancelled the request"
 _MEMORY_STATES = ("READY", "LOADING", "UNLOADING")
@@ -142,7 +142,7 @@ class TritonCalls:
         client: str = _OWN_CALLS,
         timeout: float | None = None,
     ) -> Any:  # noqa: ANN401 - a protobuf message
-        """Send a request and return its only response.
+        """Send a request, and return the response.
 
         If the calling task is cancelled, cancel the gRPC call. The task that awaits the call is
         never cancelled, because gRPC would then leak memory. That task ends in the background.
@@ -177,7 +177,7 @@ class TritonCalls:
 
 
 class Stream:
-    """A gRPC call with one request and several responses. End it with `let_end` or `cancel`.
+    """A gRPC call with one request and several responses. End the call with `let_end` or `cancel`.
 
     A separate task reads and stores all responses, because a task that reads from gRPC must never
     be cancelled. `read` returns the stored responses one by one.
@@ -213,7 +213,7 @@ class Stream:
         return self._responses.popleft()
 
     def add_end_callback(self, callback: Callable[[], None]) -> None:
-        """Register a callback. It is called without arguments when the gRPC call has ended."""
+        """Register a callback that is called without arguments when the gRPC call has ended."""
         self._reader.add_done_callback(lambda _: callback())
 
     def let_end(self) -> None:

@@ -21,7 +21,7 @@ _JSON_TYPES = {
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """Parse a body, and return its JSON object. Parsing blocks the event loop.
+    """Parse a request body, and return its JSON object. The parsing blocks the event loop.
 
     Raises: ApiError 400 that describes the problem and, for a syntax error, its line and column.
     """

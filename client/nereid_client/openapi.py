@@ -89,7 +89,8 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
     )
     bodies = REQUEST_BODIES | FORMS
     models = sorted(set(bodies.values()), key=lambda model: model.__name__)
-    # A reference is {"$ref": "#/components/schemas/MODEL"}, and a definition is the schema itself.
+    # Each reference is an object {"$ref": "#/components/schemas/MODEL"}. `definitions` contains the
+    # schemas to which the references refer.
     references, definitions = models_json_schema(
         [(model, "validation") for model in models],
         ref_template="#/components/schemas/{model}",

@@ -93,7 +93,7 @@ class Contexts:
 
 
 def name_of_model(request: Request) -> str:
-    """Return the model name that a response contains.
+    """Return the value for the field `model` of a response.
 
     If the request selects an adapter, return the name of the adapter. Otherwise, return the name of
     the language model.
@@ -191,7 +191,8 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
         return await read_body(request)
     limits.check_size(_content_length(request), max_prompts)
     raw = await _read_with_limit(request, limits)
-    # A body without a Content-Length is checked after it is read.
+    # If the request has no Content-Length, the check above used the size 0. The actual size is
+    # therefore checked here.
     limits.check_size(len(raw), _most_prompts(raw, max_prompts))
     body = await _wait_and_parse(request, raw)
     limits.check_members(body)
@@ -279,7 +280,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
         async for chunk in request.stream():
             chunks.append(chunk)
             # The index at which the last prompt in this chunk starts, or -1 if no prompt starts in
-            # it.
+            # the chunk.
             last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
             if last_start < 0:
                 num_bytes_of_prompt += len(chunk)
@@ -292,7 +293,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
 
 
 async def _wait_and_parse(request: Request, raw: bytes) -> dict[str, Any]:
-    """Wait until this client may start a request. Then parse the body and return its object.
+    """Wait until the current client may start a request. Then return the parsed JSON body.
 
     The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each
     large body, other requests run for as long as the parser needed for the body.

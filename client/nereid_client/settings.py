@@ -30,7 +30,7 @@ ClassT = TypeVar("ClassT")
 
 
 class SettingsError(ValueError):
-    """A setting has a wrong value. The message names the setting, the value and the limit."""
+    """Raised if a setting is wrong. The message names the setting, the value and the limit."""
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        # Example of pydantic's message: "Input should be a valid integer, unable to parse string as
-        # an integer". Only "be a valid integer" remains.
+        # Example: from pydantic's message "Input should be a valid integer, unable to parse string
+        # as an integer", only "be a valid integer" is used.
         requirement = re.sub("^(Value error, )?Input should |, unable to .*", "", first["msg"])
         raise SettingsError(
             f"{labels.get(name, name)}: the value must {requirement}, but it is {first['input']!r}."
@@ -75,7 +75,7 @@ def _settings_class(cls: type[ClassT]) -> type[ClassT]:
 
 
 def _check_size(value: object) -> object:
-    """Return `value`, or raise ValueError if `value` is a string that is not a size in bytes.
+    """Return `value`. Raise ValueError for a string that is not a size in bytes, such as "4,096".
 
     Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
     """
@@ -271,7 +271,7 @@ def _flag_parser(current: Settings) -> argparse.ArgumentParser:
 
 
 def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Settings:
-    """Return the settings. The values are texts from environment variables and from flags.
+    """Convert the texts of environment variables and flags to settings.
 
     A flag takes precedence over a variable. The default of served_model_name is the last part of
     the checkpoint's path.
@@ -287,8 +287,8 @@ def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Set
     texts["served_model_name"] = texts["served_model_name"] or checkpoint.name
     texts = {name: text for name, text in texts.items() if text}
     texts.update(flags)
-    # An error message names the flag of a setting if this flag is given. Otherwise, it names the
-    # environment variable of the setting.
+    # If a flag sets the value, an error message names the flag. Otherwise, the error message names
+    # the environment variable.
     labels = VARIABLES | {name: _flag(name) for name in flags}
     with _settings_errors(labels):
         return TypeAdapter(Settings).validate_strings(texts)

@@ -57,7 +57,7 @@ def with_vllm_names(page: str, model_name: str) -> str:
 
 
 def _renamed(line: re.Match[str], model_label: str) -> str:
-    """Return one line of a metrics page with vLLM's name of the metric and with vLLM's labels.
+    """Return one line of a metrics page, with the name and the labels that the metric has in vLLM.
 
     Args:
         line: a match of `_LINE`.

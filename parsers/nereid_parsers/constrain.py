@@ -115,8 +115,7 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
         return None
     opening, closing = markers
     is_open = start.stage is Stage.REASONING
-    # If the prompt contains neither open nor finished reasoning, the model may still start to
-    # reason.
+    # If the prompt does not contain any reasoning yet, the model may still open the reasoning.
     may_open = not is_open and not start.has_reasoned
     return ReasoningGate(opening, closing, is_open=is_open, may_open=may_open)
 
@@ -141,8 +140,8 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
         if declaration is None:
             return None
         return _ReasoningMarkers(declaration.open, declaration.close)
-    # In this layout, the reasoning is a separate message, and `route` describes the header of that
-    # message.
+    # In the layout `Messages`, the reasoning is a separate message. `route` describes the header of
+    # this message.
     route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         return None
@@ -153,7 +152,7 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
 
 
 def _reasoning_node(fmt: FormatData, layout: Sections, state: ReasoningState) -> Node:
-    """Return the grammar node for the reasoning and its markers at the start of the output.
+    """Return the grammar node for the reasoning at the start of the output, including its markers.
 
     `state` is the state of the reasoning at the start of the output. Examples for the markers
     `<think>` and `</think>`:
@@ -220,7 +219,8 @@ def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
     }
     options = [reasoning]
     if declaration.is_opened_by_model:
-        # A model that opens its reasoning itself may write only `</think>` to skip the reasoning.
+        # A model that normally writes `<think>` may instead write only `</think>`, which skips the
+        # reasoning.
         options.append(const(close))
     # White space around the markers is optional, because some models omit the white space.
     return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE))

@@ -77,7 +77,7 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
 
 
 def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa: ANN401  # JSON
-    """Log a warning or raise an error if a schema has keywords that xgrammar does not enforce.
+    """Report schema keywords that xgrammar does not enforce: log a warning, or raise an error.
 
     An error is raised only if the request demands that the whole schema is enforced ("strict").
 
@@ -217,7 +217,7 @@ def _check_node(node: object, path: str) -> None:
 def _inner_nodes(
     node: Mapping[str, Any], node_type: str, path: str
 ) -> Iterator[tuple[object, str]]:
-    """Yield each child of a grammar node, and the path of the child in the request.
+    """Yield each child of a grammar node, together with the path of the child in the request.
 
     Examples for children `a` and `b`, and the path `$`:
 

@@ -30,7 +30,8 @@ from nereid_parsers.tool_declarations import (
     TaggedArguments,
 )
 
-# xgrammar supports nested XML elements as arguments only if this text precedes each tag.
+# xgrammar supports nested XML elements as arguments only if this prefix precedes each tag, as in
+# `]<]minimax[><city>Paris]<]minimax[></city>`.
 _NESTED_PREFIX = "]<]minimax[>["
 _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
@@ -46,7 +47,7 @@ _MAX_ORDERED_MEMBERS = 6
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
-    """Return the grammar node for a pattern, such as `<p={key}>`, after its fields are filled in.
+    """Fill in the fields of a pattern, such as `<p={key}>`, and return the node for the result.
 
     `values` maps the name of each field to the list of texts that may replace the field.
 
@@ -148,7 +149,7 @@ def _text_until(opening: Node, close: str) -> Node:
 
 
 def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bool:
-    """Return whether `quoted.open` consists of `unquoted.open` and additional text at its end.
+    """Return whether `quoted.open` starts with `unquoted.open`, and contains additional text.
 
     Some templates write a string in quotes or in CDATA only if the string contains special
     characters, so there are two forms of an argument. Example: `<p><![CDATA[..]]></p>` is the
@@ -196,13 +197,13 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
 
 
 def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return the forms of an argument's tags that models use for numbers, booleans and null.
+    """Return the `forms` in which models write an argument that is a number, a boolean or null.
 
     Example: of the forms `<p>3</p>` and `<p><![CDATA[3]]></p>`, only the form without quotes is
     returned, because models quote only values with special characters.
     """
-    # In some forms, the opening tag declares the type of the value (`{type}`). If other forms
-    # declare no type, only those other forms are used, so that the grammar stays small.
+    # The opening tag of some forms declares the type of the value (`{type}`). To keep the grammar
+    # small, these forms are used only if all forms declare a type.
     untyped = tuple(form for form in forms if "{type}" not in form.open)
     candidates = untyped if untyped else forms
     # A form is quoted if its opening text starts with the complete opening text of another form.
@@ -267,7 +268,7 @@ def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
 
 
 def _python_value(schema: Mapping[str, Any]) -> Node:
-    """Return the grammar node for a Python literal, which is a value in a call such as `f(a=True)`.
+    """Return the grammar node for a Python literal, such as `True` in the call `f(a=True)`.
 
     Examples of matching texts: `True` for a boolean, `None` for null, and `"Paris"` or `'Paris'`
     for a string. Every other value is JSON text. JSON text contains the words true, false and null
@@ -371,5 +372,5 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """Return, for each member, a node that matches `separator` and the member, or no text."""
+    """Return, for each member, an optional node that matches `separator` and then the member."""
     return [optional(sequence(const(separator), member)) for member in members]

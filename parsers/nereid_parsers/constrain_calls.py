@@ -46,13 +46,13 @@ from nereid_parsers.tool_declarations import (
 # type is one tool call, or the arguments of one tool call.
 ListBody = JsonArray | PythonCalls
 
-# The keys are fields, such as `{id}`, in the text before the arguments of a tool call. The values
-# are regular expressions for the text of a field.
+# Maps a field in the text before a tool call's arguments, such as `{id}`, to the regular expression
+# for the text of this field.
 _HEAD_FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
 _QUOTED_ID: Node = {"type": "regex", "pattern": '"[a-zA-Z0-9_.:-]{1,40}"'}
 # Matches the white space inside an array. Models write arrays on one line or on several lines.
 _ARRAY_WHITESPACE: Node = {"type": "regex", "pattern": r"( |\n {0,16})?"}
-# Matches one token of JSON text: a string, a bracket, a brace, a comma, a colon, or another word
+# Matches one token of JSON text: a string, a bracket, a brace, a comma, a colon, or another token
 # such as `12` or `true`.
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 
@@ -136,7 +136,7 @@ def trigger_of(section: ToolSection) -> str:
 
 
 def _start_of_object(keys: Keys) -> str:
-    """Return the constant text at the start of a JSON object that is a tool call.
+    """Return the constant text at the start of each tool call in JSON, for example `{"name": "`.
 
     Examples: `{"name": "` if the name is the first member of the object, and `{"arguments": ` if
     the arguments are the first member.

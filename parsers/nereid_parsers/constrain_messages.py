@@ -28,7 +28,7 @@ from nereid_parsers.tool_declarations import TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the description of the header before reasoning, content or a tool call (`stage`).
+    """Return the declaration of the header for messages of one `stage`, for example reasoning.
 
     The header, such as `<|channel|>final`, shows the stage of a message: reasoning, content or tool
     calls. If several routes have the stage, the first route whose header has no fields (`{name}`)
@@ -75,7 +75,7 @@ def header_text(layout: Messages, route: Route, name: str = "") -> str:
 
 
 def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) -> Node:
-    """Return the grammar node for a reasoning message and for the start of the next message.
+    """Return the grammar node for a reasoning message, followed by the start of the next message.
 
     The state of the reasoning at the start of the output determines which text the node matches:
 
@@ -204,8 +204,8 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
         name: The name of the function.
     """
     first, *others = routes
-    # The headers after the first are used only if the format declares their exact text
-    # (`Route.written`), because these headers may contain fields that match any text.
+    # Each header after the first is used only if the format declares its exact text
+    # (`Route.written`). Otherwise, the header may contain a field whose text is not known.
     exact_others = [route for route in others if route.written]
     headers = [header_text(layout, route, name) for route in (first, *exact_others)]
     return one_of(*(const(header) for header in headers))

@@ -33,7 +33,7 @@ def const(text: str) -> Node:
 
 
 def any_text(excludes: tuple[str, ...] = ()) -> Node:
-    """Return the grammar node that matches any text with none of the strings in `excludes`.
+    """Return the grammar node for any text that contains none of the strings in `excludes`.
 
     In a sequence, the text ends where the next node starts. White space at both ends of a string in
     `excludes` is removed, and strings that contain only white space are ignored. Example:
@@ -136,8 +136,8 @@ def one_or_more(items: list[Node], separator: Node) -> Node:
     # a smaller node is returned, which contains each node once.
     has_many_items = len(items) > _MAX_DUPLICATED_ITEMS
     if has_many_items and separator == WHITESPACE:
-        # `(item separator)+` also matches a separator after the last item. The model need not write
-        # this separator, because `WHITESPACE` also matches the empty text.
+        # The node `(item separator)+` requires a separator after the last item, too. This is
+        # harmless, because the separator is `WHITESPACE`, which also matches the empty text.
         return {"type": "plus", "content": sequence(item, separator)}
     if has_many_items and _is_const(separator):
         return separated_tags(items, separator["value"])

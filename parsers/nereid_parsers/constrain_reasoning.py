@@ -10,7 +10,7 @@ from nereid_parsers.stream.parser import OutputStart
 
 
 class ReasoningState(Enum):
-    """The state of the reasoning at the start of the output, such as OPEN.
+    """The state of the reasoning at the start of the output, for example open or already closed.
 
     OPEN      The prompt opens the reasoning, so the constrained text starts inside the reasoning.
     POSSIBLE  The model may open the reasoning.
@@ -25,7 +25,7 @@ class ReasoningState(Enum):
 
 
 def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
-    """Return the state of the reasoning at the start of the output, such as OPEN.
+    """Return the state of the reasoning at the start of the output, for example OPEN.
 
     Example: if the prompt ends with `<think>`, the reasoning is OPEN.
 
@@ -43,7 +43,7 @@ def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
 
 
 def unclosed_reasoning_error(fmt: FormatData) -> ConstraintError:
-    """Return the error for a prompt whose open reasoning cannot be closed by any marker."""
+    """Return the error for a prompt with open reasoning that no marker can close."""
     return ConstraintError(
         f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
         "ends the reasoning. The output after such a prompt cannot be constrained."

@@ -82,8 +82,9 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
     if not all(is_number(bound) and abs(bound) < _LIMIT_OF_BOUNDS for bound in bounds):
         return []
-    # `lowest` contains one factor for each of the keywords `minimum` and `exclusiveMinimum` that
-    # the schema has. `highest` contains the factors for the two maximum keywords.
+    # A factor is the integer `n` in `n * multiple`. `lowest` contains one factor for each of the
+    # keywords `minimum` and `exclusiveMinimum` in the schema. `highest` contains one factor for
+    # each of the keywords `maximum` and `exclusiveMaximum` in the schema.
     lowest = _lowest_factors(schema, multiple)
     highest = _highest_factors(schema, multiple)
     if not lowest or not highest:

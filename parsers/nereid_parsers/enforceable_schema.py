@@ -19,7 +19,7 @@ _MAX_DEPTH = 64
 
 
 class _Scope(NamedTuple):
-    """The outermost schema that contains a given schema, and the references replaced so far.
+    """The root of a JSON schema document, and the references (`$ref`) replaced so far.
 
     Attributes:
         root: The outermost schema of the document. It contains the definitions to which the keyword
@@ -34,7 +34,7 @@ class _Scope(NamedTuple):
 
 
 class _SchemaInScope(NamedTuple):
-    """A schema, and the references (`$ref`) that have been replaced by their definitions.
+    """A schema, and the references (`$ref`) that were replaced by definitions to build the schema.
 
     Attributes:
         schema: The schema.
@@ -108,7 +108,7 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     try:
         return _merge_parts([other_keywords, *parts], scope)
     except (CannotMergeError, TypeError, AttributeError):
-        # TypeError and AttributeError show that the value of a keyword has a wrong type.
+        # A keyword whose value has a wrong type causes a TypeError or an AttributeError.
         return _SchemaInScope(schema, scope)
 
 

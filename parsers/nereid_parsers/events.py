@@ -43,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """The next part of a tool call's arguments. All parts of one call, joined, are JSON text."""
+    """The next part of the arguments of one tool call. Joined together, all parts are JSON text."""
 
     index: int
     text: str

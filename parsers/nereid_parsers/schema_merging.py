@@ -12,7 +12,8 @@ from typing import Any, Literal
 from nereid_parsers.enforceable_multiple import ANNOTATIONS, Schema, is_integer, is_number
 from nereid_parsers.stream.values.argument_types import json_type_of
 
-# Maps the keyword of a bound to the function that returns the stricter one of two bounds.
+# Maps the keyword of a bound, such as `minimum`, to the function, `max` or `min`, that returns the
+# stricter one of two bounds.
 _STRICTER = {
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
@@ -84,7 +85,7 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
 
 
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
-    """Merge two values of a schema keyword into one value that enforces both.
+    """Merge two values of a schema keyword into one value that enforces the restrictions of both.
 
     Examples: the values 5 and 9 of `maxLength` give 5. The values `["a", "b"]` and `["b", "c"]` of
     `enum` give `["b"]`. An annotation, such as `title`, enforces nothing, so `first` is returned.
@@ -162,8 +163,8 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     allowed = {name: schema for name, schema in merged.items() if schema is not False}
     if any(name in required for name in merged.keys() - allowed.keys()):
         raise CannotMergeError("a required property is forbidden")
-    # These schemas apply to all properties that `properties` does not name
-    # (`additionalProperties`).
+    # `first_others` and `second_others` are the schemas (`additionalProperties`) for all properties
+    # that `properties` does not name.
     first_others, second_others = _schema_of_others(first), _schema_of_others(second)
     if first_others is True and second_others is True:
         return {"properties": allowed}
@@ -221,8 +222,8 @@ def _has_ignored_keyword(schema: Schema) -> bool:
     has_length = "minLength" in schema or "maxLength" in schema
     if has_length and "pattern" in schema:
         return True
-    # Annotations, such as `title`, and a `type` next to `enum` are not restrictions, because the
-    # schema accepts the same values without these keywords.
+    # Annotations, such as `title`, do not restrict the value. If the schema has the keyword `enum`,
+    # `type` does not restrict the value either, because `enum` contains only values of this type.
     restrictions = schema.keys() - ANNOTATIONS
     if "enum" in restrictions and isinstance(schema.get("type"), str):
         restrictions -= {"type"}

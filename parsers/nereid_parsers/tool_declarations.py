@@ -76,7 +76,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class NameIsKey:
-    """A JSON object with one member. The key names the function, and the value is the arguments.
+    """A JSON object whose only member maps the function's name to the arguments.
 
     Example: `{"f": {"a": 1}}` calls the function f.
     """

@@ -117,8 +117,8 @@ def _are_disjoint(options: list[Any]) -> bool:
         if json_type is None:
             return False
         options_by_type.setdefault(json_type, []).append(option)
-    # Two schemas of different types never match the same value. Of several schemas with the same
-    # type, each must declare a different constant.
+    # Schemas of different types never match the same value. If several schemas have the same type,
+    # each of them must declare a different constant.
     return all(
         len(same_type) == 1 or _have_different_constants(same_type)
         for same_type in options_by_type.values()

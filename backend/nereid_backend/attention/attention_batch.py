@@ -94,7 +94,7 @@ class DecodeGroup:
         return rows
 
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Return the blocks to read, and an attention bias that hides some tokens of these blocks.
+        """Return the blocks to read, and a bias that hides the tokens outside the attention window.
 
         A decode is a sequence with one new token, which attends to itself and to earlier tokens.
 
@@ -137,7 +137,8 @@ class DecodeGroup:
         table_width = self.blocks.shape[1]
         max_blocks = table_width
         if window.limit is not None:
-            # The window overlaps the most blocks if its first token is the last token of a block.
+            # The window overlaps the largest number of blocks if its first token is the last token
+            # of a block.
             max_blocks = 1 + math.ceil((window.limit - 1) / self.block_size)
         if max_blocks >= table_width:
             return self.blocks, torch.zeros_like(first_positions)  # the whole block tables
@@ -145,7 +146,8 @@ class DecodeGroup:
         # The columns to return from each decode's block table, [num_decodes, max_blocks].
         indices = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
         # A short sequence may have fewer than `max_blocks` blocks after the first block of the
-        # window. The indices must stay within the width of the block table.
+        # window. The last indices would then be too large, so they are replaced by the index of
+        # the last column.
         indices.clamp_(max=table_width - 1)
         return self.blocks.gather(1, indices), first_blocks
 
@@ -201,7 +203,7 @@ class AttentionBatch:
         if mask is None:
             prefill = self.prefills[index]
             positions = torch.arange(prefill.seq_len, device=self.slots.device)
-            # The new tokens follow the cached tokens. Each new token is one row of the mask.
+            # The new tokens follow the cached tokens. The mask has one row for each new token.
             new_positions = positions[prefill.num_cached :, None]
             is_past_or_self = positions <= new_positions
             is_in_window = positions >= _first_visible(new_positions, window)

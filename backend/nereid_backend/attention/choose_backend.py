@@ -33,7 +33,7 @@ _NAMES: dict[type[KVCache], str] = {
     gpu_attention.GpuKVCache: "triton-language",
 }
 _NO_GPU_KERNELS = "Attention runs without GPU kernels and is several times slower, because %s."
-# The classes of KV cache that the reference implementation can read.
+# The KV cache classes whose tensors the reference implementation can read.
 _REFERENCE_TYPES = (Int8KVCache, Float8KVCache, KVCache)
 # If the setting kv_cache_dtype is not "auto", a cache class that stores 8-bit numbers replaces the
 # class that stores unrounded numbers. Example: for "int8", GpuInt8KVCache replaces GpuKVCache. The
@@ -118,7 +118,8 @@ def tested_type(
         return kind
     distinct_layers = dict.fromkeys(layers)  # Most layers of a model have equal properties.
     for spec in distinct_layers:
-        # The type checker does not accept a class as a hashable argument.
+        # `why_unusable` is cached, so its arguments must be hashable. The type checker wrongly
+        # reports that `kind`, a class, is not hashable.
         reason = gpu_check.why_unusable(kind, spec, block_size, dtype, device)  # type: ignore[arg-type]
         if reason is not None:
             logger.warning(_NO_GPU_KERNELS, reason)

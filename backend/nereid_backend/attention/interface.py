@@ -168,7 +168,7 @@ class PagedForward:
         # The first dimension of the tensors is the batch, and its size is always 1.
         inputs = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
         layer = (number, self._layers[number])
-        # Each group of layers has its own blocks, and therefore its own metadata.
+        # The groups of layers have different blocks, and therefore different metadata.
         batch = self._batches[self._cache.group_of[number]]
         out = choose_backend.attend(inputs, layer, self._cache, batch, scale=scale, sinks=sinks)
         return out.unsqueeze(0)

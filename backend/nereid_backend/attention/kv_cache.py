@@ -68,7 +68,7 @@ class KVCache:
         values_of_place: list[Tensor] = []
         for index in self._first_layers():
             layer = layers[index]
-            # `shape` lacks the last dimension, which can differ between keys and values.
+            # `shape` lacks the last dimension, whose size can differ between keys and values.
             shape = (num_blocks + 1, layer.num_kv_heads, block_size)
             keys_of_place.append(_zeros((*shape, layer.key_dim), dtype, device))
             values_of_place.append(_zeros((*shape, layer.value_dim), dtype, device))
@@ -88,7 +88,7 @@ class KVCache:
         return [self._places.index(place) for place in range(len(set(self._places)))]
 
     def _for_layers(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return one tensor for each layer, in the order of layers. Layers can share a tensor.
+        """Return one tensor for each layer, in the order of the layers. Layers can share a tensor.
 
         `tensors` contains one tensor for each place.
         """
@@ -217,7 +217,7 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
 
 
 def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
-    """Return the indices of the cache rows that contain some blocks of sequences.
+    """Return the indices of the cache rows that belong to the given blocks.
 
     If a tensor of the cache is viewed as a matrix [..., block_size * dim], a row contains the keys
     or values of one head in one block. Each block has one row for each head.

@@ -107,7 +107,7 @@ class LayerGroups:
 
 
 def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
-    """Return the combined window of several layers; None if any of them has full attention."""
+    """Combine the attention windows of several layers; None if one layer has full attention."""
     if not layers or any(layer.window.is_full for layer in layers):
         return None
     distinct_windows = dict.fromkeys(layer.window for layer in layers)

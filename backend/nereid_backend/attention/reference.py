@@ -206,7 +206,7 @@ def _attend_in_slices(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute the attention of several new tokens for a few queries at a time, to save memory.
+    """Compute the attention of several new tokens, a few queries at a time, to save memory.
 
     `_attend_prefill` documents the arguments and the result. Example: there are 100 queries, and a
     slice can have 40 queries. The slices contain the queries 0 to 39, 40 to 79 and 80 to 99. If no
@@ -241,7 +241,7 @@ def _attend_stepwise(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute the attention of some sequences step by step: scores, softmax and weighted values.
+    """Compute the attention of some sequences without torch's fused attention function.
 
     The softmax is computed in float32. The bias, 0 or -inf, is added to the scores. A key with the
     bias -inf gets the weight 0.

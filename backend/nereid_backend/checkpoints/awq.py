@@ -19,13 +19,13 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_integers
 from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
 
-# Each int32 contains eight integers, one for each of eight outputs. `_ORDER` lists these outputs,
-# from the lowest bits to the highest bits of the int32.
+# Each int32 contains eight integers, and each integer belongs to one of eight outputs. `_ORDER`
+# lists the outputs, beginning with the output of the integer in the lowest bits.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def awq_format(settings: Settings) -> Format:
-    """Return the layout of AWQ weights: the names of a weight's tensors, and their decoder.
+    """Return the layout of AWQ weights: the names of a weight's tensors, and a decoding function.
 
     Example: the tensors "up_proj.qweight", "up_proj.qzeros" and "up_proj.scales" form the weight
     of the layer "up_proj". `settings` is the field quantization_config of config.json.

@@ -56,13 +56,14 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
         main_dtypes=("I8",),
         has_integers=True,
     )
-    # The two 4-bit data types, nf4 and fp4, have different names for the tensor `quant_state`.
+    # For each of the two 4-bit data types, nf4 and fp4, the tensor `quant_state` has a different
+    # name.
     four_bits = [_four_bit_layout(suffix) for suffix in _STATE_SUFFIXES]
     return Format(layouts=(*four_bits, eight_bits), ignored=(".weight_format",))
 
 
 def _four_bit_layout(state_suffix: str) -> Layout:
-    """Return the layout of the weights with one of the two 4-bit data types, nf4 or fp4.
+    """Return the layout of the weights of one 4-bit data type, either nf4 or fp4.
 
     `state_suffix` is the suffix of the tensor `quant_state`, which names the data type. Example:
     ".weight.quant_state.bitsandbytes__nf4".

@@ -241,7 +241,7 @@ def _create_integer_weight(
 
 
 def _input_groups(tensors: Mapping[str, Tensor], num_groups: int) -> Tensor | None:
-    """Return the group of each input; None if the inputs of each group are consecutive.
+    """Return the index of each input's group; None if the inputs of each group are consecutive.
 
     The result is int64 [in_features], and contains the index of the group.
     """

@@ -24,8 +24,8 @@ from nereid_backend.checkpoints.integer_weight import scale_blocks
 from nereid_backend.checkpoints.layout import Format, Layout, Settings
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-# The suffixes of tensors with scales for activations and for the KV cache. These tensors are
-# ignored, because the engine does not need their scales.
+# The name suffixes of tensors that contain scales for activations or for the KV cache. These
+# tensors are ignored, because the engine does not need their scales.
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_scale_inv",
@@ -51,7 +51,7 @@ def fp8_format(settings: Settings) -> Format:
 
 
 def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
-    """Return one layout of float8 weights for each possible name of the tensor with the scales.
+    """Return the float8 layouts: one for each possible name of the tensor that contains the scales.
 
     A layout lists the tensors of one weight, and contains the function that decodes them. Examples:
     the weight of the layer "mlp.up_proj" consists of the tensors "mlp.up_proj.weight" and

@@ -26,7 +26,7 @@ _BITS = (2, 3, 4, 8)
 
 
 def gptq_format(settings: Settings) -> Format:
-    """Return the layout of GPTQ weights: the names of a weight's tensors, and their decoder.
+    """Return the layout of GPTQ weights: the names of a weight's tensors, and a decoding function.
 
     Example: the tensors "up_proj.qweight", "up_proj.qzeros" and "up_proj.scales" form the weight
     of the layer "up_proj". `settings` is the field quantization_config of config.json.

@@ -46,7 +46,7 @@ class LazyWeight(Protocol):
 
     @property
     def integer_bytes(self) -> int:
-        """The approximate size of the integers and their scales in memory, in bytes.
+        """The approximate number of bytes that the integers and their scales need in memory.
 
         The size is defined only if `has_integers` is true.
         """
@@ -98,7 +98,7 @@ class RoundedWeight:
 
     @property
     def integer_bytes(self) -> int:
-        """The approximate size of the integers and their scales in memory, in bytes."""
+        """The approximate number of bytes that the integers and their scales need in memory."""
         group_size = GROUP_SIZES[self.bits]
         # Each group has a scale of 2 bytes. With 4 bits, each group also has a zero of 2 bytes.
         scale_bytes = 2 if self.bits == 8 else 4
@@ -214,7 +214,7 @@ def _placeholder(weight: LazyWeight, shape: torch.Size, dtype: torch.dtype) -> P
 def fill_placeholders(
     model: nn.Module, weights: Iterable[object], progress: Callable[[str], None]
 ) -> int:
-    """Replace each placeholder in the linear layers of a model by the integers of its weight.
+    """Replace each placeholder in the linear layers of a model by the integers of the real weight.
 
     A placeholder is a tensor without data, which transformers has loaded in place of a quantised
     weight. The CPU kernels read the integers in panels: blocks of a weight matrix that are

@@ -125,7 +125,7 @@ class LazyWeight:
 
     @property
     def integer_bytes(self) -> int:
-        """The approximate size of the integers and scales in memory, in bytes.
+        """The approximate number of bytes that the integers and their scales need in memory.
 
         The result is the size of the weight's tensors in the file.
         """

@@ -102,8 +102,8 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
     paths = sorted({folder / file for file in file_of_tensor.values()})
     if not paths:
         paths = _files_without_index(folder)
-    # The operating system counts a file as used memory if the library opens the file for torch
-    # ("pt"), but not if the library opens the file for "numpy".
+    # If the library safetensors opens a file with the framework "pt", the operating system counts
+    # the file as used memory. With the framework "numpy", the file is not counted.
     framework = "pt" if for_reading else "numpy"
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
@@ -155,7 +155,7 @@ def _check_indexed_files(index: Path, files: list[str]) -> None:
     """Raise a ModelError if a file in the index is missing or is not directly in the folder."""
     folder = index.parent
     for name in files:
-        # A name with a folder, such as "../file", could select any file of the machine.
+        # A name with a folder, such as "../file", could select any file on the machine.
         has_folder = Path(name).name != name
         if has_folder:
             raise ModelError(

@@ -23,8 +23,9 @@ _OTHER_FILES = (
     *("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-# These fields are ignored, because some programs change them when they save an unchanged tokenizer.
-# Padding and truncation can be ignored, too, because each call of the tokenizer sets them.
+# When two tokenizers are compared, these fields are ignored, because some programs change them when
+# they save an unchanged tokenizer. Padding and truncation can be ignored, too, because each call of
+# the tokenizer sets them.
 _IGNORED_FIELDS = {
     *("name_or_path", "transformers_version", "_commit_hash", "tokenizer_file", "is_local"),
     *("padding", "truncation"),

@@ -30,7 +30,8 @@ from nereid_backend.checkpoints.integer_weight import (
 from nereid_backend.checkpoints.layout import Format, Layout, Settings
 
 _MAIN, _SCALE, _ZERO = "._weight_qdata", "._weight_scale", "._weight_zero_point"
-# The engine does not quantise activations, so it does not need these tensors.
+# These tensors contain the scales and zero points of activations. They are ignored, because the
+# engine does not quantise activations.
 _ACTIVATION_TENSORS = ("._weight_act_quant_scale", "._weight_act_quant_zero_point")
 
 

@@ -145,9 +145,10 @@ class ActiveRequests:
         if is_follower:
             self._remove_follower(request, sequence)
         elif request.waits_for_prompt:
-            # The leader ended before it had computed the prompt, so the next follower becomes the
-            # leader. While the grammar is being compiled, `waits_for_prompt` is false, because
-            # `_enqueue` selects the leader after the compilation.
+            # This sequence was the leader, which computes the prompt for the followers (the other
+            # sequences of the request). It ended before the prompt was computed, so the next
+            # follower becomes the leader. While the grammar is being compiled, `waits_for_prompt`
+            # is false, because `_enqueue` selects the leader after the compilation.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 

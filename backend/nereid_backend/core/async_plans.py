@@ -110,8 +110,8 @@ class PendingPlans:
             last token of its sequence, the chunk does not sample.
         """
         corrected: dict[int, Chunk] = {}
-        # `chunk_index` is the index of a chunk in `plan.chunks`. `sampled_index` is the index of
-        # the input token of this chunk in `device_token_ids`.
+        # The input token of the chunk `plan.chunks[chunk_index]` was not known when the plan was
+        # made. It is now `device_token_ids[sampled_index]`.
         for chunk_index, sampled_index in plan.pending:
             chunk = plan.chunks[chunk_index]
             token_ids = chunk.sequence.token_ids
@@ -137,7 +137,7 @@ class PendingPlans:
         return reaches_limit or sequence in self.ended_sequences
 
     def take_releasable(self) -> list[Sequence]:
-        """Remove from `ended_sequences` all sequences that no unfinished step uses. Return them."""
+        """Remove and return the ended sequences that no unfinished step uses."""
         planned = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
         releasable = [sequence for sequence in self.ended_sequences if sequence not in planned]
         for sequence in releasable:

@@ -22,7 +22,7 @@ class InvalidBlocks:
         pending_plans: PendingPlans,
         planner: StepPlanner,
     ) -> None:
-        """Create an object without blocks. A block is invalid if its content may be wrong.
+        """Create an empty collection of invalid blocks. An invalid block may have wrong content.
 
         Args:
             tables: the block tables, from which invalid blocks are removed.

@@ -38,7 +38,7 @@ def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -
 def _victim_of_largest_client(
     candidates: Iterable[Sequence], running: RunningSequences
 ) -> Sequence:
-    """From the client with the most blocks, return the candidate that is cheapest to preempt.
+    """Find the client with the most blocks. Return its candidate that is cheapest to preempt.
 
     The number of blocks of each client is divided by the client's weight.
 
@@ -52,8 +52,8 @@ def _victim_of_largest_client(
     def sort_key(sequence: Sequence) -> tuple[float, tuple[int, int, int]]:
         client = sequence.params
         weighted_blocks = num_blocks_of_client[client.client_id] / client.client_weight
-        # The client with the most blocks for its weight comes first. Among the sequences of this
-        # client, the sequence that is cheapest to preempt comes first.
+        # The client with the most blocks, divided by the client's weight, comes first. Among the
+        # sequences of this client, the sequence that is cheapest to preempt comes first.
         return -weighted_blocks, _preemption_cost(sequence)
 
     return min(candidates, key=sort_key)

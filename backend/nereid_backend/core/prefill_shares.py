@@ -56,8 +56,8 @@ class PrefillShares:
         if num_tokens <= 1 or not self._remaining:
             # `_remaining` maps each client to the number of tokens that the client may still
             # compute. If this dict is empty, the budget was not divided. A single token does not
-            # reduce this number, because the planner has already reserved one token of the budget
-            # for each running sequence.
+            # reduce the client's number, because the planner has already reserved one token of the
+            # budget for each running sequence.
             return num_tokens
         client = sequence.params.client_id
         # A client has a share only if one of its sequences was passed to `divide`. For a client

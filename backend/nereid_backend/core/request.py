@@ -31,5 +31,5 @@ class Request:
 
     @property
     def waits_for_prompt(self) -> bool:
-        """Whether sequences of this request wait until another one has computed the prompt."""
+        """Whether sequences of this request wait until another sequence has computed the prompt."""
         return self.is_prepared and bool(self.followers) and not self.has_queued_followers

@@ -323,8 +323,8 @@ class Scheduler:
         if self.drafter is None:
             return
         # A chunk contains the tokens that a step computes for one sequence. A chunk of an answer
-        # contains the last known token and the draft tokens, and the step needs the logits of all
-        # these tokens. A chunk of prompt tokens needs fewer logits than it has tokens.
+        # contains the last known token and the draft tokens, and needs the logits of all these
+        # tokens. A chunk of prompt tokens needs fewer logits than it has tokens.
         computes_no_prompt = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
         if computes_no_prompt:
             num_sequences = len(plan.chunks)

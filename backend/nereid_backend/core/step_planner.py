@@ -200,7 +200,8 @@ class StepPlanner:
         while index < len(running) and budget > 0:
             sequence = running[index]
             if is_ahead and self.pending_plans.will_end(sequence):
-                # The running step computes the last token of this sequence. Skip the sequence.
+                # This sequence has ended, or reaches its length limit in the running step. Skip the
+                # sequence, because it needs no more tokens.
                 index += 1
                 continue
             start = sequence.num_computed_tokens
@@ -348,7 +349,7 @@ class StepPlanner:
         return True
 
     def _free_kept_prompt(self) -> bool:
-        """If no sequence is running, free the blocks of one prompt.
+        """If no sequence is running, free the prompt blocks that one request keeps.
 
         A request with several sequences keeps the blocks of its prompt for its waiting sequences.
         The blocks that were kept for the longest time are freed. The waiting sequences of this

@@ -53,7 +53,7 @@ class _PrefixRead:
     future: "Future[None] | None" = None
 
     def is_ready(self, now: float) -> bool:
-        """Return whether the read has finished, or its deadline has passed at the time `now`."""
+        """Return whether the read has finished or its deadline has passed at the time `now`."""
         return now >= self.deadline or (self.future is not None and self.future.done())
 
     @property
@@ -63,7 +63,7 @@ class _PrefixRead:
         return has_snapshot and len(self.contents) == len(self.missing_hashes)
 
     def contents_by_hash(self) -> dict[bytes, bytes]:
-        """Return the blocks that have been read, as a dict from block hashes to bytes."""
+        """Return the blocks that have been read, as a dict that maps block hashes to bytes."""
         # Copy the list, because the thread may still append to the list.
         contents = list(self.contents)
         return dict(zip(self.missing_hashes, contents, strict=False))
@@ -93,7 +93,7 @@ class DiskTier:
         cache.save_on_disk(before_reuse=self._save_block)
 
     def start_reading(self, sequence: Sequence) -> bool:
-        """Start to read the prefix of a request from disk in another thread.
+        """Start to read the prefix of a request from disk, in the background.
 
         `sequence` is the first sequence of the request. `finish_reading` adds the blocks that were
         read to the prefix cache in memory.
@@ -156,7 +156,7 @@ class DiskTier:
         return ready
 
     def finish_reading(self, request_id: str) -> None:
-        """Finish the disk read of a request. Add the blocks that were read to the cache in memory.
+        """Finish the disk read of a request. Add the blocks to the prefix cache in memory.
 
         Do nothing if no files were being read for the request.
         """
@@ -176,7 +176,7 @@ class DiskTier:
             self._insert_snapshot(read.hashes[-1], read.state)
 
     def _insert_blocks(self, hashes: list[bytes], contents: dict[bytes, bytes]) -> None:
-        """Add blocks that were read from disk to the prefix cache in memory.
+        """Add blocks to the prefix cache in memory. The blocks were read from disk.
 
         Example: the block "a" is in memory, and "b" and "d" were read from disk. For the hashes
         [a, b, c, d], only "b" is added, because the block "c" before "d" is not available.
@@ -295,7 +295,7 @@ class DiskTier:
         return self._cache.block_of(block_hash) is not None
 
     def _has_snapshot(self, block_hash: bytes) -> bool:
-        """Return whether the recurrent state saved for a block is in memory or on disk."""
+        """Return whether a block's saved recurrent state is in memory or on disk."""
         snapshots = self._cache.snapshots
         assert snapshots is not None
         return block_hash in snapshots or _snapshot_key(block_hash) in self._store
@@ -307,7 +307,7 @@ class DiskTier:
         return self._store.write(_block_key(block_hash), self._prefixes.read_block(block))
 
     def _insert_snapshot(self, block_hash: bytes, state: bytes) -> None:
-        """Add a recurrent state that was read from disk to the saved states in memory."""
+        """Store a recurrent state, which was read from disk, in the memory for saved states."""
         snapshots = self._cache.snapshots
         assert snapshots is not None
         if block_hash in snapshots:

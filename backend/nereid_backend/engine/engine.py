@@ -284,7 +284,7 @@ class Engine:
 
     @property
     def compiled(self) -> list[tuple[str, float, float]]:
-        """The requests whose grammar compilation had just finished when the last step began.
+        """The requests whose compiled grammars the engine received at the start of the last step.
 
         `StepEngine.compiled` describes the items of the list.
         """

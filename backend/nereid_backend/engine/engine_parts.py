@@ -124,7 +124,7 @@ class EngineParts:
         return ChatProcessor(folder, self.images.config)
 
     def advance_compilation(self) -> None:
-        """If the compiler has finished, load, check or activate the compiled forward pass.
+        """Load, check or activate the compiled forward pass, if the compiler has finished.
 
         Mutates: `swap`, which becomes None when no work is left.
         """

@@ -39,7 +39,7 @@ class NewSequences:
             info: facts about the model, including the limits on prompts.
             scheduler: contains the requests that have not ended.
             adapters: the LoRA adapters that requests can select.
-            images: how the model computes prompts that contain images.
+            images: how the model processes prompts that contain images.
             place_images: moves the images of a prompt to the device of the model.
         """
         self._max_num_waiting = config.max_num_waiting
@@ -68,7 +68,7 @@ class NewSequences:
                 "another id."
             )
         if images is None:
-            self._check_needs_no_images()  # Some models compute only prompts with images.
+            self._check_needs_no_images()  # Some models process only prompts with images.
         token_ids = self._check_prompt(prompt_token_ids)
         check_token_ids(params, self._info.vocab_size)
         self._check_prompt_logprobs(params)
@@ -79,7 +79,7 @@ class NewSequences:
         return sequence
 
     def _check_needs_no_images(self) -> None:
-        """Raise a RequestError if the model cannot compute a prompt that has only text."""
+        """Raise a RequestError if the model cannot process a prompt that has only text."""
         if self._images.needs_images:
             raise RequestError(
                 f"messages: the request has no {self._images.kind}, but {self._info.architecture} "
@@ -179,7 +179,7 @@ class NewSequences:
         return token_ids
 
     def _check_length(self, token_ids: list[int]) -> None:
-        """Raise a RequestError if a prompt is empty, or leaves no token for the answer."""
+        """Raise a RequestError if a prompt is empty, or so long that no token of an answer fits."""
         limit = self._info.max_model_len
         if not token_ids:
             raise RequestError("prompt: the prompt is empty. Send at least one token.")
@@ -196,7 +196,7 @@ class NewSequences:
 
 
 def _without_shared_blocks(images: ImageInputs) -> ImageInputs:
-    """Return a copy of `images` that prevents other prompts from reusing this prompt's blocks.
+    """Copy `images`, and change the copy so that no other prompt reuses this prompt's blocks.
 
     Some models store no keys and values in the blocks of a prompt with images, so no other prompt
     may reuse these blocks. `first_token` is the first token whose keys and values depend on the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the folder of the prefix cache on disk for a loaded model."""
+"""Opens the on-disk prefix cache of a loaded model."""
 
 import errno
 import hashlib
@@ -15,7 +15,8 @@ from nereid_backend.errors import ConfigError
 from nereid_backend.paths.stored_prefixes import StoredPrefixes
 from nereid_backend.runner import ForwardPath
 
-# Patterns for the names of the checkpoint files on which the keys and values of a model depend.
+# The keys and values that a model computes depend on the checkpoint files whose names match these
+# patterns.
 _MODEL_FILES = ("*.safetensors", "*.gguf", "*.bin", "*.json", "*.py")
 
 
@@ -39,7 +40,7 @@ def prepare_folder(folder: str) -> None:
 def open_disk_tier(
     config: EngineConfig, info: EngineInfo, cache: PrefixCache, path: ForwardPath
 ) -> DiskTier:
-    """Open the prefix cache on disk for a loaded model, and return the cache.
+    """Open the on-disk prefix cache of a loaded model, and return the cache.
 
     Args:
         config: the settings. prefix_cache_disk must be set.
@@ -52,8 +53,9 @@ def open_disk_tier(
     """
     assert config.prefix_cache_disk is not None
     prefixes = StoredPrefixes(path)
-    # The keys and values depend on the model, the dtypes and the block layout. Therefore, an engine
-    # reuses only files that were written with the same identity.
+    # The cached keys and values depend on the model, the dtypes and the block layout, which
+    # together form the identity. An engine reuses only files that were written with the same
+    # identity.
     identity = {
         "model": f"{info.architecture} {model_digest(info.model)}",
         "dtype": f"{info.dtype}, weights {config.weight_dtype}",

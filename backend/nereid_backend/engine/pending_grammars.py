@@ -37,7 +37,7 @@ class PendingGrammars:
         return request_id in self._futures
 
     def add(self, request_id: str, future: Future[Any]) -> None:
-        """Store a future. Its result will be the object that limits the request's tokens."""
+        """Store a future, whose result will determine which tokens the request may generate."""
         self._futures[request_id] = future
         self._added[request_id] = time.monotonic()
 

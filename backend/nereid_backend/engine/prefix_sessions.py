@@ -70,7 +70,7 @@ class PrefixSessions:
         }
 
     def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:
-        """Retain sessions for at least `seconds` more seconds, and return the number of sessions.
+        """Retain sessions for at least `seconds` more seconds, and return how many were retained.
 
         Args:
             client_id: the client of the session. None selects the sessions of all clients with

@@ -80,7 +80,7 @@ class RequestPreparation:
             self._disk.cancel(request_id)
 
     def start_prepared(self) -> None:
-        """Start the requests that are prepared, and end the requests with an invalid grammar.
+        """Start the requests whose preparation has ended. End the requests with an invalid grammar.
 
         A request with a grammar is prepared when its grammar has been compiled. A request without a
         grammar is prepared when its cached prefix has been read from disk. If reading takes too

@@ -68,7 +68,7 @@ class StepEngine(Protocol):
         """Compute one step, and return the updates of the sequences that got tokens or ended."""
 
     def has_work(self) -> bool:
-        """Return whether there is work for which `step` must be called."""
+        """Return whether the engine has work to do. If it has, the caller must call `step`."""
 
     def is_swapping(self) -> bool:
         """Return whether the next step would test or activate a compiled forward pass.

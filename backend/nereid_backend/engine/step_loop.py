@@ -102,8 +102,8 @@ class StepLoop:
             return self._finish(step)
         plan = self._scheduler.plan()
         if not plan.chunks:
-            # No tokens must be computed. Some sequences may have ended between two steps, for
-            # example because they were aborted. `commit` returns the last updates of these
+            # This step has no tokens to compute. Some sequences may have ended since the last step,
+            # for example because they were aborted. `commit` returns the last updates of these
             # sequences.
             return self._scheduler.commit(plan, StepResult())
         return self._run(plan)
@@ -159,7 +159,7 @@ class StepLoop:
         the next step cannot be planned yet.
         """
         if self._scheduler.must_wait_for_step:
-            # The last plan needed a preemption or a block copy, which is impossible while a step is
+            # The last plan needed a preemption or a block copy. Neither is possible while a step is
             # running.
             return None
         plan = self._scheduler.plan_ahead(step.plan)

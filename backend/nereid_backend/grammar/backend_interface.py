@@ -38,7 +38,7 @@ class Matcher(Protocol):
 
     @staticmethod
     def fill_all(matchers: "Sequence[Matcher]", rows: TokenMasks, places: Sequence[int]) -> None:
-        """Write the mask of the possible next tokens for each of several matchers; see `fill`.
+        """For each matcher, write the mask of the possible next tokens into a row; see `fill`.
 
         One call for all matchers is faster than one call of `fill` for each matcher. After a
         forward pass, the processor's caches do not contain the code of the grammar library, so each

@@ -52,7 +52,7 @@ class _Bound(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The seconds of compile time that this bound causes for each token of the vocabulary."""
+        """The compile time that this bound causes, in seconds per token of the vocabulary."""
         return self.repetitions * self.unit_s
 
 
@@ -225,7 +225,7 @@ def _schema_bounds(schema: object, path: str) -> Iterator[_Bound]:
 
 
 def _pattern_bounds(pattern: str, path: str) -> Iterator[_Bound]:
-    """Yield all bounds of repetitions in a regular expression or in a grammar.
+    """Yield each bound (a limit on repetitions) in a regular expression or in a grammar.
 
     Example: `ab.{0,2000}` has one bound of 2000 at column 4. `path` is the position of the pattern,
     for error messages.

@@ -18,7 +18,7 @@ from nereid_backend.grammar.compile_cost import check_cost, parse_json
 from nereid_backend.grammar.vocabulary import Vocabulary
 
 # An object in a structural tag can have these fields in addition to the field "json_schema". The
-# fields change the form of the JSON text. Only xgrammar supports these fields.
+# fields change the form of the JSON text that the tag allows. Only xgrammar supports these fields.
 _XGRAMMAR_OPTIONS = frozenset({"style", "excludes", "any_order"})
 
 

@@ -124,7 +124,7 @@ def _fail_if_cancelled(result: "Future[T]", job: "Future[None]") -> None:
 
 
 def _store_outcome(work: Callable[[], T], result: "Future[T]") -> None:
-    """Call `work`, and store its return value or its exception in the future `result`.
+    """Call `work`, and store its return value or its exception in `result`, which is a future.
 
     `work` compiles a grammar. If `result` has been cancelled, do nothing.
     """
@@ -142,7 +142,7 @@ def _store_outcome(work: Callable[[], T], result: "Future[T]") -> None:
 
 
 def _cancel_with(result: "Future[T]", operation: "Future[None]") -> None:
-    """Cancel the future `operation` as soon as the future `result` is cancelled."""
+    """Cancel `operation` as soon as `result` is cancelled. These two arguments are futures."""
 
     def cancel_operation(done_result: "Future[T]") -> None:
         if done_result.cancelled():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars, and creates guides. A guide limits the next tokens of one sequence.
+"""Compiles grammars, and creates guides. A guide decides which tokens may come next in a sequence.
 
-A guide determines which tokens may come next in a sequence; see core/grammar.py.
+The interface of a guide is defined in core/grammar.py.
 """
 
 import threading
@@ -46,7 +46,7 @@ class _CompiledSpec:
 
 @dataclass(frozen=True, eq=False)
 class _PendingGuide:
-    """A request that waits for its guide. The guide will limit the tokens of the answer.
+    """A request that waits for its guide, which will decide which tokens may come next.
 
     Attributes:
         params: the sampling parameters of the request.
@@ -60,7 +60,7 @@ class _PendingGuide:
 
 
 class Guides:
-    """Creates guides for the requests to one model. A guide limits the tokens of an answer."""
+    """Creates guides for the requests to one model. A guide decides which tokens may come next."""
 
     def __init__(  # noqa: PLR0913 - the arguments are separate settings
         self,
@@ -124,7 +124,7 @@ class Guides:
     def prepare(
         self, params: SamplingParams, stop_token_ids: frozenset[int]
     ) -> "Future[TokenGuide]":
-        """Start to create a request's guide, the object that limits the tokens of the answer.
+        """Start to create a request's guide, which decides which tokens may come next.
 
         The libraries are loaded first, then the grammar is compiled, and then the guide is created.
         Each of these operations starts in a callback of the previous operation. If the request has
@@ -161,7 +161,7 @@ class Guides:
     # ---- loading ---------------------------------------------------------------------------------
 
     def _load_libraries(self, libraries: "Future[Libraries]") -> None:
-        """Load the vocabulary and the grammar libraries, and store them in the future `libraries`.
+        """Load the vocabulary and the grammar libraries. Store them as the result of `libraries`.
 
         Also create `_pool`, whose threads and processes compile grammars. If the loading fails,
         store a RequestError in `libraries`, so that only the requests with a grammar or a thinking
@@ -210,7 +210,8 @@ class Guides:
         if spec is None:
             self._create_guide(pending, libraries, None)
             return
-        # The field `spec.after` is left out, because the compiled grammar does not depend on it.
+        # `key` omits the field `spec.after`, because the compiled grammar does not depend on this
+        # field.
         key = GrammarSpec(spec.kind, spec.source)
         compiled_spec = self._cache.get(key)
         if compiled_spec is not None:
@@ -222,7 +223,7 @@ class Guides:
         _continue_with(compiling, pending.future, partial(self._create_guide, pending, libraries))
 
     def _start_compiling(self, libraries: Libraries, spec: GrammarSpec) -> "Future[_CompiledSpec]":
-        """Start to compile a grammar in a thread of the pool, and return the future."""
+        """Start to compile a grammar in a thread, and return a future for the compiled grammar."""
         assert self._pool is not None
         return self._pool.submit(spec, partial(self._compile, libraries, spec))
 
@@ -236,7 +237,7 @@ class Guides:
     def _create_guide(
         self, pending: _PendingGuide, libraries: Libraries, compiled_spec: _CompiledSpec | None
     ) -> None:
-        """Create a guide, which limits the tokens of a request, and store it in `pending.future`.
+        """Create a guide, which decides which tokens are allowed, and store it in `pending.future`.
 
         Args:
             pending: the request for which the guide is created.
@@ -297,7 +298,8 @@ def _continue_with(
 
     def on_done(done_operation: "Future[S]") -> None:
         if done_operation.cancelled():
-            # An operation is cancelled only after all requests that need it have been cancelled.
+            # An operation is cancelled only after all requests that need it have been cancelled, so
+            # no request waits for the result.
             return
         try:
             use_result(done_operation.result())

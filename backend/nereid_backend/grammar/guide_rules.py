@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the token masks and other data that limit the next tokens of answers."""
+"""Computes token masks and other data that determine which tokens an answer may contain."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class SpanningToken(NamedTuple):
 
 @dataclass(frozen=True)
 class GuideRules:
-    """Token masks and other constant data for limiting the tokens of one or more requests.
+    """Token masks and other constant data that determine which tokens requests may generate.
 
     Attributes:
         vocabulary: the tokens of the model.

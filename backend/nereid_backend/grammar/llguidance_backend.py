@@ -23,16 +23,17 @@ from nereid_backend.grammar.llguidance_schemas import (
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 # The white space that is allowed in JSON: one space, or a newline and up to 16 spaces. If white
-# space were unlimited, a model could generate nothing else until max_tokens.
+# space were unlimited, a model could generate only white space until max_tokens.
 _WHITE_SPACE = r"( |\n {0,16})"
 _OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE}
-# The limits of llguidance. A grammar with the largest number of lexer states takes 20 to 40 MB.
+# The limits that are passed to llguidance. A grammar with the largest allowed number of lexer
+# states takes 20 to 40 MB.
 _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
 # llguidance does not report how much memory a compiled grammar needs. The estimate is _BASE_BYTES,
 # plus _BYTES_PER_CHARACTER for each character of the grammar's text.
 _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
-# An error message quotes at most this number of characters of a message of llguidance.
+# An error message contains at most this number of characters of llguidance's message.
 _MAX_MESSAGE = 300
 # The largest number of schemas that are compiled to locate an error. If a schema is invalid, the
 # schemas inside it are compiled one by one to find the invalid schema.
@@ -86,13 +87,13 @@ class LLGuidanceBackend:
         else:
             matcher = self._text_matcher(kind, source)
         # Compute the mask of the first token once, because all copies of the matcher use this mask.
-        # For 64 sequences with one regular expression and 151k tokens, the first masks of all
-        # sequences then take 0.4 ms instead of 70 ms.
+        # If 64 sequences use one regular expression, and the vocabulary has 151k tokens, the first
+        # masks of all sequences then take 0.4 ms instead of 70 ms.
         matcher.compute_bitmask()
         return LLGuidanceGrammar(matcher, self._vocabulary, len(source))
 
     def _schema_matcher(self, source: str) -> LLMatcher:
-        """Return llguidance's matcher, which tracks a position in the grammar, for a JSON schema.
+        """Return llguidance's matcher for a JSON schema. Matchers track a position in the grammar.
 
         Raises:
             RequestError: if the schema is not valid, or has keywords that cannot be enforced.
@@ -128,7 +129,7 @@ class LLGuidanceBackend:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def _grammar_error(self, kind: str, source: str, matcher: LLMatcher) -> RequestError:
-        """Return the RequestError for an invalid grammar of any kind except JSON schemas."""
+        """Return the RequestError for an invalid grammar that is not a JSON schema."""
         if kind == "regex":
             # `matcher` was created from a converted text, so the columns in its error belong to
             # that text. Create a matcher from the original text to get the right columns.
@@ -167,8 +168,8 @@ class LLGuidanceBackend:
         definitions = _definitions_in(schema)
         problem_path = "$"
         num_compiled = 0
-        # `subschemas` yields each schema before the schemas inside it. If a schema causes the
-        # error, the search therefore continues only inside this schema.
+        # `subschemas` yields a schema first, and then the schemas inside it. When a schema is found
+        # to cause the error, the search continues only with the schemas inside this schema.
         for part, path in subschemas(schema):
             can_contain_cause = _is_inside(path, problem_path)
             if not isinstance(part, Mapping) or not can_contain_cause:
@@ -277,8 +278,8 @@ def _pattern_problem(matcher: LLMatcher) -> str:
     error_text = str(matcher.get_error())
     message = _last_error(error_text)  # the text after "error: ", such as "unclosed group"
     if message is None:
-        # llguidance's message has no line that begins with "error: ". Return the first line of the
-        # message without the regular expression.
+        # llguidance's message has no line that begins with "error: ". Remove the regular expression
+        # from the message, and return the message's first line.
         return _short_line(_INVALID_REGEX.sub("", error_text))
     column = _column_in_pattern(error_text)
     return message if column is None else f"{message} (column {column})"
@@ -321,7 +322,7 @@ def _definitions_in(schema: object) -> dict[str, object]:
 def _with_definitions(
     part: Mapping[str, object], path: str, definitions: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return a part of a schema, extended by the definitions of the whole schema.
+    """Return a part of a schema, with the definitions of the whole schema added.
 
     The part can then be compiled alone, although it may refer to the definitions. Example: the part
     `{"$ref": "#/$defs/a"}` gives `{"$defs": {"a": {}}, "$ref": "#/$defs/a"}`. If the part itself is

@@ -46,8 +46,8 @@ def replace_exclusive_bounds(schema: object) -> None:
             continue
         excluded_minimum = part.get("exclusiveMinimum")
         excluded_maximum = part.get("exclusiveMaximum")
-        # The bound on the other side can be inclusive ("maximum") or exclusive
-        # ("exclusiveMaximum").
+        # `upper_bound` can be inclusive ("maximum") or exclusive ("exclusiveMaximum"). The same
+        # applies to `lower_bound`.
         upper_bound = part.get("maximum", excluded_maximum)
         lower_bound = part.get("minimum", excluded_minimum)
         if _allows_excluded_minimum(excluded_minimum, upper_bound):

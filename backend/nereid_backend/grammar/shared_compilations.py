@@ -76,7 +76,7 @@ class SharedCompilations(Generic[T]):
             compilation.future.cancel()
 
     def _forget(self, spec: GrammarSpec, compilation: _Compilation[T]) -> None:
-        """Remove a compilation that has ended or is no longer wanted.
+        """Remove a compilation that has ended, or that no request needs any more.
 
         A later request with this grammar uses the cached grammar, or starts a new compilation.
         """

@@ -52,7 +52,7 @@ class Thinking:
         """
         _check_end_tokens(spec)
         self._spec = spec
-        # The markers as bytes, because a token can end in the middle of a character.
+        # The markers are stored as bytes, because a token can end in the middle of a character.
         self._start_marker = spec.start.strip().encode()
         self._end_marker = spec.end.strip().encode()
         # Whether the next token comes before, in or after the reasoning.
@@ -132,7 +132,7 @@ class Thinking:
         return copy
 
     def _look_for_start(self, data: bytes) -> None:
-        """Process a token in the state BEFORE: does the answer begin with the start marker?
+        """Process a token in the state BEFORE: check whether the answer begins with a start marker.
 
         `data` contains the bytes of the token, and `_tail` contains the earlier bytes of the
         answer. Examples for the start marker "<think>": after "<", the state is still BEFORE. After

@@ -10,7 +10,7 @@ from functools import cache
 
 # SentencePiece vocabularies write a space as this character.
 SPACE = "▁"
-# The length of an entry for one byte, such as "<0x0A>".
+# The length of a vocabulary entry that represents one byte, such as "<0x0A>".
 _BYTE_ENTRY_LENGTH = 6
 
 

@@ -94,10 +94,10 @@ class TokenGuide:
             for token_id in token_ids:
                 self._accept_token(token_id)
             return
-        # Only the grammar limits the tokens here, because there is no thinking budget. Most tokens
-        # arrive in the phase GRAMMAR. For these tokens, the first branch of the loop has the same
-        # effect as `_accept_token`, but takes less time. The bit of a token in `grammar_bits` is
-        # set if a grammar may allow the token.
+        # Only the grammar restricts the tokens here, because there is no thinking budget. Most
+        # tokens arrive in the phase GRAMMAR. For these tokens, the first branch of the loop has the
+        # same effect as `_accept_token`, but takes less time. The bit of a token in `grammar_bits`
+        # is set if a grammar may allow the token.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
             if self._phase is Phase.GRAMMAR and _has_bit(grammar_bits, token_id):
@@ -127,7 +127,7 @@ class TokenGuide:
         self._recent_ids.append(token_id)
 
     def _raise_if_forbidden(self, token_id: int, is_allowed: bool) -> None:
-        """If `is_allowed` is False, raise an EngineError: the grammar forbids the token."""
+        """Raise an EngineError if the grammar does not allow a token (`is_allowed` is False)."""
         if not is_allowed:
             text = self._rules.vocabulary.tokens[token_id]
             raise EngineError(
@@ -249,8 +249,8 @@ class TokenGuide:
         Mutates: rows.
         """
         are_limited = []
-        # For each class of matchers, the rows whose masks must be written by this class. Each
-        # grammar library has one class of matchers.
+        # Maps each class of matchers to the rows that this class must fill with masks. Each grammar
+        # library has one class of matchers.
         by_class: dict[type[Matcher], list[_GuideRow]] = {}
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
@@ -267,7 +267,7 @@ class TokenGuide:
         return are_limited
 
     def _deciding_matcher(self) -> Matcher | None:
-        """Return the matcher if only the grammar limits the next token, otherwise None.
+        """Return the matcher if the grammar alone decides about the next token, otherwise None.
 
         Return None if there is no grammar, before the marker, after a stop token, and while the
         thinking budget forces tokens.
@@ -321,7 +321,7 @@ class TokenGuide:
                     _clear_bit(row, token.token_id)
 
     def _complete_mask(self, matcher: Matcher, row: TokenMask) -> None:
-        """Complete the mask that the grammar library has written into `row`.
+        """Apply the remaining rules to the mask that the grammar library has written into `row`.
 
         Forbid all tokens outside `grammar_mask`, such as special tokens that the grammar does not
         contain. Then allow the stop tokens if the answer may end, and allow white space if it may
@@ -384,7 +384,7 @@ class TokenGuide:
 
 
 class _GuideRow(NamedTuple):
-    """A `TokenGuide`, the `Matcher` of its grammar, and the index of its mask in a batch."""
+    """A `TokenGuide`, the `Matcher` of its grammar, and the index of its token mask in a batch."""
 
     guide: TokenGuide
     matcher: Matcher
@@ -392,7 +392,7 @@ class _GuideRow(NamedTuple):
 
 
 def _has_bit(bits: bytes, token_id: int) -> bool:
-    """Return whether the bit of a token is set in a mask. Ids outside the mask have no bit.
+    """Return whether the bit of a token is set in a mask. Return False for ids outside the mask.
 
     Example: the bit of the token 10 is bit 2 of byte 1.
     """

@@ -50,8 +50,8 @@ class TrialCompiler:
         self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
         self._timeout_s = timeout_s
-        # A job is the test of one grammar. `_ids` yields the ids of new jobs, and `_futures` maps
-        # the id of each job that has not ended to its future.
+        # A job is the test of one grammar. `_ids` yields the ids of new jobs. `_futures` maps the
+        # id of each unfinished job to the future of the job.
         self._ids = itertools.count()
         self._futures: dict[int, Future[None]] = {}
         # The process and the connection to it; None before the first job.
@@ -166,7 +166,7 @@ class TrialCompiler:
         command = [sys.executable, "-m", _MODULE, str(child_fd), str(self._timeout_s)]
         with self._lock:
             if self._is_closed:
-                # `_send_message` handles this error in the same way as the end of the process.
+                # `_send_message` handles this error as if the process had ended.
                 raise BrokenPipeError("the engine is shutting down")
             process = subprocess.Popen(command, pass_fds=[child_fd], stdin=subprocess.DEVNULL)
             self._process = process
@@ -203,7 +203,7 @@ class TrialCompiler:
             _resolve(future, RequestError(message))
 
     def _error_of(self, outcome: str, error_text: str) -> RequestError | None:
-        """Return the error of a finished test of a grammar, or None if the grammar was compiled.
+        """Return the error for a grammar that was tested, or None if the grammar could be compiled.
 
         Also log a warning if the grammar library failed.
 

@@ -77,7 +77,7 @@ class TrialServer:
     """Starts a child process for each grammar, and kills a child that exceeds a limit."""
 
     def __init__(self, connection: Connection, compile_grammar: Compile, timeout_s: float) -> None:
-        """Create a server without jobs. A job is a grammar that a child process must compile.
+        """Create a server that has no jobs yet. A job is a grammar that a child must compile.
 
         Args:
             connection: the connection to the engine, which sends jobs and receives their outcomes.
@@ -179,8 +179,8 @@ class TrialServer:
             self._waiting.remove(job)
             return
         self._running.remove(job)
-        # `waitpid` was not called for this child yet, so its process id cannot belong to another
-        # process.
+        # `waitpid` has not been called for this child yet. Therefore, the process id still belongs
+        # to the child, even if the child has ended.
         os.kill(job.pid, signal.SIGKILL)
         os.waitpid(job.pid, 0)
         assert job.connection is not None

@@ -131,7 +131,7 @@ class Vocabulary:
         raise KeyError(data[:1])
 
     def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
-        """Return the tokens that the tokenizer would choose for `data`, the required next bytes.
+        """Return the tokens that the tokenizer would choose for `data`, which must come next.
 
         The grammar allows no other bytes next. The last token is left out, because it may merge
         with the text that follows. Only a marker, such as </think>, is never left out. Return no
@@ -184,7 +184,7 @@ class Vocabulary:
 def _without_tokenizer(
     tokens: tuple[bytes, ...], special_ids: frozenset[int], marker_ids: frozenset[int]
 ) -> Vocabulary:
-    """Recreate a pickled vocabulary. The new function `encode` does not need the tokenizer."""
+    """Recreate a pickled vocabulary, with a function `encode` that does not need the tokenizer."""
 
     def encode(text: str) -> list[int]:
         return vocabulary.spell(text.encode())
@@ -278,7 +278,8 @@ def _token_bytes(
         ids: maps the text of each token to its id.
         vocab_size: the length of the result. It may exceed the number of tokens.
     """
-    # The content of tokenizer.json contains the decoder, which shows how entries represent bytes.
+    # `backend.to_str()` returns the content of tokenizer.json. The field "decoder" shows how
+    # vocabulary entries represent bytes.
     to_bytes = _bytes_function(json.loads(backend.to_str()).get("decoder"), ids)
     tokens = [b""] * vocab_size
     for text, token_id in ids.items():

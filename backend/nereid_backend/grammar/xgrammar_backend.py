@@ -31,7 +31,7 @@ class XGrammarBackend:
     def __init__(
         self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], num_threads: int
     ) -> None:
-        """Create a compiler of xgrammar for a vocabulary.
+        """Create xgrammar's compiler for a vocabulary.
 
         Args:
             vocabulary: the tokens of the model.
@@ -58,9 +58,10 @@ class XGrammarBackend:
             raise RequestError(f"{kind}: the grammar is not valid: {_problem(error)}") from error
 
     def _compile(self, kind: str, source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
-        """Compile a grammar, and return the compiled grammar of xgrammar."""
+        """Compile a grammar, and return xgrammar's compiled grammar."""
         if kind == "structural_tag":
-            # xgrammar compiles strings with a minimum or maximum length incorrectly.
+            # If a string has a minimum or maximum length, xgrammar wrongly allows control
+            # characters in the string.
             has_bounded_string = _BOUNDED.search(source) is not None
             if has_bounded_string:
                 return self._compiler.compile_grammar(_without_controls(source))

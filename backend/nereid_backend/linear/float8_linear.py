@@ -56,7 +56,7 @@ class Float8Product:
         return (wide / scales).clamp(-_LARGEST, _LARGEST).to(_DTYPE), scales
 
     def multiply(self, rows: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-        """Return the product of `rows` and the transposed weight, [num_rows, out_features].
+        """Return `rows` times the transposed weight, as a matrix [num_rows, out_features].
 
         Args:
             rows: [num_rows, in_features], in the model's data type.

@@ -28,7 +28,7 @@ Ranks = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True, eq=False)
 class JoinedGroup:
-    """A group of linear layers that get the same input, and the matrices of their LoRA adapters.
+    """Linear layers that get the same input, together with the LoRA matrices of these layers.
 
     An adapter has two matrices for a layer, lora_A (down) and lora_B (up). The group stores the
     concatenated lora_A matrices of all its layers and adapters.

@@ -207,7 +207,8 @@ class LoraLayers:
             return
         if self._joined_adapters != (adapter,):
             self._join((adapter,))
-        # There is only one adapter, and it has the index 0. The single 0 applies to all rows.
+        # All rows use the only adapter, whose index is 0. One index is enough, because it applies
+        # to all rows.
         row_adapters = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._step = AdapterStep(row_adapters, np.zeros(1, dtype=np.int64))
         try:
@@ -255,7 +256,7 @@ class LoraLayers:
             self._joined.update(zip(names, join_group(pairs), strict=True))
 
     def _names_by_input(self, adapters: tuple[Adapter, ...]) -> Iterable[list[str]]:
-        """Return the names of the layers that the adapters change, as one list for each input.
+        """Return the names of the layers that the adapters change, grouped by the layers' input.
 
         Example: the adapters change q_proj, k_proj and o_proj. q_proj and k_proj are merged layers,
         which have the same input. The result is [["q_proj", "k_proj"], ["o_proj"]].

@@ -186,7 +186,8 @@ class NativeAdapters:
             # The kernels cannot apply adapters to any layer of this model.
             yield
             return
-        # The buffers must stay in memory during the step, because the struct has their addresses.
+        # The buffers must stay in memory during the step, because the struct contains their
+        # addresses.
         struct, _buffers = self._describe_step(chunk_adapters, chunk_lengths)
         kernels().nereid_serve_adapters(ctypes.byref(struct))
         self._is_serving = True

@@ -117,7 +117,7 @@ def pack_embedding(
         return False
     original_class, original_weight = type(embedding), embedding.weight
     # A tied embedding shares its weight with the output layer. The memory of the unpacked weight is
-    # freed only if neither the embedding nor the output layer refers to the weight any more.
+    # freed as soon as neither the embedding nor the output layer refers to the weight any more.
     is_tied = layer is output_layer_of(model)
     _change_embedding(embedding, layer)
     if is_tied:

@@ -35,8 +35,8 @@ _MIN_SCALE = 2.0**-24
 # 4-bit integers are unsigned.
 _MAX_INT8 = 127
 _MAX_UINT4 = 15
-# Rows are quantised in slices. The float32 copy of one slice has at most this size. All temporary
-# tensors of one slice together need about four times this size.
+# Rows are quantised in slices. The float32 copy of one slice has at most this number of bytes. All
+# temporary tensors of one slice together need about four times this number of bytes.
 _SLICE_BYTES = 4 * 2**20
 
 

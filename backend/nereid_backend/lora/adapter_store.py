@@ -42,8 +42,8 @@ class AdapterStore:
         self._max_bytes = max_bytes
         self._like = like
         self._in_use = in_use
-        # Maps each name to the adapter that new requests with this name use. The adapter may have
-        # been removed from memory.
+        # Maps each name to the adapter that a new request gets if it selects this name. The adapter
+        # may have been removed from memory.
         self._named: dict[str, Adapter] = {}
         # Maps each adapter in memory to its size in bytes. The most recently used adapter is last.
         self._resident: dict[Adapter, int] = {}

@@ -43,8 +43,8 @@ _HARMLESS_SETTINGS = frozenset(
         *("modules_to_save", "init_lora_weights"),
     }
 )
-# The weights may need twice as many bytes in the file as in memory. Example: the file contains
-# float32 numbers, and the memory contains bfloat16 numbers.
+# The largest accepted ratio between the size of an adapter in its file and its size in memory.
+# Example: the file contains float32 numbers, and the memory contains bfloat16 numbers.
 _FILE_RATIO = 2
 # PEFT can initialise an adapter with these methods, which also change the weights of the model.
 # Such an adapter does not fit the original weights.
@@ -246,7 +246,7 @@ def _convert_weights(
 
 
 def _check_rank(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> None:
-    """Raise a ModelError if the weights of a layer do not have the rank in adapter_config.json.
+    """Raise a ModelError if the rank of a layer's weights differs from adapter_config.json.
 
     In this case, the two files do not belong to the same adapter.
 
@@ -353,7 +353,7 @@ def _scale(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> fl
 def _layer_setting(
     file: Path, config: dict[str, Any], setting: str, layer_name: str, default: object
 ) -> object:
-    """Return the value of a setting for one layer. Patterns select the layers with special values.
+    """Return the value of a setting for one layer. Patterns assign special values to some layers.
 
     Example: with rank_pattern={"q_proj": 2} and the default 8, the layer "layers.0.q_proj" has the
     rank 2, and the layer "layers.0.k_proj" has the rank 8.
@@ -371,7 +371,8 @@ def _layer_setting(
     patterns = config.get(setting) or {}
     try:
         for pattern, value in patterns.items():
-            # A pattern matches a whole layer name, or the end of a layer name after a dot.
+            # A pattern must match the whole layer name, or everything after one of the dots in the
+            # name. Example: "q_proj" matches "layers.0.q_proj".
             if re.fullmatch(rf"(.*\.)?({pattern})", layer_name):
                 return value
     except (AttributeError, re.error) as error:

@@ -274,7 +274,8 @@ def _check_piecewise_graphs(
     Raises:
         UnfitError: if the logits differ, or if no step with prefills was replayed.
     """
-    # The test path has small sizes, but stores keys and values in the engine's data type.
+    # The test path has small caches and block tables, but stores keys and values in the engine's
+    # data type.
     test_sizes = replace(chosen.trial.sizes, stored=sizes.stored)
     path = chosen.spec.build(test_sizes)
     assert isinstance(path, PackedPath)
@@ -330,8 +331,8 @@ def _check_graphs(
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if messages:
         raise UnfitError(graphs.failure or messages[0])
-    # Each graph is replayed once for the step in which it was captured. If there are more replays
-    # than captures, later steps were replayed, too.
+    # Each graph is replayed once for the step in which it was captured. More replays than captures
+    # mean that graphs were also replayed for later steps.
     has_replayed_later_steps = graphs.num_replays > graphs.num_captures
     if not has_replayed_later_steps:
         raise UnfitError(graphs.failure or "the check had no decode step")

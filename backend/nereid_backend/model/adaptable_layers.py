@@ -13,15 +13,15 @@ from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall
 
-# The number of tokens in the test step. If the input of a layer has this many rows, the layer
-# computes every token of the step. The number must not be 1, because the output layer computes one
-# row, and it must not be a common number of experts.
+# The number of tokens in the test step. If the input of a layer has this many rows, the layer is
+# assumed to compute every token of the step. Therefore, the number must not be 1, because the
+# output layer computes one row, and it must not be a common number of experts.
 _NUM_TOKENS = 7
 
 
 @torch.inference_mode()
 def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
-    """Return the sizes of the linear layers that a LoRA adapter can change, by name.
+    """Return the name and the sizes of each linear layer that a LoRA adapter can change.
 
     An adapter can change a layer only if the layer computes all tokens of a step. The layers are
     found by running the model once. A layer is left out in three cases: the model's code reads the

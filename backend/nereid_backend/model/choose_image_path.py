@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how a model computes prompts with images, videos or audio.
+"""Chooses how a model processes prompts with images, videos or audio.
 
 The following candidates are tried in this order. The first candidate with correct logits is used.
 Logits are correct if transformers' generate computes the same logits for test images. If the model
@@ -41,7 +41,7 @@ from nereid_backend.vision.own_attention import OwnAttention
 from nereid_backend.vision.packed_images import PackedImages
 from nereid_backend.vision.single_images import GeneratedPath, SplitPath
 
-# The largest size of the stored image features in bytes.
+# The memory limit for all stored image features together, in bytes.
 _FEATURE_BYTES = 256 * 2**20
 
 
@@ -50,7 +50,7 @@ _AddImages = Callable[[ForwardPath], ForwardPath]
 
 
 class _Candidate(NamedTuple):
-    """One of the ways in which a model can compute prompts with images.
+    """One of the ways in which a model can process prompts with images.
 
     Attributes:
         name: "packed", "single" or "generated".
@@ -63,7 +63,7 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageSupport:
-    """Describes how a model computes prompts with images, videos or audio.
+    """Describes how a model processes prompts with images, videos or audio.
 
     Attributes:
         name: "packed", "single" or "generated"; empty if all kinds of media are refused.
@@ -72,7 +72,7 @@ class ImageSupport:
         refused: maps each refused kind of media to a clause with the reason.
         config: the config of the model.
         add: adds the support for images to the forward path for texts, and returns the new path.
-        needs_images: whether the model computes only prompts with images.
+        needs_images: whether the model processes only prompts with images.
         difference: the largest difference between the logits of the path and the logits of
             transformers' generate, relative to the standard deviation of the logits.
         features: the cache of image features; None if all kinds of media are refused.
@@ -103,7 +103,7 @@ class ImageSupport:
 def choose_image_path(
     checkpoint: Checkpoint, folder: Path, spec: PathSpec, block_size: int, progress: Progress
 ) -> ImageSupport:
-    """Choose how a model computes prompts with images.
+    """Choose how a model processes prompts with images.
 
     Args:
         checkpoint: a loaded model.
@@ -150,8 +150,8 @@ def choose_image_path(
         features=features,
         refused=refused,
     )
-    # The check prepares images as a decoder does. Encoder-decoder models and transformers'
-    # `generate` prepare images differently, so they cannot be checked.
+    # The check prepares images as a decoder-only model does. Encoder-decoder models and
+    # transformers' `generate` prepare images differently, so they cannot be checked.
     can_check_prompts = chosen.name != "generated" and not config.is_encoder_decoder
     if can_check_prompts:
         support = replace(support, check=PromptCheck(checkpoint.model, features, attention))
@@ -209,8 +209,8 @@ def _choose_candidate(
     for kind, trial in trials.items():
         choice, problems = _first_correct(candidates, trial, measure)
         if choice is not None:
-            # The kinds in `refused` were tried earlier, but no candidate computed correct logits
-            # for them.
+            # For the kinds of media in `refused`, all candidates have already been tried, but none
+            # computed correct logits.
             later_trials = {name: trials[name] for name in trials if name not in (kind, *refused)}
             return _check_other_kinds(choice, later_trials, refused, measure)
         refused[kind] = (
@@ -223,9 +223,9 @@ def _choose_candidate(
 def _first_correct(
     candidates: list[_Candidate], trial: Trial, measure: Callable[[_AddImages, Trial], float]
 ) -> tuple[_Choice | None, list[str]]:
-    """Try candidates until one has correct logits. Return this candidate or None, and the problems.
+    """Return the first candidate with correct logits or None, and the problems of failed ones.
 
-    A candidate is a way to compute prompts with images. The list of problems has one text for each
+    A candidate is a way to process prompts with images. The list of problems has one text for each
     candidate that was tried without success, such as "packed: RuntimeError: shapes differ".
     """
     problems: list[str] = []
@@ -245,10 +245,10 @@ def _check_other_kinds(
     refused: dict[str, str],
     measure: Callable[[_AddImages, Trial], float],
 ) -> _Choice:
-    """Check whether the chosen way to compute images also gives correct logits for other media.
+    """Check whether the way chosen for images also gives correct logits for other kinds of media.
 
     Args:
-        choice: the chosen way to compute images, and its measured difference.
+        choice: the way chosen for images, and the measured difference of its logits.
         trials: for each other kind of media, the test prompts and the expected logits.
         refused: maps each refused kind of media to the reason. Mutated: each kind for which the
             logits are not correct is added.
@@ -291,7 +291,7 @@ def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
 def _candidates(
     checkpoint: Checkpoint, spec: PathSpec, features: FeatureCache, attention: OwnAttention
 ) -> list[_Candidate]:
-    """Return the ways to compute prompts with images, in order of preference.
+    """Return the ways to process prompts with images, in order of preference.
 
     `packed` is the fastest way, but does not work for every model; see the module's docstring. Each
     candidate contains a function that adds the support for images to the forward path for texts.

@@ -57,7 +57,7 @@ class ChosenPath:
 def choose_path(
     checkpoint: Checkpoint, hook: AttentionHook, config: EngineConfig, progress: Progress
 ) -> ChosenPath:
-    """Choose the fastest way to run a model whose logits equal the logits of the unmodified model.
+    """Choose the fastest forward path whose logits equal the logits of the unmodified model.
 
     A forward path is a way to run the forward passes of a model, such as one row with the tokens
     of all sequences. Faster paths are tried first. The attention of the model is set to the

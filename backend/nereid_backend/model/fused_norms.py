@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# The largest accepted difference in a row, divided by the largest number in the same row. Rounding
-# to the data type causes smaller differences.
+# The largest accepted difference between the two results for a row, divided by the largest number
+# in the row. Rounding to the data type causes smaller differences.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _NUM_ROWS = 4
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the forward path for models that cannot compute a prompt without an image.
+"""Chooses the forward path for models that cannot process a prompt without an image.
 
 The code of some models, such as captioning models, raises an error for a prompt without an image.
-No forward path for texts can be checked with such a model. If the model can compute prompts with
+No forward path for texts can be checked with such a model. If the model can process prompts with
 images, the engine still serves the model, and refuses prompts without an image.
 """
 
@@ -56,7 +56,7 @@ def choose_images_only(
     progress: Progress,
     text_error: UnsupportedModelError,
 ) -> tuple[ChosenPath, ImageSupport]:
-    """Choose how the engine runs a model that cannot compute a prompt without an image.
+    """Choose how the engine runs a model that cannot process a prompt without an image.
 
     Example: the model's code raises an error if the images are missing.
 
@@ -68,7 +68,7 @@ def choose_images_only(
         text_error: the error of `choose_path`: no forward path for texts can be used.
 
     Raises:
-        UnsupportedModelError: if the model cannot compute prompts with images, either.
+        UnsupportedModelError: if the model cannot process prompts with images, either.
     """
     set_attention(checkpoint, None)
     images = choose_image_path(checkpoint, folder, _SPEC, block_size, progress)

@@ -43,7 +43,7 @@ def choose_layer_groups(
     max_model_len: int,
     max_step_tokens: int,
 ) -> tuple[LayerGroups, str]:
-    """Return groups of attention layers that save memory. If there is one group, return the reason.
+    """Return groups of attention layers that save memory, and the reason if there is one group.
 
     A block of the KV cache belongs to one group of layers. If all layers of a group have a sliding
     window, blocks before the window can be freed. If all layers form one group, the reason is a
@@ -125,7 +125,7 @@ def block_shape(
         bytes_per_token=spec.bytes_per_token + sum(layer_bytes) + draft_bytes,
         block_size=config.block_size,
         windows=groups.windows,
-        # A prompt that is computed in one pass needs all its blocks at the same time.
+        # If a prompt is computed in one pass, all its blocks are needed at the same time.
         max_step_tokens=None if spec.whole_prefill else max_step_tokens,
     )
 
@@ -191,19 +191,19 @@ def divide_layers(
     """
 
     def cost(groups: LayerGroups) -> int:
-        """Return the memory of the longest request, as a number of blocks of a single layer."""
+        """Return the memory that the longest request needs. The unit is one block of one layer."""
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 
     # `num_places` is the largest number of layers in a group. The loop begins with the largest
-    # value, so the divisions into the fewest groups come first in `candidates`.
+    # value of `num_places`, so divisions into fewer groups come first in `candidates`.
     candidates = [single_group(layers)]
     for num_places in range(len(layers), 0, -1):
         groups = _group_by_window(layers, num_places)
         if len(groups.windows) <= _MAX_GROUPS:
             candidates.append(groups)
     max_cost = (1 + _MIN_SAVED_SHARE) * min(map(cost, candidates))
-    # Of the divisions that need nearly the least memory, return the one with the fewest groups.
+    # Return the first division whose cost is low enough. No later division has fewer groups.
     return next(groups for groups in candidates if cost(groups) <= max_cost)
 
 
@@ -238,7 +238,7 @@ def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroup
 
 
 def _equal_parts(items: list[int], max_len: int) -> list[list[int]]:
-    """Divide a list into nearly equal parts, as few as possible, of at most `max_len` items each.
+    """Divide a list into the fewest nearly equal parts that have at most `max_len` items each.
 
     Example: the items [1, 2, 3, 4, 5] and max_len 2 give [[1], [2, 3], [4, 5]].
     """

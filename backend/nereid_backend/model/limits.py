@@ -83,8 +83,8 @@ class BlockShape:
         tokens fits, the result is at least `max_tokens`. Example: 20 blocks of 16 tokens in a
         single group with full attention give 320 tokens.
         """
-        # A binary search finds the shortest sequence that needs more than `num_blocks` blocks,
-        # because longer sequences need at least as many blocks. The unit of `lengths` is
+        # Find the shortest sequence that needs more than `num_blocks` blocks. A binary search is
+        # possible, because a longer sequence never needs fewer blocks. The unit of `lengths` is
         # `block_size` tokens.
         lengths = range(max(0, num_blocks) + 1)
         first_too_long = bisect_right(
@@ -203,7 +203,7 @@ def _longest_request(
     configured_len = _configured_len(config, limit)
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
-    # If max_model_len is not set, the memory must be enough for at least one block.
+    # If max_model_len is not set, it is enough if the memory can store one block.
     required_len = configured_len or min(config.block_size, limit.num_tokens)
     if fitting_len < required_len:
         num_needed_blocks = block.num_sequence_blocks(configured_len or 1) + 1  # one for padding
@@ -218,7 +218,7 @@ def _longest_request(
 
 
 def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:
-    """Return how many blocks fit into `num_bytes` bytes if one more block is needed for padding.
+    """Return how many blocks fit into `num_bytes` bytes in addition to one block for padding.
 
     The result is -1 if no block fits.
     """

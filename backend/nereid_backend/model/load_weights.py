@@ -100,8 +100,8 @@ def _load_prepacked(
         # The packed weights do not work for this model. Packing has replaced the original
         # weights, so the original weights are read from the checkpoint again.
         checkpoint = _load_with_settings(config, device, hook, progress)
-    # The size of the model is computed again. If the layout of the output layer was changed, the
-    # output layer and the embedding may no longer share one weight.
+    # Compute the size of the model again, because it may have changed: if the layout of the output
+    # layer was changed, the output layer and the embedding may no longer share one weight.
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
 
 

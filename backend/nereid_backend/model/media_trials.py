@@ -19,11 +19,11 @@ from nereid_backend.vision.image_tensors import place_images
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# The sizes of the test images in pixels, width and height.
+# The width and the height of each test image in pixels.
 _SIZES = ((40, 30), (30, 50))
 # The number of frames of each test video.
 _NUM_FRAMES = (4, 2)
-# The durations of the test audio in seconds, and the sampling rate.
+# The durations of the test audio in seconds, and the sampling rate in Hz.
 _DURATIONS_S = (0.6, 0.9)
 _RATE = 16_000
 
@@ -32,7 +32,7 @@ _MediaPart = dict[str, Any]
 
 
 class _Answer(NamedTuple):
-    """The answer of transformers' generate to a test prompt.
+    """The answer of transformers' `generate` to a test prompt.
 
     Attributes:
         prompt: the prompt, whose images, videos or audio are on the device of the model.
@@ -166,7 +166,7 @@ def _check_dependence(trial: Trial) -> None:
     Some models ignore audio if their checkpoint has no audio encoder.
     """
     num_rows = NUM_STEPS + 1
-    # Each prompt has `num_rows` rows of logits. The last prompt but one differs from the first
+    # Each prompt has `num_rows` rows of logits. The second-to-last prompt differs from the first
     # prompt only in the audio.
     if torch.equal(trial.expected[0], trial.expected[-2 * num_rows]):
         raise UnfitError("the logits do not depend on the audio")

@@ -124,8 +124,9 @@ def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
         return
     name = "eager" if hook is None else hook.name
     checkpoint.model.set_attn_implementation(name)
-    # If transformers cannot change the attention of a model, it only logs a warning. The model
-    # would then use its own attention without the masks that this attention needs.
+    # If transformers cannot change the attention of a model, it only logs a warning. Raise an error
+    # in this case, because the model would use its own attention without the masks that this
+    # attention needs.
     config = checkpoint.model.config
     actual = getattr(config, "text_config", config)._attn_implementation
     if actual != name:
@@ -156,9 +157,10 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None:
         _check_sparse_limit(limit, max_model_len)
-        # Sparse attention attends to every token of a sequence within this limit, so no token must
-        # be masked. However, the model's code requests a mask from transformers, which calls the
-        # mask function that is registered under the name of the attention function.
+        # Sparse attention attends to every token of a sequence within this limit, so no mask is
+        # needed. However, the model's code requests a mask from transformers, which calls the mask
+        # function that is registered under the name of the attention function. Therefore, register
+        # `_open_mask`, which hides no token.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -249,7 +251,7 @@ def _three_rows_variants(
 ) -> Iterator[PathSpec]:
     """Yield three variants of `rows` (a way to run a model), from the fastest to the slowest.
 
-    The first variant divides prompts into chunks. The second variant computes each prompt in one
+    The first variant divides prompts into chunks. The second variant processes each prompt in one
     pass. The third variant also computes a preempted sequence again in the same passes as before
     the preemption: first the prompt, then each output token.
 

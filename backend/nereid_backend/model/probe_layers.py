@@ -121,8 +121,8 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
         "use_cache": False,
     }
     if ModelCall(checkpoint.model).takes("logits_to_keep"):
-        # The index of the token whose logits are needed. The forward path `packed` passes a tensor
-        # of indices, too.
+        # The index of the token whose logits are needed. The index is passed as a tensor, because
+        # the forward path `packed` also passes a tensor of indices.
         arguments["logits_to_keep"] = torch.zeros(1, dtype=torch.int64, device=checkpoint.device)
     layers = record_layers(checkpoint.text_config, hook, lambda: checkpoint.model(**arguments))
     if not layers:

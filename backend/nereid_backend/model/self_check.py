@@ -23,7 +23,7 @@ from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.runner import ForwardPath
 
 # The largest number of tokens in one step of the check. Two prompts have more tokens, so that the
-# check also computes prompts in several chunks.
+# check also covers prompts that are divided into chunks.
 _BUDGET = 8
 # The largest accepted root mean square difference, relative to the standard deviation of the
 # logits. The tests measured these differences: wrong masks or positions cause 0.1 to 1.4. Rounding

@@ -83,7 +83,7 @@ def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
 
 
 def _make_sequence(trial: Trial, row: int) -> Sequence:
-    """Return a sequence with the tokens of the first test sequence and the batch row `row`.
+    """Return a sequence in the batch row `row`, with the tokens of the first test sequence.
 
     All sequences that this function returns have the same blocks.
     """

@@ -75,7 +75,7 @@ class Loaded:
         path: the forward path of the model.
         make_adapter_store: creates the store of LoRA adapters. The argument is a function that
             returns the adapters of all unfinished requests.
-        images: how the model computes prompts with images.
+        images: how the model processes prompts with images.
         place_images: moves the images of a prompt to the device of the model.
         swap: the compilation that runs in the background; None if there is none.
         draft: the draft model; None if there is none.
@@ -120,7 +120,7 @@ class OpenedModel:
         checkpoint: the model.
         chosen: the forward path.
         adaptable_layers: the linear layers that LoRA adapters can change, by name.
-        images: how the model computes prompts with images.
+        images: how the model processes prompts with images.
         cache_budget: returns the memory for the KV cache in bytes. The argument is the memory of
             one step in bytes.
     """
@@ -138,7 +138,7 @@ OpenModel = Callable[[EngineConfig, AttentionHook, Progress, StageClock], Opened
 def open_model(
     config: EngineConfig, hook: AttentionHook, progress: Progress, clock: StageClock
 ) -> OpenedModel:
-    """Read the weights of a model, and choose how to run texts and images.
+    """Read the weights of a model, and choose how the model processes texts and images.
 
     Args:
         config: the settings.
@@ -155,7 +155,7 @@ def open_model(
     try:
         chosen = choose_path(checkpoint, hook, config, progress)
     except UnsupportedModelError as error:
-        # Some models compute only prompts with images.
+        # Some models process only prompts with images.
         chosen, images = choose_images_only(checkpoint, folder, config.block_size, progress, error)
     else:
         images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)
@@ -268,7 +268,7 @@ class _CachePlan:
 def _plan_cache(
     config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, progress: Progress
 ) -> _CachePlan:
-    """Measure the memory of a forward pass, and determine the number of KV cache blocks.
+    """Measure the memory that a forward pass needs, and determine the number of KV cache blocks.
 
     The memory of the KV cache is what remains after the weights and one forward pass.
 

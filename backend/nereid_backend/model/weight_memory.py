@@ -93,7 +93,7 @@ def _remedy(
 
 
 def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
-    """Return the memory in bytes that the weights need on a CPU, for each setting of the data type.
+    """Return how many bytes the weights need on a CPU with each value of dtype and weight_dtype.
 
     Example: {"dtype=float32": 4000000, "dtype=bfloat16": 2000000, "weight_dtype=int8": 1031250}. A
     setting that has no effect on the checkpoint is left out.

@@ -37,7 +37,7 @@ def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list
 
 
 def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> dict[str, str]:
-    """Return the plan entries to replace if a model has fewer KV heads than tensor parallel ranks.
+    """Return the changes to the plan of a model that has fewer KV heads than there are ranks.
 
     A plan tells transformers how to divide each layer among the ranks (processes). With these
     changes, each rank loads the whole layers k_proj and v_proj, which compute the KV heads.
@@ -103,7 +103,7 @@ def _keep_rows(layer: nn.Linear, start: int, num_rows: int) -> None:
 def _divided_attention(
     model: PreTrainedModel, plan: Mapping[str, str], style: str = "colwise"
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and the module of each attention layer whose k_proj has the style `style`."""
+    """Yield the attention layers (name, module) whose k_proj has the value `style` in `plan`."""
     for name, layer in model.named_modules():
         if isinstance(getattr(layer, "k_proj", None), nn.Linear):
             rule = replace_layer_number_by_wildcard(f"{name}.k_proj")

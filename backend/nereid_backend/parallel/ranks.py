@@ -159,7 +159,7 @@ class Ranks:
             raise
 
     def _failure_of_other_rank(self) -> str:
-        """Return the description of another rank's failure, after rank 0 has failed.
+        """Return the description of another rank's failure. Must be called after rank 0 has failed.
 
         Return "" if no other rank has failed. If another rank has caused the failure of rank 0, the
         thread of `_wait_for_failure` soon detects this, so this method waits up to

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache for transformers that stores keys and values in the blocks of the KV cache.
+"""A transformers cache that stores keys and values in the blocks of the engine's KV cache.
 
 The model's own attention code gets a copy of all keys and values of the batch. Shorter sequences
 are padded on the left. Example of a step with three sequences (the new tokens are to the right of
@@ -49,7 +49,7 @@ class CacheLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """For one cache layer, the tensors that are stored in blocks.
+    """Describes which tensors of one cache layer are stored in blocks of the KV cache.
 
     Attributes:
         keys: the index in `CacheLayout.layers` of the layer's keys and values; None if the layer
@@ -109,7 +109,7 @@ def probe_cache(
 
 
 def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN401 - transformers is untyped
-    """Append the shapes of a cache layer's tensors to `specs`. Return their indices in `specs`.
+    """Append the tensor shapes of a cache layer to `specs`. Return the indices of the new items.
 
     The layer contains one token. It can store keys and values, the keys of a sparse indexer (which
     selects the tokens for sparse attention), or all of these.
@@ -169,7 +169,7 @@ def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers 
 
 
 def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes in which blocks store the keys of an indexer; see `LayerParts.indexer`."""
+    """Return the shapes of an indexer's keys as stored in blocks; see `LayerParts.indexer`."""
     shape = tuple(layer.indexer_keys.shape)
     if shape[:2] != (1, 1) or shape[2] % 2:
         raise UnfitError(
@@ -255,8 +255,8 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
     """
 
     is_croppable = False
-    # The engine sets the attributes with these names. These attributes are not part of a sequence's
-    # state.
+    # The names of the attributes that the engine sets. These attributes are not part of a
+    # sequence's state.
     engine_names = frozenset({"num_past_tokens", "_cache", "_step", "_parts"})
 
     def __init__(self, cache: KVCache, parts: LayerParts) -> None:
@@ -267,7 +267,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         self._step: GatheredStep | None = None
 
     def begin(self, step: GatheredStep) -> None:
-        """Set the sequences that the next forward pass computes."""
+        """Prepare the layer for the next forward pass, which computes the sequences in `step`."""
         self._step = step
         self.num_past_tokens = step.num_past_tokens
 
@@ -323,9 +323,9 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
                 "a layer of the model uses a sparse indexer, but it used none when it was examined "
                 "at load"
             )
-        # The KV cache stores a key and a value for each token of a layer. An indexer has only a key
-        # for each token. The first half of this key is therefore stored as a key, and the second
-        # half is stored as a value.
+        # The KV cache stores a key and a value for each token of a layer. For each token, an
+        # indexer has a key, but no value. The first half of this key is therefore stored as the
+        # key, and the second half is stored as the value.
         first_half, second_half = indexer_key_states[:, None].chunk(2, dim=-1)
         all_halves = self._store_and_read(self._parts.indexer, first_half, second_half)
         return torch.cat(all_halves, dim=-1)[:, 0]

@@ -17,7 +17,7 @@ from nereid_backend.core.step import Chunk
 from nereid_backend.device_transfer import upload_all
 from nereid_backend.paths.step_batch import tokens_of
 
-# The names that transformers' models give to the argument for the cache.
+# The forward methods of transformers' models accept the cache under one of these argument names.
 _CACHE_NAMES = ("past_key_values", "cache_params")
 
 
@@ -143,7 +143,7 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
         return self.num_past_tokens + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the largest number of tokens that a sequence of the batch has before this step."""
+        """Return the number of tokens before this step in the longest sequence of the batch."""
         return self.num_past_tokens
 
     def get_max_length(self) -> int:
@@ -168,7 +168,7 @@ def token_inputs(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor,
 
 
 def extend_to_start(chunk: Chunk) -> Chunk:
-    """Return a chunk that also contains all earlier tokens of the sequence.
+    """Return a chunk that begins at the sequence's first token, and ends at the end of `chunk`.
 
     Example: a chunk of 3 tokens that starts at 5 becomes a chunk of 8 tokens that starts at 0.
     """

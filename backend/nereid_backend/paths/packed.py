@@ -59,7 +59,7 @@ class PackedPath:
         cache: KVCache,
         builder: BatchBuilder,
     ) -> None:
-        """Create a path that runs the model's own code, without CUDA graphs and without images.
+        """Create a forward path that runs the model's own code, without CUDA graphs and images.
 
         Args:
             checkpoint: a model whose attention is `hook`.
@@ -94,7 +94,7 @@ class PackedPath:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether GPU kernels compute the attention. All inputs of these kernels are tensors."""
+        """Whether GPU kernels compute the attention. These kernels take only tensors as inputs."""
         return uses_gpu_kernels(self._cache)
 
     @property

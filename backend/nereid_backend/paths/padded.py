@@ -78,8 +78,8 @@ class PaddedPath:
         at 5, 9, 7 and 0 give the groups [[0, 2], [1], [3]], because 5 and 7 have 3 bits, and 9 has
         4 bits.
         """
-        # Maps a number of bits to the indices of the decodes whose positions have this number of
-        # bits.
+        # Maps a number of bits to the decodes whose positions have this number of bits. The decodes
+        # are given by their indices in `chunks`.
         decode_groups: dict[int, list[int]] = {}
         single_chunks: list[list[int]] = []
         for index, chunk in enumerate(chunks):
@@ -102,8 +102,7 @@ class PaddedPath:
         """
         ids, positions = token_inputs(chunks, self._device)
         step = GatheredStep.from_chunks(chunks, self._cache)
-        # The number must be at least 1, because the model always returns the logits of at least one
-        # token.
+        # Request the logits of at least one token, because the model never returns fewer.
         num_logits = max([1, *[chunk.num_logits for chunk in chunks]])
         with self._adapters.serving(chunks), self._positions.serving(positions):
             return self._call(

@@ -87,11 +87,12 @@ class RowsPath:
         self._keys = keys
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
-        # Maps the row number of a sequence to the recurrent state of the sequence. The states of
-        # the last batch are stored in `_batch_cache` instead.
+        # The recurrent state of each sequence. The key is the index of the sequence in the runner's
+        # tables (`Sequence.row`). The states of the last batch are stored in `_batch_cache`
+        # instead.
         self._states: dict[int, State] = {}
-        # Maps the row number of a sequence to the number of tokens that the sequence's recurrent
-        # state covers.
+        # For each sequence, the number of tokens that the recurrent state covers. The key is
+        # `Sequence.row`.
         self._state_lengths: dict[int, int] = {}
         # The recurrent states of the last batch, merged into one cache; None if the state of every
         # sequence is in `_states`.
@@ -109,7 +110,8 @@ class RowsPath:
         assert sampled is None, "only pending chunks need sampled tokens"
         for chunk in plan.chunks:
             if chunk.is_first:
-                # If the row still contains the state of an earlier sequence, delete this state.
+                # An earlier sequence may have had the same row number. If the state of the earlier
+                # sequence is still stored, delete this state.
                 self._delete_state(_row(chunk))
         if plan.snapshots is None:
             return self._compute_step(plan)
@@ -173,7 +175,7 @@ class RowsPath:
         return num_bytes(next(iter(self._states.values())))
 
     def _load_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
-        """Copy stored states into new sequences. Delete stored states that are not needed.
+        """Load states of new sequences from snapshots. Delete snapshots that are no longer needed.
 
         `snapshots` lists the snapshots to load and the snapshots to delete.
         """
@@ -192,7 +194,7 @@ class RowsPath:
         return copy_state(self._states[row])
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
-        """For each of several sequences, compute one token. One forward pass computes all tokens.
+        """Compute one token for each of several sequences, in a single forward pass.
 
         The sequence of each chunk must already have a state.
 
@@ -222,7 +224,7 @@ class RowsPath:
         return self._merged_cache([self._states.pop(row) for row in rows])
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Compute one chunk in one forward pass, or skip it if a later chunk computes its tokens.
+        """Compute a chunk in one forward pass, or skip a chunk whose tokens a later chunk computes.
 
         Some models must compute a prompt in one pass. Example: a prompt of 20 tokens is divided
         into the chunks 0 to 15 and 16 to 19. For the first chunk, the result is None. The second
@@ -259,7 +261,7 @@ class RowsPath:
         return is_exact and self._has_state(chunk)
 
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
-        """Compute a sequence again: the prompt in one pass, then each output token in one pass.
+        """Compute a sequence again: one pass for the prompt, then one pass for each output token.
 
         Example: a sequence with 20 prompt tokens and 2 output tokens is computed in three passes,
         for the tokens 0 to 19, the token 20, and the token 21. `chunk` contains all tokens of the

@@ -147,7 +147,7 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
 
 
 def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """From `value`, an attribute of a cache layer, return the part that belongs to one sequence.
+    """Return the part of `value`, a layer's attribute, that belongs to one sequence.
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8]. A value that is
     not divided into rows is copied.

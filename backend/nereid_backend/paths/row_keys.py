@@ -33,7 +33,7 @@ from nereid_backend.paths.step_batch import BatchBuilder
 
 
 class RowKeys(Protocol):
-    """The storage of keys and values for models with recurrent states."""
+    """The interface of the classes that store keys and values for models with recurrent states."""
 
     @property
     def kv_cache(self) -> KVCache | None:
@@ -62,7 +62,7 @@ class HookedKeys:
         layers: list[LayerSpec],
         paged: tuple[KVCache, BatchBuilder] | None,
     ) -> None:
-        """Create a storage of keys and values that only Nereid's attention function reads.
+        """Create an object that stores keys and values for Nereid's own attention function.
 
         Args:
             config: the config of the model.
@@ -91,7 +91,8 @@ class HookedKeys:
         Mutates: the lengths in the layers of `cache`.
         """
         # The model derives the size of its attention mask from the number of earlier tokens. The
-        # mask must be large enough for every chunk, so the largest number of all chunks is used.
+        # mask must be large enough for every chunk, so use the number of the chunk with the most
+        # earlier tokens.
         num_past_tokens = max(chunk.start for chunk in chunks)
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):
@@ -116,7 +117,7 @@ class GatheredKeys:
     """Stores keys and values in blocks, and copies them for the model's own attention code."""
 
     def __init__(self, config: PretrainedConfig, layout: CacheLayout, kv_cache: KVCache) -> None:
-        """Create a storage of keys and values for models that run their own attention code.
+        """Create an object that stores keys and values for models with their own attention code.
 
         Args:
             config: the config of the model.

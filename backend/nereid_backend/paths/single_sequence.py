@@ -64,7 +64,8 @@ class SinglePath:
         # The name of the model's argument for the cache.
         has_cache_params = "cache_params" in argument_names
         self._cache_name = "cache_params" if has_cache_params else "past_key_values"
-        # Maps the row number of a sequence to the stored state of the sequence.
+        # The stored state of each sequence. The key is the index of the sequence in the runner's
+        # tables (`Sequence.row`).
         self._states: dict[int, _SequenceState] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
@@ -115,7 +116,7 @@ class SinglePath:
         )
 
     def _restore_state(self, row: int, sequence: Sequence, end: int) -> None:
-        """Compute the state of a preempted sequence again, for the first `end - 1` tokens.
+        """Compute the first `end - 1` tokens of a preempted sequence again, to restore its state.
 
         The model is called as before the preemption: once for the prompt, and then once for each
         output token. On some models, one call for all tokens gives different logits. Example: for a
@@ -144,8 +145,8 @@ class SinglePath:
 
         Mutates: the stored state of `row`.
         """
-        # A failed call of the model may change the cache partly. Therefore, the stored state is
-        # removed before the call.
+        # If a call of the model fails, the cache may be partly changed. The stored state is
+        # therefore removed before the call.
         state = self._states.pop(row, None)
         if state is None or state.num_tokens != num_tokens - 1:
             state = self._first_state(sequence, num_tokens)
@@ -170,8 +171,8 @@ class SinglePath:
         is_first_call = state.num_tokens == 0
         num_new_tokens: int | None = 1
         if is_first_call:
-            # If there is no cache yet, the model creates a cache itself or uses no cache. For both
-            # cases, transformers expects None.
+            # If there is no cache yet, the model creates a cache itself or uses no cache. In both
+            # cases, transformers expects that `next_sequence_length` is None.
             has_cache = state.arguments.get(self._cache_name) is not None
             num_new_tokens = len(token_ids) if has_cache else None
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
@@ -247,9 +248,9 @@ class SinglePath:
             ids, arguments, "input_ids", self._generation
         )
         if self._uses_cache:
-            # A method of the model creates the cache, because this method gives the cache for
-            # cross-attention no sliding window. `length` has an effect only on caches of a fixed
-            # size.
+            # Let a method of the model create the cache, because this method omits the sliding
+            # window from the cache for cross-attention. `length` has an effect only on caches of a
+            # fixed size.
             batch_size = 1
             length = ids.shape[1]
             self._model._prepare_cache_for_generation(

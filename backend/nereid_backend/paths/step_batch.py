@@ -286,7 +286,7 @@ class BatchBuilder:
     def _decode_groups(
         self, groups: list[_DecodeLengths], tensors: Iterator[Tensor]
     ) -> list[DecodeGroup]:
-        """Build a `DecodeGroup` for each group of sequences that add one token.
+        """Build one `DecodeGroup` for each item of `groups`. A decode adds one token to a sequence.
 
         `tensors` yields tensors on the device, in the order of the arrays that `_decode_arrays`
         returns: for each group the blocks, the lengths and the token indices. If the token indices
@@ -322,9 +322,9 @@ class BatchBuilder:
         if max_blocks <= _SHORT_BLOCKS or is_padding_small:
             all_decodes = slice(len(lens))
             return [_DecodeLengths(all_decodes, lens)]
-        # All decodes with at most `_SHORT_BLOCKS` blocks form one level. Every other level n
-        # contains the decodes with more than 2^(n-1) and at most 2^n blocks, so the longest decode
-        # in the level has less than twice as many blocks as the shortest decode.
+        # Decodes with at most `_SHORT_BLOCKS` blocks have the lowest level. At a higher level n,
+        # each decode has more than 2^(n-1) and at most 2^n blocks. The longest decode of such a
+        # level therefore has less than twice as many blocks as the shortest decode.
         levels = np.ceil(np.log2(num_blocks.clip(min=_SHORT_BLOCKS))).astype(np.int64)
         groups = [np.flatnonzero(levels == level) for level in np.unique(levels)]
         return [_DecodeLengths(group, lens[group]) for group in groups]

@@ -144,7 +144,7 @@ class _Methods(NamedTuple):
 def _choose_methods(
     spec: CheckpointSpec, encoder: Encoder, hook: AttentionHook, max_len: int
 ) -> _Methods:
-    """Choose the methods of computing the token vectors and the head's output for a batch.
+    """Choose the methods that compute the token vectors and the head's output of a batch.
 
     The fastest methods are chosen whose outputs for a batch equal the outputs for single texts.
     Some models need no token vectors or have no head. The method is then None.

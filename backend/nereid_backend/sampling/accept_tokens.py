@@ -141,7 +141,8 @@ def _accept(
             token_ids += forced
             logprobs += [0.0] * len(forced)
             # `forced` contains the tokens that the grammar forces. It is empty if the request asks
-            # for log-probabilities, so `top` needs no entries for these tokens.
+            # for log-probabilities. The list `top` of requested log-probabilities therefore needs
+            # no entries for forced tokens.
             if token_ids[-1] in stop_ids:
                 break
             if forced:

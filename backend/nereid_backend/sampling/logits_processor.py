@@ -64,7 +64,7 @@ class BadWord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogitsParams:
-    """The logit-changing sampling parameters of one request, as arrays.
+    """The sampling parameters by which one request changes the logits, stored in arrays.
 
     Attributes:
         owner: the request.
@@ -91,7 +91,7 @@ class LogitsParams:
 
     @classmethod
     def of(cls, sequence: Sequence, vocab_size: int) -> "LogitsParams":
-        """Convert the logit-changing sampling parameters of a request to arrays.
+        """Create the arrays that contain the logit-changing sampling parameters of a request.
 
         `sequence` is a sequence of the request. Example: the logit_bias {4: 1.5, 9: -2} gives the
         `bias_ids` [4, 9] and the `bias_values` [1.5, -2].
@@ -101,7 +101,8 @@ class LogitsParams:
         allowed_ids = params.allowed_token_ids
         # A bad word is a sequence of tokens. Bad words of one token are forbidden everywhere.
         bad_tokens = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
-        # Stop tokens outside the vocabulary have no logit.
+        # Omit stop tokens outside the vocabulary, because the logits have no columns for these
+        # tokens.
         stops = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
         return cls(
             owner=sequence,
@@ -157,7 +158,7 @@ class LogitsParams:
 
 
 class LogitsProcessor:
-    """Applies the logit-changing sampling parameters of requests to logits.
+    """Applies sampling parameters that change logits, such as logit_bias and penalties.
 
     The prepared parameters and the token counts of running requests are cached. The key of the
     caches is the row of the request.
@@ -192,7 +193,7 @@ class LogitsProcessor:
         params = {i: self._logits_params_of(positions[i], i, vocab_size) for i in changed}
         if not params and not masks:
             return logits
-        # `with_masks` returns a new tensor, so the functions below may change it.
+        # `with_masks` returns a new tensor, so the functions below may change `logits` in place.
         logits = with_masks(logits.float(), _combine_masks(masks, params))
         if params:
             _forbid_tokens(logits, positions, params)
@@ -203,7 +204,7 @@ class LogitsProcessor:
         return logits
 
     def _logits_params_of(self, position: Position, index: int, vocab_size: int) -> LogitsParams:
-        """Return the logit-changing parameters of the request to which a position belongs.
+        """Return the `LogitsParams` of the request to which a position belongs.
 
         The first call for a request creates the arrays and stores them in the cache.
 
@@ -215,8 +216,8 @@ class LogitsProcessor:
         row = _cache_row(position, index)
         logits_params = self._logits_params.get(row)
         if logits_params is None or logits_params.owner is not position.sequence:
-            # The cache contains no entry for this sequence. Its row is unused, or contains the
-            # entry of a request that has ended.
+            # The cache contains no entry for this sequence. There is either no entry at `row`, or
+            # the entry of a request that has ended.
             logits_params = LogitsParams.of(position.sequence, vocab_size)
             self._logits_params[row] = logits_params
         return logits_params
@@ -249,7 +250,7 @@ class LogitsProcessor:
 
 
 def _longer_bad_words(params: SamplingParams) -> dict[int, list[BadWord]]:
-    """Group the bad words that have several tokens by the second-to-last token of the word.
+    """Group bad words of several tokens. The key of a group is the words' second-to-last token.
 
     Example: the bad words [5, 7, 9], [7, 8] and [4] give
     {7: [BadWord([5, 7], 9), BadWord([7], 8)]}.
@@ -290,7 +291,7 @@ def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
 
 
 def _cache_row(position: Position, index_in_step: int) -> int:
-    """Return the integer under which the caches store the data of a sequence.
+    """Return the integer key under which the caches store the data of a sequence.
 
     The key is the sequence's row. A sequence that is not in a scheduler has no row. For such a
     sequence, the index of the position in the step is used. The caches compare the owner of an
@@ -320,7 +321,7 @@ def _combine_masks(
 def _forbid_tokens(
     logits: Tensor, positions: abc.Sequence[Position], params: abc.Mapping[int, LogitsParams]
 ) -> None:
-    """Set the logits of forbidden tokens to -inf. Bad words and `min_tokens` forbid tokens.
+    """Set logits to -inf for the tokens that bad words and `min_tokens` forbid.
 
     All rows are changed with one call of torch. Example: row 0 forbids the tokens 4 and 7, and row
     2 forbids the token 9. The changed logits have the rows [0, 0, 2] and the columns [4, 7, 9].

@@ -154,7 +154,7 @@ def _with_contiguous_rows(logits: Tensor) -> Tensor:
 
 
 def _logits_arguments(logits: Tensor) -> tuple[bool, int, int, int, int]:
-    """Return the first arguments of a kernel, which describe the logits.
+    """Return those arguments of a kernel call that describe the logits.
 
     There are five arguments: a bool that is True for bfloat16, the address, the number of rows, the
     distance between two rows (in elements), and the size of the vocabulary. The rows must be

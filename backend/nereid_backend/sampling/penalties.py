@@ -123,7 +123,7 @@ class TokenCounts:
             counted.num_counted += len(new_token_ids)
 
     def _reset_row(self, row: int, sequence: Sequence) -> _CountedTokens:
-        """Prepare a row for a new request. Return a new record of the tokens that are counted.
+        """Prepare a row for a new request. Return an object that records which tokens are counted.
 
         The row contains the distinct tokens of the request and their counts. If the request has a
         repetition penalty, add the tokens of its prompt with the count 0, because this penalty also
@@ -145,7 +145,7 @@ class TokenCounts:
         return counted
 
     def _lengthen(self, num_rows: int) -> None:
-        """If the tables have fewer than `num_rows` rows, add rows. The length at least doubles."""
+        """If the tables have fewer than `num_rows` rows, add rows. At least double the length."""
         old_num_rows = len(self._ids)
         missing = num_rows - old_num_rows
         if missing > 0:
@@ -154,7 +154,7 @@ class TokenCounts:
             self._counts = np.pad(self._counts, padding)
 
     def _widen(self, width: int) -> None:
-        """If the rows have fewer than `width` elements, widen them. The width at least doubles."""
+        """If the rows have fewer than `width` elements, widen them to at least twice the width."""
         old_width = self._ids.shape[1]
         missing = width - old_width
         if missing > 0:
@@ -237,7 +237,7 @@ def _count_tokens(
 
 
 def _repeat_first(ids: NDArray[np.int64], counts: NDArray[np.float32], num_used: int) -> None:
-    """Write the first token of a row and its count into the unused elements at the end of the row.
+    """Fill the unused elements at the end of a row with the row's first token and its count.
 
     `TokenCounts` explains why. Mutates: `ids` and `counts`.
     """

@@ -17,7 +17,7 @@ Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
 
 def column(values: Numbers, like: Tensor) -> Tensor:
-    """Upload one number for each row to the device of `like`.
+    """Copy `values`, which has one number for each row, to the device of `like`.
 
     The result is a column of the shape [n, 1].
     """
@@ -71,8 +71,8 @@ def keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     """
     ascending = _sorted(probs)
     cumulated = ascending.cumsum(-1)
-    # Remove the least likely tokens as long as their probabilities sum to at most `max_removed`.
-    # The remaining tokens are the nucleus.
+    # Remove as many of the least likely tokens as possible. The removed probabilities may sum to at
+    # most `max_removed`. The remaining tokens are the nucleus.
     total = cumulated[:, -1:]
     max_removed = (1 - column(top_p, probs)) * total
     num_removed = torch.searchsorted(cumulated, max_removed, right=True)

@@ -323,7 +323,7 @@ def _likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> tuple[Tensor
         return probs, token_ids
     probs, token_ids = native_logits.likeliest(logits, batch.temperature, width)
     # If a row has fewer than `width` possible tokens, the kernel fills the rest of the row with the
-    # id -1 and the probability 0. Replace -1 by a valid id, because the caller uses the ids as
+    # id -1 and the probability 0. Replace -1 with a valid id, because the caller uses the ids as
     # indices.
     return probs, token_ids.clamp_(min=0)
 
@@ -347,5 +347,5 @@ def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _select(weights: Tensor, batch: SamplingBatch) -> Tensor:
-    """Select one index in each row of `weights` by the row's random number. Returns [n] int64."""
+    """Select one index in each row of `weights` with the row's random number. Return [n] int64."""
     return select_indices(weights, column(batch.uniform, weights))

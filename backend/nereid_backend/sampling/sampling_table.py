@@ -63,8 +63,8 @@ class SamplingTable:
         rows: list[int] = []
         owners = self._owners
         for index, (sequence, _drafts) in enumerate(positions):
-            # A sequence that is not in a scheduler has no row number. Use the index of its position
-            # instead.
+            # A sequence that is not in a scheduler has no row number. For such a sequence, use the
+            # index of the position as the row number.
             row = index if sequence.row is None else sequence.row
             rows.append(row)
             is_stored = row < len(owners) and owners[row] is sequence

@@ -54,7 +54,7 @@ class SliceInputs(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """The token that was sampled for each row of logits, still on the device.
+    """The sampled token of each row of logits, in tensors that are still on the device.
 
     Attributes:
         token_ids: [n] int64, the sampled tokens.

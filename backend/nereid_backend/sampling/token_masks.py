@@ -56,7 +56,7 @@ class MaskingGuide(Guide, Protocol):
     def fill_all(
         guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, places: abc.Sequence[int]
     ) -> list[bool]:
-        """Write the token masks of several guides of this class in one call.
+        """In one call, write the token masks of several guides, which are all of this class.
 
         A guide is the state of a request's grammar, and its mask marks the allowed tokens.
 
@@ -152,7 +152,7 @@ class _MaskFillJob:
         return masks
 
     def divided(self, max_jobs: int) -> "list[_MaskFillJob]":
-        """Divide the sequences of this job into at most `max_jobs` jobs.
+        """Split this job into at most `max_jobs` jobs. Each job gets some of the sequences.
 
         Example: if max_jobs is 4, a job with 40 sequences is divided into 4 jobs of 10 sequences.
         """
@@ -165,7 +165,7 @@ class _MaskFillJob:
         ]
 
     def _first_positions_by_class(self) -> dict[type[MaskingGuide], list[int]]:
-        """Return the index of each sequence's first position, grouped by the class of the guide.
+        """Group the sequences by guide class. Each sequence is represented by its first position.
 
         Each class fills the masks of all its guides in one call (see MaskingGuide.fill_all).
         """
@@ -199,7 +199,7 @@ class _MaskFillJob:
     def _fill_first(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill the masks of the positions `indices`, each of which is the first of its sequence.
+        """Fill the masks of the positions `indices`. Each position is the first of its sequence.
 
         Args:
             guide_class: the class of the guides at these positions.
@@ -297,7 +297,7 @@ class MaskFiller:
         expected_s = len(guided) * self._seconds_per_mask
         if expected_s < _WORTH_A_THREAD_S:
             return [job]  # `join` fills the masks in its own thread.
-        # Filling takes long, so several threads fill the masks.
+        # One thread would take too long, so several threads fill the masks.
         return [self._threads.submit(part.result) for part in job.divided(self._max_jobs)]
 
     def join(self, jobs: Iterable[Job]) -> StepMasks:

@@ -139,10 +139,9 @@ def search(
 
 @triton.jit
 def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
-    """Return one of the four values: the value that belongs to the last true condition.
+    """Return the value that belongs to the last true condition; value_0 if no condition is true.
 
-    For example, return value_2 if is_2 is true and is_3 is false. If no condition is true, return
-    value_0.
+    For example, return value_2 if is_2 is true and is_3 is false.
     """
     return tl.where(is_3, value_3, tl.where(is_2, value_2, tl.where(is_1, value_1, value_0)))
 

@@ -10,7 +10,7 @@ _MIN_BLOCKS = 32
 
 
 def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Select one index in each row by the random number of the row.
+    """Select one index in each row, using the random number of the row.
 
     The target of a row is its random number times the sum of its weights. The result is the first
     index at which the cumulative weights exceed the target. Example: the weights [1, 0, 3] have the
@@ -35,7 +35,7 @@ def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Select one index in each row by the row's random number, for rows with many weights.
+    """Select one index in each row, using the row's random number. The rows have many weights.
 
     A row is divided into blocks. First the block and then the index within the block is selected.
     `select_indices` documents the arguments and the result.

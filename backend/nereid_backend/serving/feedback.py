@@ -79,10 +79,10 @@ class FeedbackReader:
         self._map = mmap.mmap(self._fd, 0)
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._map[:_KEY_BYTES] = self._key
-        # The memory as unsigned integers of 64 bits. Each slot consists of two such words.
+        # The memory as unsigned integers of 64 bits (words). Each slot consists of two words.
         self._words = memoryview(self._map).cast("Q")
-        # The numbers of the free slots. Slots are taken from the beginning of the queue, and
-        # released slots are added at the end. So a released slot stays unused for as long as
+        # A queue of the numbers of the free slots. Slots are taken from the beginning of the queue,
+        # and released slots are added at the end. So a released slot stays unused for as long as
         # possible.
         self._free = deque(range(num_slots))
         self.address = f"{os.getpid()}/{self._fd}/{name}"
@@ -103,11 +103,11 @@ class FeedbackReader:
         self._free.extend(slots)
 
     def consumed(self, slot: int, serial: int) -> int:
-        """Return how many messages of the stream `serial` the postprocessor has processed."""
+        """Return the number of processed messages of the stream `serial`."""
         return self._value(_KEY_WORDS + slot * _WORDS, serial)
 
     def signal(self, slot: int, serial: int) -> Signal:
-        """Return the signal in `slot` that belongs to the stream `serial`, otherwise `NONE`."""
+        """Return the signal in `slot` if it belongs to the stream `serial`, otherwise `NONE`."""
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
     def sign(self, state: bytes) -> bytes:
@@ -122,7 +122,7 @@ class FeedbackReader:
         return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
-        """Return the number in the word `index` if it belongs to the stream `serial`, otherwise 0.
+        """Return the number that the word `index` stores for the stream `serial`, otherwise 0.
 
         The upper half of the word at `index` contains the serial number of a stream, and the lower
         half contains the number that is stored for this stream.
@@ -210,7 +210,7 @@ class FeedbackWriter:
             )
 
     def report(self, slot: int, serial: int, consumed: int) -> None:
-        """Store how many messages of the stream `serial` the postprocessor has processed.
+        """Store `consumed`, the number of processed messages of the stream `serial`.
 
         Raises:
             RequestError: the memory has no such slot.

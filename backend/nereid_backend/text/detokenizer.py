@@ -15,11 +15,12 @@ Decode = Callable[[list[int]], str]
 _REPLACEMENT = "�"
 # A tokenizer's class can override these methods of transformers, which convert token ids to text.
 _DECODING_METHODS = ("decode", "_decode", "convert_tokens_to_string")
-# A character has at most 4 bytes in UTF-8. Even if each byte is a separate token, the character has
-# at most 4 tokens.
+# A character has at most 4 bytes in UTF-8. Even if each byte is a separate token, the character
+# consists of at most 4 tokens.
 _MAX_CHARACTER_TOKENS = 4
-# The largest number of tokens that wait for further tokens before their text is returned. If more
-# tokens in a row cannot be decoded, their bytes are invalid, and further tokens would not help.
+# The text of at most `_MAX_HELD_TOKENS` tokens is held back until further tokens complete the text.
+# If more tokens in a row cannot be decoded, their bytes are invalid, and further tokens would not
+# help.
 _MAX_HELD_TOKENS = 8
 
 
@@ -76,8 +77,8 @@ class Detokenizer:
                 prompt. The text of these tokens is not returned.
         """
         self._decode = decode
-        # The last tokens of the text: first, tokens whose text was already returned (the context
-        # for decoding), and then the tokens whose text was not returned yet.
+        # The last tokens of the text. The text of the first `_num_returned` tokens was already
+        # returned, and these tokens are the context for decoding the tokens after them.
         self._window = list(seed_token_ids)
         # The number of tokens in `_window` whose text was returned.
         self._num_returned = len(self._window)

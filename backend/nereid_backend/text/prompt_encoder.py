@@ -8,14 +8,14 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Most texts have at most this number of characters per token. A text with more characters than this
-# number times the allowed number of tokens may be too long. Its tokens are therefore counted before
-# the whole text is converted.
+# Most texts have at most `_USUAL_TOKEN_CHARS` characters per token. If a text has more characters
+# than this number times the allowed number of tokens, the text may be too long. Its tokens are then
+# counted before the whole text is converted.
 _USUAL_TOKEN_CHARS = 8
 _PIECE_CHARS = 32_768
 # To count the tokens of a long text, the text is divided into pieces of `_PIECE_CHARS` characters.
-# The pieces can have more tokens than the whole text. Therefore a text is rejected only if its
-# pieces have more than `_MARGIN` times the allowed number of tokens.
+# All pieces together can have more tokens than the undivided text. Therefore a text is rejected
+# only if its pieces have more than `_MARGIN` times the allowed number of tokens.
 _MARGIN = 1.1
 
 
@@ -32,7 +32,7 @@ class PromptEncoder:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None = None) -> None:
-        """Create an encoder. If possible, it calls the tokenizers library instead of transformers.
+        """Create an encoder. It calls the tokenizers library if possible, otherwise transformers.
 
         Args:
             tokenizer: the checkpoint's tokenizer. Its truncation and padding are turned off.

@@ -77,8 +77,8 @@ class StopStrings:
         Example: with the stop string "END", the text "one END" gives (4, "END").
         """
         matches = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        # If several matches have the same end, `min` returns the first of them. The first match is
-        # the longest, because `_stops` begins with the longest stop strings.
+        # If several matches end at the same position, `min` returns the first of them. This match
+        # is the longest, because `_stops` begins with the longest stop strings.
         return min(matches, key=_end_of_match, default=None)
 
     def _held_length(self, text: str) -> int:

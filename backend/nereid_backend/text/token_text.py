@@ -71,7 +71,7 @@ class TokenText:
 
 
 def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
-    """Return the function that converts a vocabulary entry to bytes, or None if it is unknown.
+    """Return the function that converts vocabulary entries to bytes, or None for unknown formats.
 
     The decoder of a tokenizer is a list of steps. The types of these steps show how the vocabulary
     represents bytes. Example: for a decoder with a step of the type "ByteLevel", the result is the

@@ -128,7 +128,7 @@ def _converted_tensors(
 
 
 def _rounded_tensors(weight: Tensor, bits: int) -> dict[str, Tensor]:
-    """Round a weight to integers, and return the resulting tensors, keyed by name suffix.
+    """Round a weight to integers. Return the resulting tensors, by the suffixes of their names.
 
     The suffixes are those of the compressed-tensors format, such as ".weight_scale". A group of
     integers has one scale and, with 4 bits, one zero point. Integers of 4 bits are packed.
@@ -136,8 +136,8 @@ def _rounded_tensors(weight: Tensor, bits: int) -> dict[str, Tensor]:
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:
         return {".weight": values, ".weight_scale": scales.half()}
-    # In the file, a 32-bit word contains the zero points of 8 consecutive outputs. `_pack` packs
-    # numbers of the same row, so the matrix is transposed before and after packing.
+    # In the file, a 32-bit word contains the zero points of 8 consecutive outputs of the layer.
+    # `_pack` packs numbers of the same row, so the matrix is transposed before and after packing.
     zeros_by_group = zeros.to(torch.uint8).T
     return {
         ".weight_packed": _pack(values),
@@ -260,8 +260,8 @@ def _write_config(
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config") or {}
-    # The config of a model with images has a second section, `text_config`. In both sections,
-    # remove the fields that describe the old data type.
+    # The config of a model that accepts images has a second section, `text_config`. In both
+    # sections, remove the fields that describe the old data type.
     for section in (config, text_config):
         section.pop("quantization_config", None)
         section.pop("torch_dtype", None)

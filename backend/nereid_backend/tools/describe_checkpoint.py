@@ -100,7 +100,7 @@ def _describe_weights(folder: Path) -> str:
 
 
 def _memory_findings(folder: Path) -> list[Finding]:
-    """For each setting of the data type, return a finding with the memory that the weights need.
+    """Return a finding for each possible data type: how much memory the weights would need.
 
     Example of a finding: {"check": "memory with dtype=bfloat16", "ok": True, "finding": "2.0 GiB
     for the weights"}. The headers of the weight files must be readable.

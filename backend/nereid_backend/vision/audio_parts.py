@@ -28,7 +28,7 @@ from nereid_backend.vision.read_wav import (
 )
 
 _TYPES = ("audio", "audio_url", "input_audio")
-# The fields of a content part that can contain the audio.
+# The fields of a content part in which a client can send the audio.
 _FIELDS = ("input_audio", "audio_url", "audio", "url")
 _DATA_URL = re.compile(r"data:audio/(?:wav|x-wav|wave|vnd\.wave);base64,", re.IGNORECASE)
 _REMEDY = 'Send WAV: {"type": "input_audio", "input_audio": {"data": BASE64, "format": "wav"}}.'

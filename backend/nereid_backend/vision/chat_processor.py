@@ -105,8 +105,8 @@ class TextProcessor:
                 text_messages, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
-            # A chat template can raise any exception. This exception must end only the request with
-            # these messages.
+            # A chat template can raise any exception. Convert the exception to a RequestError, so
+            # that only the current request fails.
             raise RequestError(
                 f"messages: the chat template cannot render the messages: {first_line(error)}"
             ) from error
@@ -250,8 +250,8 @@ class ChatProcessor:
                 )
             )
         except Exception as error:
-            # A chat template can raise any exception. This exception must end only the request with
-            # these messages.
+            # A chat template can raise any exception. Convert the exception to a RequestError, so
+            # that only the current request fails.
             raise RequestError(
                 f"messages: the chat template cannot render the messages: {first_line(error)}"
             ) from error
@@ -284,7 +284,7 @@ class ChatProcessor:
         return {name: value for name, value in outputs.items() if name != "video_metadata"}
 
     def _media_arguments(self, media: list[Medium]) -> dict[str, Any]:
-        """Decode images, videos and audio, and return the processor's arguments for them.
+        """Decode images, videos and audio, and return them as arguments for the processor.
 
         Raises:
             RequestError: a file is damaged or exceeds a limit.
@@ -364,7 +364,7 @@ def _takes_token_types(config: PretrainedConfig) -> bool:
 
 
 def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers
-    """Return a processor's chat template. If there is none, return its tokenizer's template."""
+    """Return the chat template of a processor, or of its tokenizer if the processor has none."""
     template = getattr(processor, "chat_template", None)
     if template is None:
         template = getattr(getattr(processor, "tokenizer", None), "chat_template", None)

@@ -48,8 +48,8 @@ class PromptCheck:
             return
         try:
             # Encode the images with the model's own attention instead of the engine's. The features
-            # are cached under the digest of the images, so that the request does not compute them
-            # again.
+            # are cached, and the key is the digest of the images. Therefore the request does not
+            # compute the features again.
             with self._attention.activated(), self._features.used_for(images.digest):
                 record_inputs(self._model, self._decoder, token_ids, images)
         except UnfitError:

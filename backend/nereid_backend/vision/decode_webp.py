@@ -85,7 +85,8 @@ def _libwebp() -> ctypes.CDLL | None:
     try:
         from PIL import _webp
 
-        # The lookup of a symbol also searches the libraries to which `_webp` is linked.
+        # `_webp` is linked to libwebp, so ctypes also finds the functions of libwebp when it loads
+        # `_webp`.
         library = ctypes.CDLL(_webp.__file__)
         get_info, decode = library.WebPGetInfo, library.WebPDecodeRGBAInto
     except (ImportError, OSError, AttributeError):

@@ -149,8 +149,8 @@ def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model
     A model may replace fields of the returned output, but the stored output must not change.
     """
     if isinstance(features, dict):
-        # The outputs of transformers are subclasses of dict. A model may have set attributes that
-        # are not items of the dict.
+        # The outputs of transformers are subclasses of dict. A model may have added attributes that
+        # are not items of the dict. Copy these attributes, too.
         copied = type(features)(**dict(features))
         for name, value in vars(features).items():
             if name not in copied:

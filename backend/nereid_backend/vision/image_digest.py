@@ -34,7 +34,7 @@ def _add_to_hash(hasher: hashlib.blake2b, value: Any) -> None:  # noqa: ANN401 -
     elif isinstance(value, Tensor):
         # Hash the data type and the shape, too, because different tensors can have the same bytes.
         hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        # `data` is a memoryview of the array, which needs no copy.
+        # `data` is a memoryview, so the bytes of the array are not copied.
         hasher.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     elif isinstance(value, np.ndarray):
         hasher.update(f"{value.dtype}{value.shape}".encode())

@@ -37,8 +37,8 @@ _TOO_SLOW = (
 # A small compressed body can contain a huge file. Therefore the request asks for a body without
 # compression, and a body is never decompressed.
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nereid"}
-# An IPv6 address in one of these networks contains an IPv4 address. The IPv4 address may be
-# private.
+# An IPv6 address in one of these networks contains an IPv4 address, which may be private. Therefore
+# addresses in these networks do not count as public.
 _TRANSLATED = [
     ipaddress.ip_network(text)
     for text in ("::ffff:0:0/96", "64:ff9b::/96", "2002::/16", "2001::/32")

@@ -34,7 +34,7 @@ from nereid_backend.vision.large_messages import Message, receive_message
 
 _MAX_CHILD_BYTES = 768 * 2**20
 # A child process that has answered `_MAX_REQUESTS` requests is replaced. Otherwise, memory that the
-# child process does not free could add up.
+# child process does not free could accumulate.
 _MAX_REQUESTS = 100
 # The prefix of a data URL, such as "data:image/png;base64,", is recognised only if the prefix has
 # at most this number of characters.
@@ -162,8 +162,9 @@ class _ChildProcess:
         self._pid = os.fork()
         if self._pid == 0:  # This process is the child.
             self._connection.close()
-            # The child will receive the request as a message. Close the child's copy of the request
-            # here. Otherwise, the copy would occupy memory until the child ends.
+            # After the fork, this child process has a copy of the request. The parent also sends
+            # the request as a message. Close the copy now, because otherwise it would occupy memory
+            # until the child process ends.
             request.close()
             _run_child(child_end, prepare, timeout_s)  # This call never returns.
         child_end.close()
@@ -268,7 +269,8 @@ def _load(folder: Path) -> Prepare:
     from nereid_backend.vision.video_frames import is_video_url, read_video_url
 
     share_pixels(ImageLimits().max_pixels)
-    # Threads of torch do not survive a fork.
+    # Each request is answered in a forked process, which does not have the threads of its parent.
+    # Therefore torch must not use several threads.
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     processor = ChatProcessor(folder, config)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_TYPES = ("image_url", "image", "input_image")
-# The fields of a content part that can contain the image. If several fields are set, the field that
-# comes first in this tuple is used.
+# The fields of a content part in which a client can send the image. If several fields are set, the
+# field that comes first in this tuple is used.
 _IMAGE_FIELDS = ("image_url", "image", "url")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supports images in the method `packed`, which computes several sequences in one model run."""
+"""Supports images in the forward path `packed`, which computes several sequences together."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -211,7 +211,7 @@ def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> 
     one tensor for each layer: the features of the image tokens, [num_image_tokens, hidden_size].
     """
     mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-    # Each inner list belongs to one `_ImageChunk`, and contains the image features for each layer.
+    # Each inner list belongs to one `_ImageChunk`, and contains one feature tensor for each layer.
     features_of_chunks: list[list[Tensor]] = []
     for chunk in prompt_chunks:
         inputs = chunk.inputs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the prepared images of a prompt to bytes, and bytes to prepared images.
+"""Converts the prepared images of a prompt to bytes, and converts the bytes back.
 
 The bytes are sent between processes.
 """

@@ -90,8 +90,8 @@ def decode_base64(text: str | bytes | memoryview, field: str, limits: ImageLimit
     # Four characters of base64 contain three bytes. Check the size before decoding, so that a huge
     # text needs no further memory.
     num_bytes = len(text) * 3 // 4
-    # base64 text can end with one or two padding characters (`=`). `num_bytes` is then one or two
-    # bytes too large.
+    # base64 text can end with one or two padding characters (`=`). In this case, `num_bytes`
+    # exceeds the size of the file by one or two bytes.
     if num_bytes > limits.max_bytes + 2:
         raise RequestError(
             f"{field}: the file has about {num_bytes} bytes, but the limit is "

@@ -151,7 +151,7 @@ def _read_format(content: memoryview, field: str) -> _Format:
         )
     kind, num_channels, rate, _, _, num_bits = struct.unpack_from("<HHIIHH", content)
     if kind == _EXTENSIBLE and len(content) >= 26:
-        # In the format "extensible", the kind of the samples is stored at byte 24.
+        # In the format "extensible", the type of the samples (integer or float) is at byte 24.
         (kind,) = struct.unpack_from("<H", content, 24)
     if (kind, num_bits) not in _FORMATS:
         raise RequestError(
@@ -187,7 +187,7 @@ def _decode(content: memoryview, layout: _Format, field: str, limits: ImageLimit
             raise RequestError(f"{field}: a sample of the WAV file is not a finite number.")
         samples = samples.clip(-1.0, 1.0)
     elif layout.num_bits == 8:
-        # Samples of 8 bits have no sign: 128 means 0.
+        # Samples of 8 bits are unsigned, and 128 means silence.
         samples = (np.frombuffer(content, "u1").astype(np.float32) - 128) / 128
     elif layout.num_bits == 24:
         # numpy has no integers of three bytes. Therefore each sample becomes the upper three bytes

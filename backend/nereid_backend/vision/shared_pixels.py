@@ -166,7 +166,8 @@ def share_pixels(max_pixels: int) -> None:
         set_block_size = pillow.core.set_block_size
     except (ImportError, AttributeError):
         return
-    # Only memory in one block can be shared. By default, a block has at most 16 MiB.
+    # Pixels can be shared only if they are in one block of memory. By default, a block has at most
+    # 16 MiB, so allow larger blocks.
     num_pages = _PIXEL_BYTES * max_pixels // _PAGE_BYTES + 1
     set_block_size(num_pages * _PAGE_BYTES)
 

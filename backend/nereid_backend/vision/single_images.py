@@ -145,9 +145,9 @@ class SplitPath:
                 with self._features.used_for(images.digest):
                     logits_of_chunks.append(self._images.forward(chunk_plan))
         # For a chunk without logits, `forward` returns a tensor with 0 rows. Leave out these
-        # tensors, because some models have more embeddings than logits, so the tensors could have
-        # more columns than the others. Tensors with different numbers of columns cannot be
-        # concatenated.
+        # tensors, because tensors with different numbers of columns cannot be concatenated. A
+        # tensor with 0 rows can have more columns than the others if the model has more embeddings
+        # than logits.
         nonempty = [logits for logits in logits_of_chunks if len(logits)]
         return torch.cat(nonempty) if nonempty else logits_of_chunks[0]
 

@@ -23,7 +23,7 @@ DEFAULT_FPS = 2.0
 """The number of frames per second if a client sends no `fps`."""
 
 _TYPES = ("video", "video_url", "input_video")
-# The fields of a content part that can contain the video.
+# The fields of a content part in which a client can send the video.
 _FIELDS = ("video_url", "video", "url")
 _DATA_URL = re.compile(r"data:video/[a-z0-9.+-]*(?:;fps=([0-9.]{1,9}))?;base64,", re.IGNORECASE)
 _REMEDY = (
@@ -139,7 +139,8 @@ def _read_frame(frame: Any, field: str) -> Any:  # noqa: ANN401 - a text, bytes 
     if not isinstance(frame, str):
         return frame
     match = IMAGE_DATA_URL.match(frame)
-    # Commas separate the frames of a data URL of a video, so a single frame contains no comma.
+    # In the data URL of a video, commas separate the frames. Therefore a single frame contains no
+    # comma.
     if match is None or "," in frame[match.end() :]:
         raise RequestError(
             f"{field}: each frame of the video must be a data URL such as "

@@ -57,7 +57,7 @@ def _parts(body: Json) -> Iterator[tuple[str, Json]]:
 
 
 def _items(name: str, value: object) -> Iterator[tuple[str, Json]]:
-    """Yield the path and the value of each object in a list. Example of a path: "tools[0]."."""
+    """Yield the path of each object in a list, such as "tools[0].", and the object."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
         if isinstance(item, Mapping):
             yield f"{name}[{index}].", item

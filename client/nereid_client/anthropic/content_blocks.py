@@ -57,7 +57,7 @@ class _ThinkingBlock(_Block):
 
 
 class _RedactedThinkingBlock(_Block):
-    """Encrypted reasoning from another server, which is not passed to the chat template."""
+    """Encrypted reasoning from another server. Nereid does not pass it to the chat template."""
 
 
 class _ToolUseBlock(_Block):

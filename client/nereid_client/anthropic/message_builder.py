@@ -165,7 +165,7 @@ class MessageBuilder:
         return [self._delta_event(delta)] if is_shown else []
 
     def _finish_block(self) -> list[Json]:
-        """Move the current block to the complete blocks, and return the last events of the block.
+        """Add the current block to the complete blocks, and return the last events of the block.
 
         If there is no current block, return no events.
 

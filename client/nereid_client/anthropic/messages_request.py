@@ -26,7 +26,8 @@ REFUSED_IN_MESSAGES = {
     "container": Refusal("Nereid runs no code"),
     "mcp_servers": Refusal("the client calls the tools, also those of MCP servers", _EMPTY),
     "compaction": Refusal("Nereid does not compact conversations"),
-    # After an error with the code below, Anthropic's client sends the whole conversation again.
+    # After an error with the code thread_unsupported_request, Anthropic's client sends the whole
+    # conversation again.
     "thread": Refusal(
         "Nereid stores no conversations; send all messages", code="thread_unsupported_request"
     ),

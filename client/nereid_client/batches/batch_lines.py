@@ -75,7 +75,7 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[InputLine]:
 
 
 def _skip_line(file: BinaryIO, max_bytes: int) -> None:
-    """Read the file to the end of the current line, at most `max_bytes` + 1 bytes at a time."""
+    """Skip the rest of the current line. Read at most `max_bytes` + 1 bytes at a time."""
     part = file.readline(max_bytes + 1)
     while part and not part.endswith(b"\n"):
         part = file.readline(max_bytes + 1)
@@ -131,7 +131,7 @@ class LineParser:
         return LineRequest(line.number, custom_id, _body(fields.get("body")))
 
     def _new_custom_id(self, fields: Mapping[str, Any]) -> str:
-        """Return the custom_id of a line. Store it, so that duplicates in later lines are found.
+        """Return and store the custom_id of a line, so that duplicates in later lines are found.
 
         Raises: LineError if the custom_id is wrong, or if an earlier line has the same custom_id.
         """
@@ -232,8 +232,8 @@ class ResultFile:
         try:
             num_written = file.write(line)
             if num_written < len(line):
-                # On a full disk, the first call of `write` writes only the beginning of the line.
-                # It raises no error. The second call raises the OSError for the full disk.
+                # If the disk is full, the first call of `write` writes only the beginning of the
+                # line, and raises no error. The second call then raises the OSError.
                 file.write(line[num_written:])
         except OSError:
             file.truncate(self._num_bytes)

@@ -130,7 +130,7 @@ class BatchRunner:
                 self._runs[batch.id].run.cancel()
 
     def _start(self, batch: Batch) -> None:
-        """Start a task that runs a batch. The task calls `_on_end` when it ends.
+        """Start a task that runs a batch. When the task ends, `_on_end` is called.
 
         Mutates: `_runs`, which then contains the batch.
         """
@@ -156,7 +156,7 @@ class BatchRunner:
         self._wake_up.set()
 
     def _must_be_cancelled(self, batch: Batch) -> bool:
-        """Return whether the batch was cancelled, or the API key of its client was removed."""
+        """Return whether the batch was cancelled or its client's API key was removed."""
         has_owner_key = self._key_file is not None and self._key_file.has(batch.owner)
         is_key_removed = bool(batch.owner) and not has_owner_key
         return batch.cancelling_at is not None or is_key_removed

@@ -1,4 +1,4 @@
-"""Sends the requests of a batch to the frontend's own application.
+"""Sends the requests of a batch to the frontend's application, without a network connection.
 
 Each line of the input file contains one request. If the server is overloaded, the request is sent
 again later.
@@ -26,7 +26,8 @@ _LOWEST_PRIORITY = 2**31 - 1
 # The scheduling weight of batch requests. Other requests have the weight 1 by default. If memory is
 # scarce, the engine preempts the requests with the lowest weight first.
 _WEIGHT = 0.001
-# The limit for batch requests is divided by this number while other requests are running.
+# While other requests are running, the limit on concurrent batch requests is divided by this
+# number.
 _FRACTION_BESIDE_OTHERS = 4
 _SLOT_CHECK_EVERY_S = 0.05
 _MAX_OUTAGES = 5
@@ -60,7 +61,7 @@ class LineResponse:
 
 
 def batch_client(owner: str) -> Client:
-    """Return the object with the limits and the priority of a client's batches.
+    """Return a `Client` object that gives a client's batch requests the lowest priority.
 
     In the waiting queue of the language model, the requests of batches come after all other
     requests. The requests of batches do not count towards the limits of the client's API key.
@@ -179,10 +180,11 @@ class _Exchange:
         self._parts: list[bytes] = []  # the parts of the response's body
 
     async def receive(self) -> Message:
-        """Return the request body as a message at the first call. Wait forever at a second call."""
+        """At the first call, return the request body. At the second call, wait forever."""
         if self._request:
             return self._request.pop()
-        # If this method returned, the application would assume that the client has disconnected.
+        # If the second call returned a message, the application would assume that the client has
+        # disconnected.
         await asyncio.Event().wait()
         raise AssertionError
 

@@ -1,4 +1,4 @@
-"""Parses a form (multipart/form-data) with one file while a client uploads the form.
+"""Parses an uploaded form (multipart/form-data) with one file, while the form arrives.
 
 Starlette's parser would first store the whole file in the temporary folder.
 """
@@ -50,7 +50,7 @@ class FormReader:
         self._header_name = b""
         self._header_value = b""
 
-        # The parser calls these methods when a part, a header or the content of a part arrives.
+        # The parser calls these methods while it reads the parts of the form and their headers.
         self._parser = MultipartParser(
             _boundary_of(content_type),
             {

@@ -38,7 +38,7 @@ _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class RequestCounts(BaseModel):
-    """How many requests a batch has, how many of them are completed, and how many have failed.
+    """The number of requests in a batch, and the numbers of completed and failed requests.
 
     Attributes:
         total: all lines.
@@ -90,7 +90,7 @@ class Batch(BaseModel):
         return self.status in _ENDED
 
     def set_status(self, status: Status) -> None:
-        """Set the status of the batch, and store the current time in the field of this status.
+        """Set the status of the batch, and store the time at which the batch reached this status.
 
         Example: the status "failed" also sets `failed_at`.
         """
@@ -141,7 +141,7 @@ class BatchStore:
         return batch
 
     def _check_num_batches(self) -> None:
-        """Raise an ApiError 400 if the limit max_stored_files forbids another batch."""
+        """Raise an ApiError 400 if the store already contains max_stored_files batches."""
         num_batches = len(self._ids())
         if num_batches >= self.files.limits.count:
             raise ApiError(
@@ -237,7 +237,7 @@ class BatchStore:
         self.files.publish(file, folder)
 
     def delete_expired(self, now: float) -> None:
-        """Delete each ended batch KEEP_S seconds after the time in its field `expires_at`."""
+        """Delete the ended batches whose time `expires_at` is more than KEEP_S seconds ago."""
         for batch in self.all():
             if batch.has_ended and batch.expires_at + KEEP_S <= now:
                 shutil.rmtree(self.folder(batch.id), ignore_errors=True)
@@ -261,7 +261,7 @@ class BatchStore:
 
 
 def _new_batch(request: CreateBatchRequest, file: StoredFile) -> Batch:
-    """Return a batch that has not started yet.
+    """Create the batch object for a request. The batch has not started yet.
 
     Args:
         request: the request that creates the batch.

@@ -225,7 +225,7 @@ class Upload:
             self._file.write(data)
 
     def _check_folder_size(self, num_new_bytes: int) -> None:
-        """Raise an ApiError 413 if `num_new_bytes` more bytes would exceed the folder's limit."""
+        """Raise an ApiError 413 if the folder's limit does not allow `num_new_bytes` more bytes."""
         self._file.flush()
         num_stored = self._store.num_bytes() + num_new_bytes
         limit = self._store.limits.num_bytes
@@ -240,7 +240,7 @@ class Upload:
             )
 
     def finish(self, owner: str, filename: str, purpose: str, keep_s: int) -> StoredFile:
-        """Add the complete file to the store, and return its file object.
+        """Add the complete file to the store, and return the metadata of the file.
 
         Raises: ApiError 507 if the disk is full.
         """
@@ -295,7 +295,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _counted_bytes(path: Path) -> int:
-    """Return how many bytes of a file are counted when the size of the folder is limited.
+    """Return the number of bytes that a file adds to the counted size of the folder.
 
     The input of a batch is usually a hard link to a stored file. Its bytes are not counted, because
     they are already counted for the stored file.

@@ -18,7 +18,7 @@ from nereid_client.console import CliError, complain
 
 _UPDATES_PER_S = 4
 _SHORTEST_TEST_S = 1e-9  # prevents a division by zero before the first response
-# The keys that `percentiles` returns, in this order.
+# The keys of the dict that `percentiles` returns.
 _STATISTICS = ("mean", "p50", "p90", "p99")
 
 
@@ -40,7 +40,7 @@ class Sample:
 
     @property
     def later_token_s(self) -> float:
-        """The mean time for each token after the first one. There must be at least two tokens."""
+        """The mean time per token, without the first token. There must be at least two tokens."""
         return (self.total_s - self.first_token_s) / (self.num_tokens - 1)
 
 
@@ -88,7 +88,7 @@ def _show_progress(load: "_Load") -> None:
 
 
 def _request_bodies(model: str, prompts: Sequence[str], max_tokens: int) -> list[Json]:
-    """Return a chat completion request for each prompt. The answers have `max_tokens` tokens."""
+    """Return a chat completion request for each prompt. Each answer has `max_tokens` tokens."""
     fields: Json = {
         "model": model,
         "max_tokens": max_tokens,
@@ -146,13 +146,14 @@ class _Load:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean and three percentiles, rounded to 0.01, or {} if there are no values.
+    """Return the mean and three percentiles, rounded to two decimals. Without values, return {}.
 
     Example: [1.0, 2.0, 3.0] returns {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}.
     """
     if not values:
         return {}
-    # The import takes a tenth of a second. All other commands start without numpy.
+    # Importing numpy takes a tenth of a second. The import is inside this function, so that other
+    # commands start without this delay.
     import numpy as np
 
     numbers = (np.mean(values), *np.percentile(values, (50, 90, 99)))

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _request_fields(args: argparse.Namespace, model: str) -> Json:
-    """Convert the flags to fields of a chat completion request. The messages are not included."""
+    """Convert the flags to the fields of a chat completion request, except for `messages`."""
     fields: Json = {"model": model, "stream": not args.json}
     if args.temperature is not None:
         fields["temperature"] = args.temperature

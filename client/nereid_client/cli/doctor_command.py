@@ -44,7 +44,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:
-    """Run the backend's checks of a checkpoint, and return the results.
+    """Run the backend's program that checks a checkpoint, and return the results.
 
     The backend runs in a separate process, because the client package must not import the backend.
 
@@ -102,7 +102,7 @@ def config_rows(environment: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _model_rows(environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return one row for each variable NEREID_* that is no setting of the frontend.
+    """Return one row for each environment variable NEREID_* that is not a frontend setting.
 
     These variables configure the models. Unset variables of models have no row, because the
     frontend does not know their default values.

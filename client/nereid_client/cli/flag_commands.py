@@ -34,7 +34,7 @@ def run_flags(argv: Sequence[str]) -> int:
 
 
 def build_parser(names: Sequence[str] = tuple(_MODULES)) -> argparse.ArgumentParser:
-    """Return the argument parser for the commands with these names, by default for all commands."""
+    """Return an argument parser for the commands in `names`. The default is all commands."""
     parser = argparse.ArgumentParser(
         prog="nereid",
         description="Serve Hugging Face models on a Triton server, with an OpenAI-compatible API.",

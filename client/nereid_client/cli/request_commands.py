@@ -64,7 +64,8 @@ def embed(
     as_json: JsonOption = False,
 ) -> None:
     """Compute vectors of texts, and print their cosine similarities."""
-    # The import takes a tenth of a second. All other commands start without numpy.
+    # Importing numpy takes a tenth of a second. The import is inside this function, so that other
+    # commands start without this delay.
     import numpy as np
 
     given = texts_or_stdin(texts or [])
@@ -87,7 +88,7 @@ def embed(
 
 
 def _cosine_similarities(vectors: "npt.NDArray[np.float64]") -> list[list[float]]:
-    """Return the cosine similarity of each vector to each vector, as a list of rows.
+    """Return the cosine similarity of each pair of vectors, as a matrix with one row per vector.
 
     Args:
         vectors: [num_vectors, dimension].

@@ -133,7 +133,8 @@ def _check_frontend_settings(environment: dict[str, str]) -> Settings:
     if not settings.batch_folder:
         environment["NEREID_BATCH_FOLDER"] = str(_state_folder() / f"batches-{settings.port}")
     if settings.api_key_file and not settings.api_key:
-        # The supervisor needs its own API key, because it sends requests to the frontend.
+        # The supervisor sends requests to the frontend, so an API key is generated for the
+        # supervisor.
         environment["NEREID_API_KEY"] = secrets.token_urlsafe(32)
         return startup_checks.check_frontend_settings(environment)
     return settings
@@ -170,7 +171,7 @@ class _OneLanguageModel:
 
 
 def _several_models(args: argparse.Namespace) -> ServedModels | None:
-    """Return the models that the file of the flag --config describes. Without a file, return None.
+    """Return the models that the --config file describes, or None if no file is given.
 
     The environment variable NEREID_MODELS_FILE can name the file instead of the flag.
 
@@ -211,7 +212,7 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
 
 
 def _variables_of_flags(args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables that have the values of the given flags.
+    """Return the environment variables that correspond to the flags, with the values of the flags.
 
     Relative paths in the values become absolute.
 

@@ -33,7 +33,7 @@ def server_command(
     command += [
         f"--exit-timeout-secs={SERVER_EXIT_TIMEOUT_S}",
         # Nereid's model configurations are complete. Without this flag, the server would start each
-        # model twice: once to complete its configuration, and once to load it.
+        # model twice: first to complete the configuration, then to load the model.
         "--disable-auto-complete-config",
         # With eight threads, all models load at the same time. The threads use little CPU time,
         # because each thread only waits for the process of one model.
@@ -62,7 +62,8 @@ def find_tritonserver(given: Path | None) -> Path:
         return given.absolute()
     launcher = launcher_path()
     if launcher.is_file() and LAUNCHER_MARK in launcher.read_text(errors="replace"):
-        # The installed server works only with libpython and numpy 1.
+        # The server that `nereid install-server` installs needs libpython and numpy 1. Check that
+        # both are available.
         find_libpython()
         startup_checks.check_embedded_numpy()
         return launcher

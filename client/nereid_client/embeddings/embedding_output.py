@@ -102,7 +102,8 @@ def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     def write(row: Floats) -> str:
         largest = np.abs(row).max(axis=-1, keepdims=True)
         divisor = np.where(largest > 0, largest, 1)  # a vector of zeros is divided by 1
-        # The division comes first, because 127 / divisor can overflow to infinity.
+        # `row` is divided before the multiplication, because 127 / divisor overflows to infinity if
+        # `divisor` is tiny.
         integers = np.rint(row / divisor * 127).astype(np.int16)
         return _encode((integers + offset).tolist())
 
@@ -142,7 +143,7 @@ WRITERS: Mapping[str, Callable[[Floats], str]] = {
 
 
 def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Response:
-    """Return a response with a JSON object. The value of the member `name` is the text `encoded`.
+    """Return an HTTP response with a JSON object. The value of `name` is already encoded as JSON.
 
     Example: the members {"model": "a"}, the name "data" and the encoded member "[[0.5]]" return
     the body {"data":[[0.5]],"model":"a"}.
@@ -157,7 +158,7 @@ def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Respon
 
 
 def join_json_object(encoded_members: Mapping[str, str]) -> str:
-    """Join JSON texts into the JSON text of an object. The values are already encoded as JSON.
+    """Build the JSON text of an object. The values are already encoded as JSON.
 
     Example: {"float": "[[0.5]]", "int8": "[[127]]"} returns '{"float":[[0.5]],"int8":[[127]]}'.
     """
@@ -166,7 +167,7 @@ def join_json_object(encoded_members: Mapping[str, str]) -> str:
 
 
 async def join_json_list(items: Iterable[str]) -> str:
-    """Join JSON texts into the JSON text of a list.
+    """Build the JSON text of a list. The items are already encoded as JSON.
 
     Between the items of a long list, the event loop runs the tasks of other requests.
 

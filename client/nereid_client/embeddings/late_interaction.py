@@ -94,8 +94,8 @@ async def late_interaction(
     document_vectors = rows_of(documents)
     if len(query_vectors) == 1:  # the same query is compared with all documents
         query_vectors = query_vectors * len(document_vectors)
-    # The scores of a thousand documents take a tenth of a second or more. A thread computes them,
-    # so that other requests can run.
+    # Computing the scores of a thousand documents takes a tenth of a second or more. A separate
+    # thread computes them, so that the event loop is not blocked.
     scores = await asyncio.to_thread(max_sim, query_vectors, document_vectors)
     num_tokens = np.concatenate([queries.arrays["num_tokens"], documents.arrays["num_tokens"]])
     return PoolingOutputs({"scores": scores, "num_tokens": num_tokens}, {})

@@ -128,22 +128,22 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         other_names.append(model.name)
     if other_names:
         raise await _wrong_model_error(request, name or "", other_names)
-    # If one model is not served and another one does not answer, report the second problem. The
-    # client can then try again.
+    # Prefer to report a temporary problem, such as a model that does not answer, because the client
+    # can then try again. A model that is not served (status 404) is a permanent problem.
     temporary_problems = [problem for problem in problems if problem.status != 404]
     raise (temporary_problems or problems)[0]
 
 
 def _has_other_name(target: PoolingTarget, name: str | None) -> bool:
-    """Return True if `name` is given, and the target is known to have only other names.
+    """Return True if the target's names are known and the requested name is not one of them.
 
-    Such a model need not be loaded, because it cannot answer the request.
+    In this case, the model need not be loaded, because it cannot answer the request.
     """
     return bool(target.names) and name is not None and name not in target.names
 
 
 async def select_language_model(request: Request, name: str | None) -> None:
-    """Store the language model and the LoRA adapter for the model name in a request.
+    """Find and store the language model and the LoRA adapter that a request selects by name.
 
     The name belongs to a language model, or to an adapter of a language model.
 
@@ -169,7 +169,7 @@ async def select_language_model(request: Request, name: str | None) -> None:
 
 
 async def _find_context_with_adapter(request: Request, adapter: str) -> Context | None:
-    """Return the context of the language model that has a LoRA adapter with this name, or None."""
+    """Return the `Context` of the language model that has this LoRA adapter, or None."""
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
     if adapter in pooling_names:
         return None  # no adapter has the name of a pooling model, so the server is not queried
@@ -182,7 +182,7 @@ async def _find_context_with_adapter(request: Request, adapter: str) -> Context 
 async def _wrong_model_error(
     request: Request, name: str, suitable_names: Sequence[str]
 ) -> ApiError:
-    """Return the error for a request that the pooling model `name` cannot answer.
+    """Return the error for a request that names an unknown or unsuitable model.
 
     The status is 400 if the name belongs to a model of another kind, and 404 if the name is
     unknown.
@@ -201,7 +201,7 @@ async def _wrong_model_error(
 
 
 async def _served_models(request: Request) -> dict[str, tuple[str, str]]:
-    """Return a mapping from the name of each served model to its description and main route."""
+    """Return a dict that maps the name of each served model to its description and main route."""
     pooling_models = await pooling_models_of(request).all()
     models = {m.name: (_DESCRIPTIONS[m.kind], _ROUTES[m.kind]) for m in pooling_models}
     for target in pooling_models_of(request).targets:
@@ -212,7 +212,7 @@ async def _served_models(request: Request) -> dict[str, tuple[str, str]]:
 
 
 def _wrong_model_message(name: str, suitable: str, served: Mapping[str, tuple[str, str]]) -> str:
-    """Return the error message for a request that the model `name` cannot answer.
+    """Return the error message for a request that names an unknown or unsuitable model.
 
     Args:
         name: the name of the model in the request.
@@ -227,7 +227,7 @@ def _wrong_model_message(name: str, suitable: str, served: Mapping[str, tuple[st
 
 
 def require_kind(served: ServedModel, kind: str) -> None:
-    """Check that a model can compute a kind of output.
+    """Check that a model can compute the requested kind of output, such as "sparse".
 
     Args:
         served: the model.
@@ -246,7 +246,7 @@ def require_kind(served: ServedModel, kind: str) -> None:
 
 
 def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
-    """Check that a request does not set a truncation length below the model's limit.
+    """Check that a request does not truncate texts to fewer tokens than the model's limit.
 
     The server can truncate texts only to the model's limit.
 
@@ -295,7 +295,7 @@ async def call_model(
 
 
 def _check_texts(inputs: ModelInputs, options: Mapping[str, Any]) -> None:
-    """Check that all texts in the input tensors and the options are valid Unicode.
+    """Check that all texts are valid Unicode, both in the input tensors and in the options.
 
     Raises: ApiError 400.
     """
@@ -306,14 +306,14 @@ def _check_texts(inputs: ModelInputs, options: Mapping[str, Any]) -> None:
 
 
 def _count_tokens(request: Request, num_tokens: int) -> None:
-    """Count the tokens of a call in the limits and the metrics of the current client."""
+    """Count the tokens of a call towards the limits of the current client, and in its metrics."""
     client = current_client.get()
     client.count_tokens(num_tokens)
     request.app.state.metrics.count_client_tokens(client.name, num_tokens, 0)
 
 
 def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendError:
-    """Return the error with the name of the request field instead of the name of the tensor.
+    """Return the error with the name of the tensor replaced by the name of the request field.
 
     Example: "texts: element 1: has 13 tokens" becomes "input: element 1: has 13 tokens".
 

@@ -185,7 +185,7 @@ class PoolingModels:
         return self._known[target.model]
 
     async def _query(self, target: PoolingTarget) -> ServedModel:
-        """Load a model, and request its name and its properties. The errors are those of `find`."""
+        """Load a model, and request its name and properties. Raise the same errors as `find`."""
         if self._residence is not None:
             await self._residence.prepare(target.model)
         call = PoolingCall(target.model, f"info-{target.model}", {"return_info": [True]})

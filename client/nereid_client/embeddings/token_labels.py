@@ -122,7 +122,7 @@ def _best_labels(
 
 
 def _split_label(label: str) -> tuple[str, str]:
-    """Split a label into its prefix and its name.
+    """Split a label such as "B-LOC" into its prefix "B" and its name "LOC".
 
     Examples: "B-LOC" returns ("B", "LOC"), and "LOC" returns ("I", "LOC").
     """

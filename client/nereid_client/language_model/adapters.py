@@ -45,14 +45,14 @@ class Adapters:
         await self._update({"load_lora": name, "lora_path": path})
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter. Requests that use the adapter continue.
+        """Unload an adapter. Requests that already use the adapter are not interrupted.
 
         Raises: BackendError if no adapter has this name.
         """
         await self._update({"unload_lora": name})
 
     async def reload_weights(self, path: str, running_requests: str) -> None:
-        """Replace the weights of the language model. The adapters are loaded again.
+        """Replace the weights of the language model, and load the adapters again.
 
         Args:
             path: the folder of the new checkpoint on the server. "" selects the present folder.

@@ -54,7 +54,7 @@ class ClientBackend:
     async def detokenize(
         self, request_id: str, token_ids: Sequence[int], *, skip_special_tokens: bool
     ) -> str:
-        """Return the text of token ids. See `Backend.detokenize`."""
+        """Convert token ids to text. See `Backend.detokenize`."""
         return await self._backend.detokenize(
             request_id, token_ids, skip_special_tokens=skip_special_tokens
         )

@@ -102,12 +102,13 @@ class FillInMiddle:
         return True
 
     async def _is_one_token(self, marker: str, request_id: str) -> bool:
-        """Return whether the tokenizer encodes the marker as one token of its own.
+        """Return whether the tokenizer has a separate token for the marker.
 
         Some tokenizers encode every unknown text as the same token, such as `<unk>`. The method
         therefore decodes the token, and compares the decoded text with the marker.
         """
-        # `tokenize` accepts a text only in the object that describes a request for generation.
+        # `tokenize` accepts only a `Generation` object, so the marker becomes the prompt of a
+        # `Generation`.
         generation = Generation(
             f"{request_id}-fim", text_input=marker, sampling_parameters=_NO_ADDED_TOKENS
         )

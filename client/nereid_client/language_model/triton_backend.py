@@ -29,9 +29,11 @@ _ENVELOPE = "envelope"
 # executor model contains JSON text.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
-# With this input, a model sends the answer in parts. Without it, the answer is one response.
+# If a request contains the input `stream`, the model sends the answer in several responses.
+# Otherwise, the model sends one response.
 _STREAM = InputTensor("stream", "BOOL", [True])
-# The executor model requires these tensors, but a request without a prompt does not use them.
+# The executor model requires these tensors in every request. A request without a prompt contains
+# these values, which the model ignores.
 _NO_PROMPT = (
     InputTensor(_PROMPT_TOKEN_IDS, "INT32", [0]),
     InputTensor(_ENVELOPE, "UINT8", [0]),
@@ -128,7 +130,7 @@ class Backend(Protocol):
         ...
 
     async def call_cache(self, parameters: Mapping[str, str]) -> dict[str, Any]:
-        """Read the statistics of the prefix cache, or extend or delete its sessions.
+        """Return the statistics of the prefix cache, prolong a session, or delete a session.
 
         Args:
             parameters: `{"cache": "statistics"}`, `{"cache": "extend", "prompt_cache_key": key,
@@ -278,7 +280,7 @@ class TritonBackend:
         return answer
 
     async def _stream_one(self, request: Any) -> Any:
-        """Send a request to the executor model, and return its only response.
+        """Send a request to the executor model, and return the response.
 
         The executor model is decoupled: it may send any number of responses. A request to such a
         model needs a stream, even if there is only one response.
@@ -298,7 +300,7 @@ class TritonBackend:
         return message.infer_response
 
     async def _infer(self, request: Any) -> bytes:
-        """Send a request to a model, and return the bytes of the only requested output tensor."""
+        """Send a request for one output tensor to a model, and return the bytes of this tensor."""
         try:
             response = await self._calls.infer(request)
         except grpc.RpcError as error:
@@ -320,9 +322,8 @@ class TritonBackend:
 
     def _request(self, model: str, generation: Generation, outputs: list[str]) -> Any:
         request = infer_request(model, generation.request_id, _inputs(generation), outputs)
-        # In the tokenizer model, clients take turns. The tokenizer model needs the client id before
-        # it parses the JSON text of the request. The client id is therefore also sent as a
-        # parameter.
+        # The tokenizer model serves the clients in turn, and needs the client id before it parses
+        # the JSON text of the request. The client id is therefore also sent as a parameter.
         if generation.client_id:
             request.parameters["client_id"].string_param = generation.client_id
         return request

@@ -21,9 +21,9 @@ from nereid_client.middleware.request_metrics import RequestMetrics, is_from_sup
 from nereid_client.middleware.shared_budget import SharedBudget
 
 _RETRY_AFTER = {"Retry-After": "1"}
-# A throttle counts the requests that were admitted or rejected in a period of this many seconds.
-# The period must be shorter than the time that the server needs to process a full queue. Otherwise,
-# the queue could become empty while the throttle still rejects requests.
+# A throttle counts the requests that were admitted or rejected in the last _WINDOW_S seconds. This
+# time must be shorter than the time that the server needs to process a full queue. Otherwise, the
+# queue could become empty while the throttle still rejects requests.
 _WINDOW_S = 0.5
 # Within _WINDOW_S seconds, the server may reject up to this share of the admitted requests, plus
 # _TOLERATED_REJECTIONS requests. If the server rejects more, the throttle itself rejects most new
@@ -63,7 +63,7 @@ class Gate:
         self.is_draining = False
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Run the `with` block in a transaction, in which no other process can admit requests."""
+        """Prevent other processes from admitting requests during the `with` block."""
         return self._running.transaction()
 
     @property
@@ -114,7 +114,7 @@ class Gate:
 
 
 def _draining_error() -> ApiError:
-    """Return the error for a new request to a server that finishes its requests and then stops."""
+    """Return the error for a new request to a server that is stopping."""
     return ApiError(
         503,
         "The server is stopping. It finishes the requests that run and accepts no new ones. Send "
@@ -259,8 +259,8 @@ class AdmissionControl:
             throttle: limits the requests to an overloaded server. None if it is not overloaded.
             now: the current time of time.monotonic().
         """
-        # In the transaction, no other process can admit a request after the check and before the
-        # count.
+        # The transaction prevents other processes from admitting a request between the check and
+        # the count.
         with self._gate.transaction():
             rejection = self._gate.rejection(client) or client.rejection(now)
             if rejection is None and throttle is not None:
@@ -286,7 +286,7 @@ class AdmissionControl:
             self._num_checks -= 1
 
     def _observe_rejections(self, key: tuple[str, str], send: Send, started: float) -> Send:
-        """Return a function like `send` that also records a rejection by the server.
+        """Wrap `send` in a function that also records rejections by the server.
 
         A throttle stores the rejections of one client and path. If there are many, it limits the
         further requests.
@@ -299,8 +299,7 @@ class AdmissionControl:
             send: sends a message to the client.
             started: the time at which the request was admitted.
         """
-        # The header Retry-After of a rejection, until the body of the rejection arrives. Otherwise,
-        # None.
+        # The header Retry-After of a rejection whose body has not arrived yet, or None.
         retry_after: str | None = None
 
         async def send_observed(message: Message) -> None:
@@ -317,7 +316,7 @@ class AdmissionControl:
     def _record_rejection(
         self, key: tuple[str, str], body: bytes, retry_after: str, started: float
     ) -> None:
-        """Record a rejected request in its throttle. Ignore a body that is not an error object.
+        """Record a rejection in the throttle `key`. Do nothing if the body is not an error object.
 
         Args:
             key: the key of the throttle, which limits the requests to an overloaded server.

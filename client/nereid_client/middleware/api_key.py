@@ -70,7 +70,7 @@ class ApiKey:
             current_client.reset(token)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the status 401. For the playground, the response is a page with a form."""
+        """Send the status 401. The response for the playground is a page with a sign-in form."""
         error = ApiError(
             401,
             "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY' or "

@@ -73,12 +73,12 @@ class Bucket:
         self._key = key
 
     def take(self, amount: int, now: float) -> None:
-        """Add `amount` to the used amount. The used amount can exceed the limit."""
+        """Add `amount` to the used amount, even if the sum exceeds the limit."""
         if self.per_minute:
             self._usages.add(self._key, amount, self.per_minute, now)
 
     def wait_s(self, now: float, amount: float = 1.0) -> float:
-        """Return the waiting time in seconds until `amount` is available.
+        """Return the number of seconds until `amount` is available.
 
         Return 0 if the amount is available now, or if there is no limit.
         """
@@ -220,8 +220,8 @@ class KeyFile:
         self._clock = clock
         self._usages = usages
 
-        # `_version` identifies the content that was read last. At the time `_check_due`, this
-        # version is compared with the file again.
+        # `_version` identifies the content of the key file that was read last. After the time
+        # `_check_due`, `_version` is compared with the current version of the file.
         self._version = self._current_version()
         self._check_due = clock() + _CHECK_EVERY_S
 

@@ -198,7 +198,7 @@ class CountRequests:
         _log.info("%s %s %d", scope["method"], route, status, extra=facts | ids)
 
     def _path(self, scope: Scope) -> str:
-        """Return the path of the route that answers a request. The path contains placeholders.
+        """Return the path of a request's route, with placeholders such as `{response_id}`.
 
         The path of the request itself would add a time series for each path that a client invents.
         If a middleware has refused the request, the scope contains no route. The method then

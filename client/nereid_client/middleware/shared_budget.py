@@ -3,9 +3,9 @@
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 
-# One client may use at most _TIMES_THE_REST times the amount that is still free. Example: with a
-# limit of 100, the first client can use 75, because 25 remain free and 75 is 3 times 25. A second
-# client can then use 18 of the remaining 25.
+# The amount that one client uses may be at most _TIMES_THE_REST times the amount that then remains
+# free. Example: with a limit of 100, the first client can use 75, because 25 remain free and 75 is
+# 3 times 25. A second client can then use 18 of the remaining 25.
 _TIMES_THE_REST = 3
 
 
@@ -23,15 +23,15 @@ class SharedBudget:
 
     @property
     def used(self) -> int:
-        """The part of the budget that all clients together use now."""
+        """The total amount of the resource that is currently in use."""
         return self._used
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Run the `with` block while no other process changes the budget."""
+        """Prevent other processes from changing the budget during the `with` block."""
         return nullcontext()
 
     def used_by(self, client: str) -> int:
-        """Return how much of the resource a client uses now."""
+        """Return the amount of the resource that a client currently uses."""
         return self._by_client[client]
 
     def fits(self, client: str, amount: int) -> bool:

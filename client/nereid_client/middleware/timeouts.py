@@ -124,7 +124,7 @@ class Timeouts:
                 await response.end_with(error, scope, receive)
 
     def _time_limit(self, scope: Scope) -> "_TimeLimit":
-        """Return the smaller time limit: the server's setting or the limit in the request's header.
+        """Return the smaller of two time limits: the server's setting and the request's header.
 
         Raises: ApiError 400 if the header is wrong.
         """
@@ -217,7 +217,7 @@ class _ObservedResponse:
         self._record(message)
 
     def _record(self, message: Message) -> None:
-        """Record whether the response is a stream, has started, and has ended."""
+        """Record whether the response has started or ended, and whether it is a stream."""
         if message["type"] == "http.response.start":
             self._has_started = True
             media_type = Headers(raw=message["headers"]).get("content-type", "")
@@ -272,7 +272,7 @@ class _UnreadWatch:
             self._timer.cancel()
 
     def _check(self) -> None:
-        """End the request if a message has waited too long. Otherwise, set the timer again.
+        """End the request if sending a message takes too long. Otherwise, set the timer again.
 
         Mutates: `is_unread` and the timeout of the request if the request ends. Otherwise,
             `_timer`.

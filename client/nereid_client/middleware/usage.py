@@ -1,4 +1,4 @@
-"""Records the numbers of requests and tokens of each client, to enforce limits per minute."""
+"""Records how many requests and tokens each client uses, to enforce limits per minute."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext

@@ -24,7 +24,7 @@ from nereid_client.protocol.request_body import RequestBody
 
 
 class Origin(Enum):
-    """The API from which a field comes. A field without an origin comes from OpenAI's API."""
+    """The API that defines a field. A field without an origin is defined by OpenAI's API."""
 
     VLLM = "vLLM"
     SGLANG = "SGLang"
@@ -265,7 +265,7 @@ class GenerationRequest(RequestBody):
 
     @property
     def tier(self) -> str | None:
-        """The service tier for the response, or None if the request does not contain the field."""
+        """The service tier in the response, or None if the request has no field `service_tier`."""
         return None if self.service_tier is None else SERVICE_TIER
 
     @property

@@ -57,7 +57,7 @@ def is_custom(tool: Mapping[str, Any]) -> bool:
 
 
 def custom_tool_names(tools: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """Return the names of the custom tools among the valid tools of a chat."""
+    """Return the names of all custom tools of a chat. The tools must be valid."""
     return frozenset(tool["custom"]["name"] for tool in tools if is_custom(tool))
 
 
@@ -136,7 +136,7 @@ def read_custom_tool(tool: Mapping[str, Any], place: str) -> Json:
 
 
 def check_names(names: Iterable[str], distinct: Container[str], hint: str = "") -> None:
-    """Check that each name of `distinct` occurs at most once among the names of all tools.
+    """Check that each name in `distinct` is the name of at most one tool.
 
     The calls of these tools are converted, so each of these names must belong to only one tool.
 
@@ -154,7 +154,7 @@ def check_names(names: Iterable[str], distinct: Container[str], hint: str = "") 
 
 
 def with_functions(chat: Mapping[str, Any]) -> Json:
-    """Return the body of a chat request with functions instead of custom tools.
+    """Convert the custom tools in a chat request to functions, and return the new request body.
 
     The custom tools in the field `tools`, the calls in earlier messages and the names in
     `tool_choice` are converted. The rest of the body is returned unchanged.
@@ -184,7 +184,7 @@ def with_functions(chat: Mapping[str, Any]) -> Json:
 
 
 def with_function_calls(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """Return a message of a chat with calls of functions instead of calls of custom tools.
+    """Return a chat message in which calls of custom tools are replaced by function calls.
 
     Example: the call {"id": "a", "type": "custom", "custom": {"name": "f", "input": "ls"}} becomes
     {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"input": "ls"}'}}.
@@ -208,7 +208,7 @@ def with_function_calls(message: Mapping[str, Any], place: str) -> Mapping[str, 
 
 
 def _function_call(call: Mapping[str, Any], place: str) -> Json:
-    """Convert a call of a custom tool to the call of a function."""
+    """Convert a call of a custom tool to a function call."""
     custom = validated(_CustomCall, call.get("custom"), place)
     others = {name: value for name, value in call.items() if name != "custom"}
     arguments = json.dumps({"input": custom.input}, ensure_ascii=False)
@@ -217,7 +217,7 @@ def _function_call(call: Mapping[str, Any], place: str) -> Json:
 
 
 def _function_choice(choice: Mapping[str, Any]) -> Json:
-    """Return a tool choice that names functions instead of custom tools.
+    """Return a tool choice in which custom tools are replaced by functions.
 
     The tool choice is one tool, or an object `allowed_tools` with a list of tools. Each tool of the
     list is converted by a call of this function. Another tool choice is returned unchanged.

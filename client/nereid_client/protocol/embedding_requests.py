@@ -304,7 +304,7 @@ def _first_known(names: Iterable[str], prompts: Iterable[str]) -> str | None:
 
 
 def _only_parts(inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the content part of each member of Cohere's field `inputs`.
+    """Return the content part of each item in Cohere's field `inputs`.
 
     Example: [{"content": [{"type": "text", "text": "a"}]}] returns [{"type": "text", "text": "a"}].
 

@@ -73,7 +73,7 @@ def to_openai_response_format(value: Mapping[str, Any], field: str) -> dict[str,
 
 
 def _check_schema(schema: object, field: str, schema_field: str) -> None:
-    """Raise a FieldError for `field` if the value of `schema_field` is not a JSON schema."""
+    """Raise a FieldError that names `field` if `schema` is not a JSON schema."""
     if not isinstance(schema, dict | bool):
         raise FieldError(
             field,

@@ -210,7 +210,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_echo(self) -> Self:
-        """If the request asks for an echo, check that the frontend knows the text of each prompt.
+        """If the request asks for an echo, check that no prompt is given as token ids or truncated.
 
         The frontend does not convert token ids to text.
         """
@@ -248,7 +248,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_generated(self) -> int:
-        """The number of choices to generate for each prompt. The best choices are returned."""
+        """The number of choices to generate for each prompt. Only the best choices are returned."""
         return max(self.best_of or 1, self.num_choices)
 
     def sampling_parameters(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ _MAX_CHARS = 4096
 
 
 def whole_input_pattern(regex: str, place: str) -> str:
-    r"""Return the value of the keyword `pattern` with which the whole input must match `regex`.
+    r"""Return a JSON schema `pattern` that matches only if the whole input matches `regex`.
 
     Anchors at the ends of the expression, and at the ends of its alternatives, have no effect on a
     match of the whole input. The result does not contain these anchors, because the engine's
@@ -198,7 +198,7 @@ def _problem_of_set(text: str) -> str:
 
 
 def _is_at_end_of_alternative(tokens: list[_Token], at: int) -> bool:
-    """Return whether the anchor `at` begins or ends an alternative of the whole expression.
+    """Return whether the anchor `tokens[at]` begins or ends a top-level alternative.
 
     Examples: both anchors of `^a$|b` do, but the anchors of `a^b` and `(^a)` do not.
     """

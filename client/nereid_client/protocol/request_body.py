@@ -1,4 +1,4 @@
-"""The base class of all request bodies, and checks that several bodies share."""
+"""The base class of request bodies, and validation functions that several bodies use."""
 
 from typing import TypeVar
 

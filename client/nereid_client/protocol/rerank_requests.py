@@ -24,7 +24,7 @@ Document = str | dict[str, str]
 
 
 class RerankRequest(PoolingRequest):
-    """The body of every rerank route. In TEI's format, the documents are in the field `texts`."""
+    """The body of a rerank request. In TEI's format, the field `texts` contains the documents."""
 
     query: Any = Field(...)
     """The text that the documents are compared with."""
@@ -83,7 +83,7 @@ class RerankRequest(PoolingRequest):
 
     @property
     def ranked_documents(self) -> list[Document]:
-        """The texts or images to rank: the field `documents` or `texts`."""
+        """The texts or images to rank, from the field `documents` or `texts`."""
         documents: list[Document] | None = self.documents
         return [*self.texts] if self.texts is not None else documents or []
 
@@ -174,7 +174,7 @@ class ScoreRequest(PoolingRequest):
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
-        """Check that there are documents, and either one query or one query for each document."""
+        """Check that there are documents, and either a single query or one query per document."""
         for name in (self.query_field, self.document_field):
             value = getattr(self, name)
             if value is None:
@@ -255,7 +255,7 @@ class ClassifyRequest(PoolingRequest):
 
 
 def text_of(value: object, field: str, place: str) -> str:
-    """Return the text in a value that is a string or a content part.
+    """Return the text that `value` contains. `value` is a string or a content part.
 
     Examples: "a", {"text": "a"}, [{"text": "a"}] and vLLM's {"content": [{"text": "a"}]} all
     return "a".
@@ -287,7 +287,7 @@ def _only_member(value: object) -> object:
 
 
 def _texts_of(field: str, value: object) -> list[str]:
-    """Return the texts in a field whose value is a text or a list of texts.
+    """Convert the value of a field to a list of texts. The value is one text or a list of texts.
 
     Raises: FieldError if the value has another type.
     """
@@ -316,7 +316,7 @@ def document_tensor(documents: Sequence[Document], name: str) -> tuple[str, list
 def _pair_inputs(
     queries: list[str], documents: Sequence[Document], query_field: str, document_field: str
 ) -> ModelInputs:
-    """Return the input tensors of a reranker for queries and documents."""
+    """Convert queries and documents to the input tensors of a reranker."""
     name, values = document_tensor(documents, "documents")
     return ModelInputs(
         {"query": queries, name: values}, {"query": query_field, name: document_field}
@@ -324,7 +324,7 @@ def _pair_inputs(
 
 
 def _documents_of(field: str, value: object) -> list[Document]:
-    """Return the texts and images in a field whose value is a document or a list of documents.
+    """Convert the value of a field to a list of documents. The value is one document or a list.
 
     Raises: FieldError if the value has another type.
     """

@@ -85,7 +85,7 @@ _REFUSED_IN_TEXT = {"verbosity": REFUSED_IN_CHAT["verbosity"]}
 
 
 class ResponseStreamOptions(StreamOptions):
-    """Options of a stream of events. The last event always contains the token counts."""
+    """Options of a streamed response. The last event always contains the token counts."""
 
     include_obfuscation: bool | None = False
     """Only false is supported: events have no padding."""
@@ -216,8 +216,8 @@ class ResponsesRequest(GenerationRequest):
         if self.response_format_of_text is not None:
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         tools = self.chat_tools or ()
-        # A tool call of the model contains the joined name of namespace and tool. If two tools had
-        # the same joined name, the client could not know which of the tools was called.
+        # The model calls a tool in a namespace by the name NAMESPACE__TOOL. If two tools had the
+        # same name in this form, the frontend could not determine which of them the model called.
         check_names(
             [tool[tool["type"]]["name"] for tool in tools],
             converted_tools(self.tools or ()),
@@ -243,7 +243,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def summary(self) -> str | None:
-        """The kind of reasoning summary that the request asks for.
+        """The kind of reasoning summary that the request asks for, such as "auto".
 
         None means that the request does not ask for a summary.
         """
@@ -253,7 +253,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the request asks for log-probabilities with `include` or `top_logprobs`."""
+        """Whether the field `include` or `top_logprobs` asks for log-probabilities."""
         return INCLUDE_LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property
@@ -273,7 +273,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def response_format_of_text(self) -> Json | None:
-        """The field text.format, converted to a response_format. None means plain text."""
+        """The field text.format as a response_format of chat completions. None means plain text."""
         given = self.format
         if given.get("type") == "text":
             return None
@@ -299,7 +299,7 @@ class ResponsesRequest(GenerationRequest):
         return None if self.tool_choice is None else to_chat_tool_choice(self.tool_choice)
 
     def passed_on(self, body: Mapping[str, Any]) -> Json:
-        """Return the fields of the body whose names are the same in chat completions."""
+        """Return the fields of the body that are copied unchanged to the chat completion."""
         return {
             name: value
             for name, value in body.items()

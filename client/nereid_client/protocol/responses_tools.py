@@ -89,7 +89,7 @@ def chat_name(namespace: str | None, name: str) -> str:
 
 @dataclass(frozen=True)
 class OfferedTool:
-    """A tool of a response, to which a function call of the model is converted.
+    """A custom tool, or a tool in a namespace. The model calls a function that replaces the tool.
 
     Attributes:
         name: the name of the tool without the namespace.
@@ -154,7 +154,7 @@ def to_chat_tools(tool: Json, place: str) -> list[Json]:
 def _with_namespace(
     tool: FunctionTool | CustomTool, namespace: Namespace
 ) -> FunctionTool | CustomTool:
-    """Put the namespace's name and description before the name and description of a tool."""
+    """Prepend the name and description of the namespace to the tool's name and description."""
     descriptions = [text for text in (namespace.description, tool.description) if text]
     return tool.model_copy(
         update={

@@ -67,7 +67,7 @@ class DecodeRequest(RequestBody):
         return [ids for _, ids in self._named_lists()]
 
     def _named_lists(self) -> list[tuple[str, Any]]:
-        """Return pairs of the path and the value of each list of token ids in the body.
+        """For each list of token ids in the body, return the path and the list.
 
         Example: {"ids": [[1, 2], [3]]} returns [("ids[0]", [1, 2]), ("ids[1]", [3])].
         """

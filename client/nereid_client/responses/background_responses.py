@@ -72,7 +72,8 @@ class BackgroundResponse:
             encoded = [sse.named_event(event) for event in events]
             self.events += encoded
             num_event_bytes = size_of(encoded)
-        # Wake all generators, which then wait for the next change.
+        # Wake all waiting generators. They then wait for the new event, which announces the next
+        # change.
         self._changed.set()
         self._changed = asyncio.Event()
         return num_text_bytes + num_event_bytes
@@ -84,9 +85,9 @@ class BackgroundResponse:
         """
         position = after + 1
         while True:
-            # `changed` and `is_over` must be read before the events, so that no event is missed. An
-            # event that is added later sets `changed`, and the wait below then ends at once. If
-            # `is_over` is true, the events that are read after it are complete.
+            # `changed` and `is_over` must be read before the events. If an event is added after the
+            # events were read, `changed` is set, and the wait below ends at once. If `is_over` is
+            # true, no more events are added, so `new_events` contains all remaining events.
             changed = self._changed
             is_over = self.builder.is_over
             events = self.events or []  # None if the client has not requested a stream
@@ -135,7 +136,7 @@ class Responses:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # maps ids of responses to tasks
 
     def start(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
-        """Start to generate a response in the background.
+        """Start generating a response in the background.
 
         Raises: ApiError if the store is full.
         """
@@ -176,7 +177,7 @@ class Responses:
                 run.record(run.builder.fail(api_error))
 
     def _end(self, run: BackgroundResponse, task: asyncio.Task[None]) -> None:
-        """Store the final state of a response whose task has ended.
+        """Store the final state of a background response whose asyncio task has ended.
 
         The response is unfinished if the task was cancelled, possibly before the task started, or
         if the task failed because of a bug.
@@ -192,7 +193,7 @@ class Responses:
         self._gate.leave(run.client)
 
     async def _add_all(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
-        """Append all deltas to the response, and reserve space for them in the store.
+        """Append the deltas to the response, and reserve space in the store for each delta.
 
         Raises: FrontendError if the store is full, the time limit is reached or the backend fails.
         """

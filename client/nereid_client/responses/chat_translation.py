@@ -23,7 +23,7 @@ RESPONSES_NAMES = FieldNames(
 
 
 def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequence[Json]) -> Json:
-    """Return the body of the chat completion request that replaces a Responses API request.
+    """Translate a Responses API request to the body of a chat completion request.
 
     The body contains functions instead of custom tools.
 

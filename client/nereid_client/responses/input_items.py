@@ -64,7 +64,7 @@ def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
 
 
 def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
-    """Check that each output of a tool follows the call with the same `call_id`.
+    """Check that each tool output comes after a call with the same `call_id`.
 
     The output of a function must follow a call of a function, and the output of a custom tool must
     follow a call of a custom tool.
@@ -128,7 +128,7 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
 
 def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
-    """Return the stored item that an `item_reference` selects by its id.
+    """Return the stored item with the id that an `item_reference` contains.
 
     Raises: ApiError 404 if no stored response has such an item.
     """
@@ -213,7 +213,7 @@ def _custom_call(item: Mapping[str, Any], place: str) -> Json:
 
 
 def _call_names(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a call that identify the call and the tool.
+    """Return the fields that identify a call and the called tool.
 
     Example: {"call_id": "a", "name": "read", "namespace": "files"}.
 
@@ -297,7 +297,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Json]] = {
 
 
 def _texts(content: object, place: str) -> list[str]:
-    """Return the texts of a field that contains a string or a list of parts."""
+    """Convert a string or a list of content parts to a list of texts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):

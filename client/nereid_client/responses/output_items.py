@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class TextKind:
-    """The type and field names that output items and events use for one kind of text.
+    """The types and field names in output items and events for one kind of text.
 
     Attributes:
         item_type: the type of the item.
@@ -52,7 +52,7 @@ SUMMARY = TextKind(
 
 @dataclass
 class TextItem:
-    """An output item with text: a message or a reasoning item. The item has one part.
+    """An output item with text: a message or a reasoning item. The item has one content part.
 
     Attributes:
         index: the index of the item in the field `output` of the response.
@@ -70,7 +70,7 @@ class TextItem:
         self.id = new_id(self.kind.item_type)
 
     def add(self, text: str, logprobs: Sequence[Json]) -> Json:
-        """Append text and its log-probabilities, and return the event."""
+        """Append text and its log-probabilities, and return the event for the new text."""
         self._pieces.append(text)
         self._logprobs += logprobs
         event = {"type": f"{self.kind.text_event}.delta", **self._place, "delta": text}
@@ -103,7 +103,7 @@ class TextItem:
 
     @property
     def _place(self) -> Json:
-        """The fields by which events identify the content part of this item."""
+        """The fields that identify the content part of this item in events."""
         return {"item_id": self.id, "output_index": self.index, self.kind.index_name: 0}
 
     def _part(self, text: str, logprobs: Sequence[Json]) -> Json:
@@ -153,7 +153,7 @@ class CallItem:
         self.id = new_id(self._item_type)
 
     def add(self, arguments: str) -> list[Json]:
-        """Append a piece of the arguments, and return the events."""
+        """Append a piece of the arguments, and return the events for the new text."""
         return self._add_text(arguments)
 
     def item(self, status: str) -> Json:
@@ -183,7 +183,7 @@ class CallItem:
         ]
 
     def _add_text(self, text: str) -> list[Json]:
-        """Append text to the call, and return the event. If the text is empty, return no event."""
+        """Append text to the call, and return the event. Return no event for an empty text."""
         if not text:
             return []
         self._pieces.append(text)
@@ -191,7 +191,7 @@ class CallItem:
 
     @property
     def _place(self) -> Json:
-        """The fields by which events identify this item."""
+        """The fields that identify this item in events."""
         return {"item_id": self.id, "output_index": self.index}
 
 

@@ -1,4 +1,4 @@
-"""Build a response from deltas: its output items, and the events of its stream."""
+"""Build the output items and the stream events of a response from deltas."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -144,7 +144,7 @@ class ResponseBuilder:
             raise unfinished_error()
 
     def _add_text(self, text: str, kind: TextKind) -> list[Json]:
-        """Append text to the current item. If the item has another kind, start a new item first."""
+        """Append text of one kind. If the current item has another kind, start a new item."""
         entries = self._logprobs.pop(text)
         events = []
         item = self._current_item
@@ -155,7 +155,7 @@ class ResponseBuilder:
         return [*events, self._numbered(item.add(text, logprobs))]
 
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
-        """Append a piece of a tool call to its item. The first piece starts the item."""
+        """Append a piece of a tool call to the call's item. The first piece starts the item."""
         self._logprobs.clear()
         events = []
         call = self._current_item

@@ -1,4 +1,4 @@
-"""The fields that a response object copies from the request."""
+"""The fields of a response object that are copied from the request."""
 
 from nereid_client.protocol.common_fields import SERVICE_TIER
 from nereid_client.protocol.responses_request import ResponsesRequest

@@ -127,11 +127,11 @@ class Store:
 
     @property
     def running(self) -> list[Running]:
-        """The responses that run in the background in this process."""
+        """The background responses that this process is generating."""
         return list(self._running.values())
 
     def begin(self, run: Running, num_bytes: int) -> None:
-        """Add a response that starts to run in the background.
+        """Add a background response whose generation is about to start.
 
         Args:
             run: the response.
@@ -158,7 +158,7 @@ class Store:
         self._running[run.id] = run
 
     def _full_error(self) -> ApiError:
-        """Return the error for a background response when running responses fill the store."""
+        """Return the error for a background response that is rejected because the store is full."""
         num_running, _ = self._totals("WHERE is_running")
         has_most_responses = num_running >= self._limits.count
         return ApiError(
@@ -172,7 +172,7 @@ class Store:
         )
 
     def reserve(self, run: Running, num_bytes: int) -> None:
-        """Reserve `num_bytes` more bytes of the store for a running response.
+        """Reserve `num_bytes` additional bytes in the store for a running response.
 
         Raises: ApiError 503 if the store is full.
         """
@@ -330,7 +330,7 @@ class Store:
         self._database.execute("DELETE FROM responses WHERE expires_at <= ?", (self._now(),))
 
     def _start_timer(self) -> None:
-        """Start the timer that deletes the oldest response when this response expires.
+        """Start a timer that deletes the oldest response when that response expires.
 
         Without the timer, an expired response would stay in memory until the next request.
         """
@@ -348,7 +348,7 @@ class Store:
 
 
 def delete_running(path: str, worker: int) -> None:
-    """Delete the responses that an ended frontend process has not finished.
+    """Delete the unfinished responses of a frontend process that has ended.
 
     Args:
         path: the file of the database.

@@ -52,7 +52,7 @@ async def generate_truncated(
 
 
 def _shortened(chat: Json, error: BackendError) -> Json | None:
-    """Return the chat without its oldest turns. The backend may accept the shorter chat.
+    """Remove the oldest turns of a chat, so that the backend will probably accept the chat.
 
     Return None if the backend rejected the chat for another reason than its length, or if there is
     no turn that can be removed.
@@ -87,7 +87,8 @@ def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] |
     ]
     if not turn_starts:
         return None
-    # `chars_before[i]` is the number of characters before message i. The last number is the total.
+    # `chars_before[i]` is the number of characters before message i. The last entry is the number
+    # of characters in all messages.
     sizes = [len(to_json(message)) for message in messages]
     chars_before = list(itertools.accumulate(sizes, initial=0))
     excess_chars = share * chars_before[-1]

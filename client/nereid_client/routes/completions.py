@@ -95,7 +95,7 @@ async def _with_suffix(request: Request, prompt: Prompt, suffix: str | None) -> 
 
 
 async def _generations(request: Request, body: CompletionRequest) -> list[Generation]:
-    """Return one request to the model for each prompt. Its id ends with the number of the prompt.
+    """For each prompt, return one request. The request's id ends with the index of the prompt.
 
     Raises: ApiError 400 if a prompt is not valid Unicode.
     """

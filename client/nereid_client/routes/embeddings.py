@@ -42,7 +42,7 @@ async def embeddings(request: Request) -> Response:
     options = body.options_for(served.info.get("prompts") or {})
     outputs = await call_model(request, served, body.input, options)
     vector_to_json = WRITERS[body.vector_type]
-    # Each item of the list, and each value in an item, is JSON text.
+    # Each item is the JSON text of an object, built from the JSON texts of the object's values.
     items = (
         join_json_object(
             {"object": '"embedding"', "index": str(index), "embedding": vector_to_json(vector)}
@@ -55,7 +55,7 @@ async def embeddings(request: Request) -> Response:
 
 @router.post("/v2/embed", summary="Create embeddings (Cohere's API, version 2)")
 async def cohere_embed(request: Request) -> Response:
-    """Return a list of vectors for each member of `embedding_types`, in Cohere's format."""
+    """For each type in `embedding_types`, return one list of vectors, in Cohere's format."""
     return await _cohere_embed(request, "2")
 
 
@@ -120,7 +120,7 @@ async def tei_embed(request: Request) -> Response:
 
 @router.post("/embed_all", summary="Create one embedding for each token (TEI's format)")
 async def tei_embed_all(request: Request) -> Response:
-    """Return a list of vectors for each text. The list has one vector for each token."""
+    """For each text, return a list that contains one vector for each token."""
     return await _list_of_vectors(await _tei_outputs(request, "multi_vector"))
 
 

@@ -135,7 +135,7 @@ async def _next_part(stream: AsyncGenerator[bytes], limit_s: float) -> bytes | N
 
 
 def _upload_fields(fields: dict[str, str]) -> Json:
-    """Return the text fields of a form as an object.
+    """Convert the text fields of a form to a JSON object.
 
     Example: {"expires_after[anchor]": "created_at"} returns {"expires_after": {"anchor":
     "created_at"}}.
@@ -144,7 +144,7 @@ def _upload_fields(fields: dict[str, str]) -> Json:
     """
     parsed: Json = {}
     for name, text in fields.items():
-        # The name "expires_after[anchor]" has the parts "expires_after", "[" and "anchor".
+        # Example: the name "expires_after[anchor]" is split into "expires_after", "[" and "anchor".
         outer, bracket, inner = name.removesuffix("]").partition("[")
         is_member = bracket == "["  # whether the field is a member of an object
         if outer in parsed and isinstance(parsed[outer], dict) != is_member:

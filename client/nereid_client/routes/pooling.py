@@ -83,12 +83,12 @@ def _kinds_of_model(task: str | None) -> Sequence[str]:
 
 
 def _kind_of_output(served: ServedModel, task: str | None) -> str:
-    """Return the kind of output for `task`. If `task` is None, return the default of the model."""
+    """Return the kind of output for `task`, or the model's default kind if `task` is None."""
     if task is not None:
         return (_EMBEDDING_TASKS | _CLASSIFIER_TASKS)[task]
     default: str = served.info["kinds"][0]
-    # This route cannot return sparse weights or scores. /embed_sparse returns sparse weights, and
-    # scores require pairs of texts.
+    # This route returns neither sparse weights nor scores, so these two defaults are replaced.
+    # /embed_sparse returns sparse weights, and scores require pairs of texts.
     return {"sparse": "dense", "score": "classify"}.get(default, default)
 
 

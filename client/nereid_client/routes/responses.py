@@ -44,8 +44,8 @@ router = APIRouter(tags=["Responses"])
 
 Json = dict[str, Any]
 
-# The first event of a response has the number 0. A stream contains the events after a given number.
-# With the number -1, a stream contains all events.
+# Events are numbered from 0, and a stream contains only the events after a given number. The number
+# -1 therefore selects all events.
 _ALL_EVENTS = -1
 
 
@@ -84,7 +84,7 @@ async def create_response(request: Request) -> Response:
         return _start_in_background(responses, run, deltas)
 
     def store() -> bool:
-        """Store the response, unless the request forbids it. Return whether it was stored."""
+        """Store the response if `is_stored` is true. Return whether the response was stored."""
         return is_stored and responses.add(builder, encode(items))
 
     if responses_request.stream:
@@ -295,7 +295,7 @@ def _not_ended_error(previous_id: str, status: str) -> ApiError:
 def _generate(
     request: Request, responses_request: ResponsesRequest, chat: Json
 ) -> AsyncGenerator[Delta]:
-    """Generate a response as a chat completion, and return its deltas.
+    """Generate a response with a chat completion, and return the completion's deltas.
 
     An error names a field of the Responses API, not a field of the chat completion.
     """

@@ -96,7 +96,7 @@ async def _call_embedder(
 
 
 def _cosine_similarities(vectors: Floats, num_queries: int) -> Floats:
-    """Return the cosine similarity between the query and the document of each pair.
+    """For each pair of a query and a document, return the cosine similarity.
 
     Example: for the vectors [q, d1, d2] and one query, the similarities are [q·d1, q·d2].
 

@@ -43,7 +43,7 @@ class Repository(Protocol):
         ...
 
     async def uses_memory(self, names: Sequence[str]) -> bool:
-        """Return whether one of the models is loaded, is being loaded or is being unloaded.
+        """Return whether any of the models is loaded, is being loaded or is being unloaded.
 
         Raises: BackendError.
         """
@@ -122,11 +122,11 @@ class ModelControl:
             await self._load_for_request(state)
 
     def is_unloaded(self, model: str) -> bool:
-        """Return whether the frontend knows that a model is not loaded."""
+        """Return True if a model is unloaded, and False if it is loaded or its state is unknown."""
         return self._states[model].is_loaded is False
 
     async def is_loaded(self, model: str) -> bool:
-        """Return whether a model is loaded. If this is unknown, query the server."""
+        """Return whether a model is loaded. If its state is unknown, query the server."""
         state = self._states[model]
         if state.is_loaded is None:
             is_ready = await self._repository.is_model_ready(model)
@@ -280,7 +280,8 @@ class ModelControl:
 
     async def _unload_for_memory(self, state: ModelState) -> None:
         """Unload an idle model, and wait until its processes have ended."""
-        # The caller has checked that the lock is free. Acquiring a free lock does not switch tasks.
+        # The caller has checked that the lock is free. No other task can acquire the lock first,
+        # because acquiring a free lock does not switch tasks.
         async with state.lock:
             await self._unload(state)
             names = [state.spec.triton_name, *state.spec.steps.values()]
@@ -300,7 +301,7 @@ class ModelControl:
                     await self._unload_idle(state)
 
     async def _unload_idle(self, state: ModelState) -> None:
-        """Unload an idle model. After a failure, log the reason, and try again much later."""
+        """Unload an idle model. If this fails, log why, and retry after `idle_unload_s` seconds."""
         async with state.lock:
             try:
                 await self._unload(state)
@@ -316,12 +317,12 @@ def _memory_of(state: ModelState) -> int:
 
 
 def _uses_memory(state: ModelState) -> bool:
-    """Return whether a model uses a part of the memory budget now."""
+    """Return whether the memory of a model currently counts towards the memory budget."""
     return state.is_loading or state.is_loaded is not False
 
 
 def _used_memory(states: Iterable[ModelState]) -> int:
-    """Return the total estimated memory of the models that use memory now, in bytes."""
+    """Return the total estimated memory, in bytes, of the models that currently use memory."""
     return sum(_memory_of(state) for state in states if _uses_memory(state))
 
 

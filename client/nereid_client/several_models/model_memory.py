@@ -19,10 +19,10 @@ _GIB = 1 << 30
 _MAX_DEFAULT_KV_CACHE = 4 * _GIB
 # Maps each value of the setting `dtype` to the number of bytes of one weight in memory.
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
-# Maps each value of `weight_dtype` to the number of bytes of one weight, including its scale.
+# Maps each value of `weight_dtype` to the average number of bytes per weight, including the scales.
 _QUANTIZED_BYTES = {"int8": 1.04, "int4": 0.63}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-# On a CPU, weights that are stored in float16 become float32, unless `dtype` is set.
+# On a CPU, float16 weights are converted to float32 if `dtype` is not set.
 _FLOAT16_BYTES = 4.0
 
 
@@ -44,7 +44,7 @@ class ModelMemory:
         return self.weights + self.kv_cache
 
     def describe(self) -> str:
-        """Describe the memory as text for a message.
+        """Return the size of the memory as a text for messages.
 
         Example: "3 GiB (weights 2 GiB, KV cache 1 GiB)".
         """
@@ -85,7 +85,7 @@ def _num_replicas(settings: Mapping[str, str]) -> int:
 
 
 def default_kv_cache(budget: int) -> int:
-    """Return the KV cache size of a language model whose settings do not contain kv_cache_memory.
+    """Return the default KV cache size in bytes, for models without the setting kv_cache_memory.
 
     The size is a quarter of the memory budget, but at most 4 GiB.
     """

@@ -112,7 +112,7 @@ class ModelsFile:
 
     @property
     def specs_at_start(self) -> list[ModelSpec]:
-        """The default model, and the other models that the server loads when it starts."""
+        """The models that the server loads when it starts, including the default model."""
         default = next(spec for spec in self.specs if spec.kind == "llm")
         return [spec for spec in self.specs if spec.entry.load_at_start or spec is default]
 
@@ -178,7 +178,7 @@ def _read_model(name: str, table: object, path: Path) -> ModelSpec:
 
 
 def _with_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
-    """Add the estimated memory to each model, and the KV cache size to each language model.
+    """Estimate the memory of each model, and set the default KV cache size of language models.
 
     Raises: SettingsError if a model, or the models that are loaded at the start, need more memory
         than the budget.
@@ -206,7 +206,7 @@ def _check_memory_at_start(models: ModelsFile, budget: int, path: Path) -> None:
 
 
 def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
-    """Return the settings of a model with an estimate of the memory that the model needs.
+    """Return a copy of `spec` that contains the estimated memory of the model.
 
     If the model is a language model and its settings contain no size of the KV cache, the default
     size is added.
@@ -231,7 +231,7 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 
 
 def _check_names(specs: list[ModelSpec], path: Path) -> None:
-    """Check that all models have different names, and that one of them is a language model.
+    """Check that all names of models differ, and that at least one model is a language model.
 
     Args:
         specs: the models.

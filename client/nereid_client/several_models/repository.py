@@ -55,7 +55,7 @@ def _copy(
 def _changed_config(
     path: Path, name: str, settings: Mapping[str, str], steps: Mapping[str, str]
 ) -> str:
-    """Return the text of a config.pbtxt with another name and other settings.
+    """Return the text of a config.pbtxt after changing the name and the settings of its model.
 
     Args:
         path: the path of the original config.pbtxt.
@@ -64,7 +64,8 @@ def _changed_config(
         steps: maps the old name of each model that the model calls to the new name. Only an
             ensemble calls other models.
     """
-    # These imports take a quarter of a second. A server of one language model needs none of them.
+    # These imports take a quarter of a second. `nereid serve` without --config never runs this
+    # function, so the modules are imported only here.
     from google.protobuf import text_format
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 

@@ -34,7 +34,7 @@ class ServedModels:
     """
 
     def __init__(self, file: Path) -> None:
-        """Read the file, and check the checkpoint of each model.
+        """Read the file models.toml, and check the checkpoint of each model.
 
         An error message names the flag --config instead of the setting models_file, and the table
         of the model instead of the flag --model.
@@ -102,8 +102,8 @@ class ServedModels:
         defaults = _defaults(environment)
         for spec in self.specs:
             variables = _variables_of_model(spec, defaults[spec.kind])
-            # The check always includes a language model, even if `spec` is a pooling model. The
-            # check therefore needs the checkpoint of a language model.
+            # The check always includes the settings of a language model, even if `spec` is a
+            # pooling model. The check therefore needs the checkpoint of a language model.
             variables.setdefault("NEREID_MODEL", str(self.path))
             try:
                 startup_checks.check_model_settings(
@@ -189,7 +189,7 @@ def _defaults(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def _kind_of_variable(variable: str) -> str | None:
-    """Return the kind of model that an environment variable configures, or None.
+    """Return the kind of model that `variable` configures, or None if it configures no model.
 
     Examples: "NEREID_DTYPE" returns "llm", "NEREID_RERANK_DTYPE" returns "rerank", and
     "NEREID_OPENAI_PORT" returns None.

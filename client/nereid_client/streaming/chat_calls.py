@@ -12,7 +12,7 @@ from nereid_client.streaming.deltas import ToolCallPiece
 
 
 class CallPieces:
-    """Converts the pieces of the tool calls of one choice to the format of chunks.
+    """Converts pieces of tool calls to the format of chunks. All calls belong to one choice.
 
     Args:
         custom_tools: the names of the custom tools.
@@ -20,7 +20,7 @@ class CallPieces:
 
     def __init__(self, custom_tools: Container[str]) -> None:
         self._custom_tools = custom_tools
-        # Maps the index of each unfinished call of a custom tool to the decoder of its input.
+        # Maps the index of each custom tool call to the object that decodes the input of the call.
         self._decoders: dict[int, InputDecoder] = {}
 
     def convert(self, pieces: Iterable[ToolCallPiece]) -> list[Json]:
@@ -47,7 +47,7 @@ class CallPieces:
         return converted
 
     def finish(self) -> list[Json]:
-        """Return the pieces with the rest of the inputs, after the last delta of the choice."""
+        """Return pieces with the rest of each input. Call this method after the last delta."""
         rests = {index: decoder.finish() for index, decoder in self._decoders.items()}
         return [_custom_piece({"index": index}, rest) for index, rest in rests.items() if rest]
 
@@ -90,7 +90,7 @@ def _custom_piece(piece: ToolCallPiece, text: str) -> Json:
 
 
 def _named(piece: ToolCallPiece, fields: Json) -> Json:
-    """Put the name of the tool before `fields`, if the piece is the first one of its call."""
+    """Add the tool's name to `fields` if `piece` is the first piece of its call."""
     return {"name": piece["name"], **fields} if "name" in piece else fields
 
 

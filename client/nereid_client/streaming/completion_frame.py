@@ -1,4 +1,4 @@
-"""The fields that all chunks of a completion share, and the sum of token counts."""
+"""The fields that all chunks of a completion have in common, and the total token counts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class CompletionFrame:
 
 
 def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
-    """Return OpenAI's usage object with the sums for a whole request.
+    """Return a usage object in OpenAI's format, with the total token counts of a request.
 
     The tokens of a prompt are counted once, although all choices of the prompt report them. The
     generated tokens of all choices are added. The details are present if the backend reports them.

@@ -71,7 +71,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         ]
 
     def opening(self) -> list[Json]:
-        """If the request asks for an echo, return the prompt in one chunk for each choice."""
+        """If the request sets `echo`, return one chunk with the prompt for each choice."""
         echoes = [echo for echo in self._options.echoes for _ in range(self.frame.num_choices)]
         return [
             self.chunk({"index": number, **_choice(echo, {})})

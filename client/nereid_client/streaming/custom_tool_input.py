@@ -45,11 +45,12 @@ class InputDecoder:
     def __init__(self) -> None:
         self._unread = ""  # the arguments whose meaning is not certain
         self._is_open = False  # whether the tokens `{"input": "` before the input have been read
-        # Whether the arguments do not begin with these tokens. The arguments then are the input.
+        # Whether all of the arguments are the input, because they do not begin with the tokens
+        # `{"input": "`.
         self._is_raw = False
 
     def add(self, arguments: str) -> str:
-        """Read the next piece of the arguments, and return the text of the input that is certain.
+        """Read the next piece of the arguments, and return the new part of the input.
 
         Example: the pieces `{"inp`, `ut": "a` and `b"}` return "", "a" and "b".
         """
@@ -61,14 +62,14 @@ class InputDecoder:
         return self._read_string() if self._is_open else ""
 
     def finish(self) -> str:
-        """Return the rest of the input after the last piece of the arguments.
+        """Return the rest of the input. Call this method after the last piece of the arguments.
 
         The rest is empty, unless the arguments end before the input begins or within an escape.
         """
         return "" if self._is_closing(0) else self._pop_unread()
 
     def _read_opening(self) -> None:
-        """Read the tokens before the input, if all of them have arrived.
+        """Read the tokens `{"input": "` at the start of the arguments, if all of them have arrived.
 
         Mutates: `_is_open` or `_is_raw`, unless the decision needs more text.
         """
@@ -80,10 +81,10 @@ class InputDecoder:
             self._unread = self._unread[end:]
 
     def _read_string(self) -> str:
-        r"""Return the decoded text of the string, up to the first part that is not certain.
+        r"""Return the decoded string, up to the first part whose meaning depends on later text.
 
-        An incomplete escape such as `\u00` is not certain. Neither is a quotation mark that may end
-        the arguments.
+        Such a part is an incomplete escape such as `\u00`, or a quotation mark that may end the
+        arguments.
 
         Mutates: `_unread`, from which the decoded text is removed.
         """
@@ -106,7 +107,7 @@ class InputDecoder:
         return "".join(decoded)
 
     def _is_closing(self, at: int) -> bool:
-        """Return whether the unread text from `at` on can be the end of the arguments.
+        """Return whether the unread text, starting at index `at`, can be the end of the arguments.
 
         Examples: `"`, `"}` and `"` followed by a line break can be the end, but `", "a": 1}` and an
         empty text cannot.
@@ -128,7 +129,7 @@ def decode_input(arguments: str) -> str:
 
 
 def _end_of_opening(text: str) -> int | None:
-    """Return the index at which the input begins in `text`, the beginning of the arguments.
+    """Return the index at which the input begins. `text` is the beginning of the arguments.
 
     The tokens `{`, `"input"`, `:` and `"` precede the input. Return -1 if the text ends before the
     last of these tokens, and None if the text contains something else.
@@ -150,7 +151,7 @@ def _end_of_opening(text: str) -> int | None:
 
 
 def _decoded(escape: str) -> str:
-    r"""Return the text of an escape. Half of a surrogate pair is returned unchanged.
+    r"""Decode an escape sequence. Half of a surrogate pair is returned unchanged.
 
     Examples: `\n` returns a line break, and `\ud83d` returns `\ud83d`.
     """

@@ -13,8 +13,8 @@ from typing import NotRequired, TypedDict
 from nereid_client.errors import BackendError
 
 # When the number of waiting deltas reaches this value, they are merged to save memory. A request
-# has at most 64 choices, so at most 64 deltas remain after the merge. A smaller value would merge
-# the same deltas too often.
+# has at most 64 choices, so at most 64 deltas remain after the merge. A value close to 64 would
+# cause a merge after almost every delta.
 _MAX_UNMERGED = 256
 
 
@@ -72,7 +72,7 @@ class TokenLogprob(TopLogprob):
 
 
 class PromptLogprob(TypedDict):
-    """The log-probability of a prompt token, or of a probable token at the same position."""
+    """The log-probability of a prompt token, or of a probable alternative at the same position."""
 
     logprob: float
     rank: int | None
@@ -166,7 +166,8 @@ def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
     group_kinds: set[str] = set()  # the kinds of output in the last group
     for delta in deltas:
         kinds = {kind for kind in _KINDS if kind in delta}
-        # A delta without output, for example a delta with only the usage, can join any group.
+        # A delta without output, for example a delta with only the usage, can be merged into any
+        # group.
         has_one_kind = len(group_kinds | kinds) <= 1
         if groups and has_one_kind:
             groups[-1].append(delta)
@@ -253,7 +254,7 @@ async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> Asy
 async def interleaved(
     sources: Sequence[AsyncGenerator[Delta]],
 ) -> AsyncGenerator[tuple[int, Delta]]:
-    """Yield the deltas of several generators as they arrive, each with the generator's index.
+    """Yield the deltas of several generators as they arrive, each with the index of its generator.
 
     Example: (1, {"text": "a"}) is a delta of the second generator.
 
@@ -306,7 +307,7 @@ async def _feed(queue: _Queue, index: int, source: AsyncGenerator[Delta]) -> Non
 
 
 class _Inbox:
-    """The deltas of a stream that the reader has not received yet."""
+    """Stores the deltas that have arrived from a stream but have not been read yet."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Replaces chat completion field names in errors by the field names of another API.
+"""In error messages, replaces field names of chat completions by field names of another API.
 
 The Responses API and Anthropic's API translate their requests to chat completions. An error of the
 backend therefore names a field that the client has not sent.
@@ -41,7 +41,7 @@ class FieldNames:
         return self._pattern.sub(lambda match: self._names[match[1]], text)
 
     async def rename_in(self, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
-        """Yield the deltas unchanged. Rename the fields in the message of a backend error.
+        """Yield the deltas unchanged. If the backend fails, rename the fields in the error message.
 
         Raises: ApiError for every BackendError.
         """

@@ -14,9 +14,9 @@ from nereid_client.streaming.deltas import (
 # The log-probability of an impossible token is -infinity, which JSON cannot represent. OpenAI and
 # vLLM return -9999 instead.
 _MIN_LOGPROB = -9999.0
-# The text of a token may start this many characters after its expected position. The reason is that
-# a character of up to 4 bytes can consist of several tokens, and each of these tokens alone is an
-# incomplete character.
+# The text of a token may start up to this many characters after its expected position. One
+# character of up to 4 bytes can consist of several tokens, each of which is an incomplete character
+# on its own.
 _SEARCH_CHARS = 4
 
 
@@ -68,14 +68,14 @@ class CompletionLogprobs:
 
     def __init__(self, *, tokens_as_ids: bool = False, echo: str = "") -> None:
         self._tokens_as_ids = tokens_as_ids
-        # The text of the choice, from the position where the search for the next token starts.
+        # The last part of the choice's text. The text of tokens that were found earlier is removed.
         self._text = echo
         self._text_start = 0  # the position of `_text` in the text of the choice
         self._next_position = 0  # the position after the last token that was found
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
-        """Return the part of `logprobs` for the prompt. The parts for the deltas come after it.
+        """Return the part of the field `logprobs` that describes the prompt.
 
         Mutates: `_next_position`, which becomes the end of the prompt.
 
@@ -95,13 +95,13 @@ class CompletionLogprobs:
             else:
                 part["token_logprobs"].append(_finite(entries[str(token_id)]["logprob"]))
                 part["top_logprobs"].append(self._likely_prompt_tokens(entries))
-        # The text of the first delta comes directly after the prompt, even if the last token of the
-        # prompt was not found.
+        # The text of the first delta starts directly after the prompt. The search for the next
+        # token therefore starts there, even if the last token of the prompt was not found.
         self._next_position = self._text_start + len(self._text)
         return part
 
     def _likely_prompt_tokens(self, entries: Mapping[str, PromptLogprob]) -> dict[str, float]:
-        """Return the log-probability of each token that is likely at one position of the prompt.
+        """Return the log-probability of each token that is reported for one position of the prompt.
 
         Example: {"17": {"decoded_token": "ab", "logprob": -0.1, ...}} returns {"ab": -0.1}.
         """
@@ -251,7 +251,7 @@ def _chat_entry(entry: TopLogprob, *, tokens_as_ids: bool) -> Json:
 
 
 def _without_extra_space(piece: str, text: str) -> str:
-    """Return the text of a first token. Remove a leading space that the whole text does not have.
+    """Return the first token's text without a leading space that only the tokenizer has added.
 
     Some tokenizers put a space before the first token, but the text does not have this space.
 

@@ -49,7 +49,7 @@ ZOMBIE = "Z"
 
 
 class Waiter(Protocol):
-    """A function that waits for some seconds. If it returns True, SIGKILL is sent at once.
+    """A function that waits for a given time. If it returns True, the caller sends SIGKILL at once.
 
     Example: `threading.Event.wait`.
     """
@@ -218,7 +218,7 @@ class ChildProcess:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of each descendant whose own parent ends."""
+    """Make this process the new parent of each descendant whose parent process ends."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -246,7 +246,7 @@ def end_descendants(grace_s: float, wait: Waiter, keep: Collection[int] = ()) ->
 
 
 def _kill_descendants(keep: Collection[int]) -> None:
-    """Kill all descendants of this process, except the processes `keep` and their descendants.
+    """Kill all descendants of this process, except the processes in `keep` and their descendants.
 
     A process may start another process before it is killed, so the loop runs until no process is
     left. If processes remain after `_MAX_KILL_S` seconds, print their names.

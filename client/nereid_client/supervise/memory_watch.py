@@ -95,9 +95,8 @@ class MemoryWatch:
         # The largest process is killed if fewer than this number of bytes are available.
         self._reserve = min(int(total_bytes * _RESERVE_SHARE), _MAX_RESERVE)
 
-        # The state of `check`.
-        # Maps the id of each process above the budget to the time at which the check first found
-        # that the process is above the budget.
+        # The state of `check`. Maps the id of each process above the budget to the time at which
+        # `check` first found that the process uses too much memory.
         self._over_since: dict[int, float] = {}
         self._check_due = 0.0  # the time of the next check
 
@@ -176,7 +175,7 @@ def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     meminfo = _numbers((proc / "meminfo").read_text(), r"^(\w+):\s+(\d+) kB")
     total = 1024 * meminfo["MemTotal"]
     available = 1024 * meminfo["MemAvailable"]
-    # The kernel has two versions of control groups, with different names of the files.
+    # The kernel has two versions of control groups, which use different file names.
     version_2 = _container_memory(cgroup, "memory.max", "memory.current", "inactive_file")
     version_1 = _container_memory(
         cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"

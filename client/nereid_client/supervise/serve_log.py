@@ -53,7 +53,7 @@ def _open_file(path: Path) -> IO[str]:
 
 
 def _standard_output(*, is_json: bool) -> IO[str]:
-    """Return a log on standard output. It omits lines that are also printed as messages.
+    """Return a log on standard output. Lines that are also printed as messages are omitted.
 
     Args:
         is_json: whether the log and the messages of `nereid serve` are JSON objects.

@@ -139,7 +139,7 @@ class StubWatch:
         return now - self._waiting_since >= _HANGS_AFTER_S
 
     def _update_waiting_since(self, now: float) -> None:
-        """Set `_waiting_since` when the server starts to wait. Reset it after the wait."""
+        """Record when the server starts to wait for a stub. Reset this time after the wait."""
         is_waiting = bool(self._models) and is_waiting_for_a_child(self._server)
         if not is_waiting:
             self._waiting_since = None

@@ -23,14 +23,14 @@ from nereid_client.supervise.warmup import WarmUp
 SERVER_EXIT_TIMEOUT_S = 5
 _TICK_S = 0.05
 _PROGRESS_EVERY_S = 10.0
-# The numbers of seconds between SIGTERM and SIGKILL.
+# The time in seconds between SIGTERM and SIGKILL, for each group of processes.
 _SERVER_GRACE_S = SERVER_EXIT_TIMEOUT_S + 5.0
 _FRONTEND_GRACE_S = 8.0
 _LEFTOVER_GRACE_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 _DRAIN_CHECK_EVERY_S = 0.1
-# After a model has reported that it is stopping, it has this number of seconds to answer the
-# waiting requests.
+# After a model has reported that it is stopping, the supervisor waits for this number of seconds
+# before it restarts the server, so that the model can answer the waiting requests.
 _LAST_RESPONSES_S = 1.0
 
 
@@ -337,8 +337,8 @@ class Supervisor:
         # Each process receives SIGTERM, and SIGKILL if it still runs after its grace time. After a
         # second signal to the supervisor, `wait` returns True at once, and SIGKILL follows at once.
         wait = self._second_signal.wait
-        # The list contains the Triton server and then the frontend. The frontend ends first,
-        # because it must close its streams to the server.
+        # The list contains first the Triton server and then the frontend. It is reversed, because
+        # the frontend must close its streams to the server before the server ends.
         for program in reversed(self._programs):
             grace_s = _SERVER_GRACE_S if program is self._server else _FRONTEND_GRACE_S
             program.child.stop(grace_s, wait)

@@ -6,8 +6,8 @@ import re
 from nereid_client.supervise.frontend_client import FrontendClient, fetch
 
 _GAUGE = re.compile(r"^nereid:num_requests(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-# This time limit must be longer than the time in which the route /health/ready waits for the Triton
-# server.
+# This timeout must be longer than the timeout of the route /health/ready, which waits for the
+# Triton server.
 _TIMEOUT_S = 5.0
 
 

@@ -138,7 +138,7 @@ class _WorkerResponse:
             self._writer.close()
 
     async def _read(self) -> None:
-        """Read received bytes, and pass them to the parser. The parser calls the `on_...` methods.
+        """Read bytes from the connection. Pass them to the parser, which calls `on_...` methods.
 
         Raises: EOFError if the connection has ended.
         """
@@ -165,7 +165,7 @@ class _WorkerResponse:
 
 
 async def _send(place: WorkerPlace, worker: int, request: Request, body: bytes) -> _WorkerResponse:
-    """Send a request with a given body to another worker. The headers are those of `request`.
+    """Send the method, path and headers of `request`, with the given body, to another worker.
 
     Returns: the response, whose status and headers have arrived.
 

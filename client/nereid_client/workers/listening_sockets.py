@@ -33,7 +33,7 @@ def listening_socket(host: str, port: int, *, is_shared: bool = True) -> socket.
 
 
 def listening_sockets(host: str, port: int) -> list[socket.socket]:
-    """Return sockets for all addresses of a host name, for a frontend with one process.
+    """For a frontend with one process, return sockets for all addresses of a host name.
 
     Raises: OSError if an address is in use.
     """

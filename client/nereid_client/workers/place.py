@@ -63,7 +63,7 @@ class WorkerPlace:
 
 
 def is_from_worker(scope: Scope) -> bool:
-    """Return True if another worker sent a request, and False if a client sent it.
+    """Return True if another worker sent the request, and False if a client sent it.
 
     A request from another worker arrives on a Unix socket. The address of a Unix socket is an
     absolute path, and has no port.

@@ -47,11 +47,11 @@ class RequestsOfWorkers(SharedBudget):
 
     @property
     def used(self) -> int:
-        """The number of requests that are running in all workers."""
+        """The number of requests that are running in all workers together."""
         return int(self._database.row("SELECT TOTAL(amount) FROM running")[0])
 
     def used_by(self, client: str) -> int:
-        """Return how many requests of a client are running in all workers."""
+        """Return how many requests of a client are running in all workers together."""
         query = "SELECT TOTAL(amount) FROM running WHERE client = ?"
         return int(self._database.row(query, (client,))[0])
 
@@ -75,7 +75,7 @@ class RequestsOfWorkers(SharedBudget):
 
 
 class UsagesOfWorkers(Usages):
-    """Stores how much of each client's limits is used. All workers share these amounts.
+    """Stores how much of its limits each client has used. All workers share these amounts.
 
     Args:
         database: the database that all workers share.

@@ -218,7 +218,7 @@ class WorkerPool:
 
 
 def _delete_abandoned_folders() -> None:
-    """Delete the folders of worker pools that were killed. They can contain stored responses."""
+    """Delete each folder of a killed worker pool. The folder can contain stored responses."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
         pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if not Path("/proc", pid).exists():
@@ -238,7 +238,7 @@ def _describe_end(code: int) -> str:
 
 
 def _reserve_port(host: str, port: int) -> socket.socket:
-    """Return a socket that reserves a port for the workers, whose sockets can share the port.
+    """Return a socket that reserves a port. The sockets of the workers can share this port.
 
     Raises: OSError if any other program uses the port.
     """
@@ -249,7 +249,7 @@ def _reserve_port(host: str, port: int) -> socket.socket:
 
 
 def _delete_state(place: WorkerPlace) -> None:
-    """Delete the database entries for the running requests and responses of an ended worker."""
+    """Delete the running requests and responses of an ended worker from the databases."""
     shared_limits.forget_worker(place.requests_path, place.number)
     response_store.delete_running(place.responses_path, place.number)
 

@@ -1,4 +1,4 @@
-"""Describes the output of Google Gemma models, which write arguments without quotes around keys."""
+"""Describes the output of Google Gemma models, which write the keys of arguments without quotes."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -128,8 +128,8 @@ def get_format(
         reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
         tool_entry = _find_tools(tools) if tools is not None else None
     if reasoning_entry is None and tool_entry is not None:
-        # If there is no separate description of the reasoning, use `tool_entry.reasoning`, which
-        # may be None.
+        # If no description of the reasoning was found, use the description that belongs to the tool
+        # format. This description (`tool_entry.reasoning`) may be None.
         reasoning_entry = tool_entry.reasoning
     return _combine(normalize(format_name), reasoning_entry, tool_entry, policy)
 
@@ -296,8 +296,8 @@ def _layout(
     tool_part = tools.part if tools is not None else None
     reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        # The declaration of whole messages also describes the tool calls, so it cannot be combined
-        # with another description of tool calls.
+        # A declaration of the type `Messages` describes both reasoning and tool calls, so it cannot
+        # be combined with another description of tool calls.
         if tool_part is not None and tool_part != reasoning_part:
             raise _not_combinable(label, reasoning_name)
         return reasoning_part

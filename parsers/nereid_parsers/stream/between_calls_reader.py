@@ -14,7 +14,7 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# The `reason` in a content event if no tool call follows a marker such as `<tool_calls>`.
+# If no tool call follows a marker such as `<tool_calls>`, the content event has this `reason`.
 _EMPTY_SECTION = "the tool section contains no call"
 
 

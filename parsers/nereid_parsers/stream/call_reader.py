@@ -24,7 +24,7 @@ _MISSING_MARKER = "the opening marker of the tool call is missing"
 
 
 class CallReader:
-    """Reads tool calls, each from `<tool_call>` or a similar marker to the closing marker.
+    """Reads each tool call from its opening marker, such as `<tool_call>`, to its closing marker.
 
     A `BetweenCallsReader` reads the text between two tool calls.
 
@@ -181,7 +181,8 @@ class CallReader:
         Returns:
             The state in which the text after this content is read.
         """
-        # The stored messages describe deviations in a tool call, but the text is not a tool call.
+        # The stored messages describe deviations in a tool call. They are deleted, because the text
+        # is content and not a tool call.
         self._call_writer.clear_deviations()
         # If no tool call has started, an opening marker such as `<tool_calls>` was content, too.
         if not self.has_calls():

@@ -22,7 +22,7 @@ _WRAPPED_ARGUMENTS = "an object that encloses the arguments was removed"
 _REPAIRED_ARGUMENTS = "the arguments were not valid JSON and have been repaired"
 _BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 # `cut_arguments_at` removes text at most `_MAX_CUTS` times in one message. The removed text is read
-# again, so without this limit the parsing time would not be linear.
+# again, so without this limit the parsing time could grow with the square of the text's length.
 _MAX_CUTS = 16
 
 
@@ -197,8 +197,8 @@ class CallWriter:
             call.stored_arguments.append(text)
         elif not call.is_discarded:
             # The filter removes a superfluous object around the arguments, as in `{"arguments":
-            # {"a": 1}}`. As long as the text may start with such an object, the filter stores the
-            # text and returns "".
+            # {"a": 1}}`. Until it is certain whether the text starts with such an object, the
+            # filter stores the text and returns "".
             wrapper_filter = call.wrapper_filter
             ready_text = text if wrapper_filter.is_passing else wrapper_filter.add(text)
             self._append_arguments(ready_text)
@@ -251,7 +251,7 @@ class CallWriter:
         self._deviations = []
 
     def _append_stored_call(self) -> None:
-        """Append all events of a tool call whose arguments have been stored until now.
+        """Append all events of a tool call whose complete arguments have been stored.
 
         Arguments that are not valid JSON are repaired if possible:
 
@@ -327,7 +327,7 @@ class CallWriter:
         return found_marker + after
 
     def restart_numbering(self, events: list[Event]) -> list[Event]:
-        """Number the tool calls from 0 again, because the prompt has ended.
+        """Restart the numbering of tool calls from 0 at the end of the prompt.
 
         A prompt may end with the start of the message that the model continues. The client receives
         no tool call that has ended in the prompt. Example: if the prompt ends with a call of `f`

@@ -182,8 +182,8 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
         `<call>`    the opening marker of the next tool call
     """
     close_parts = marker_parts(call.close)
-    # The other tags of the closing marker, such as `</function>`, are omitted, because invalid
-    # arguments may contain these tags.
+    # Only the last tag of the closing marker is used, because arguments that are not valid may
+    # contain the other tags, such as `</function>`.
     last_close_part = close_parts[-1] if close_parts else ""
     markers = (last_close_part, *section.closes, call.open.strip())
     return tuple(marker for marker in markers if marker)
@@ -242,7 +242,7 @@ class _BodyStart:
 
 
 def _compile_body_start(call: Call) -> _BodyStart:
-    """Return regexes that recognise how the arguments or the list of tool calls start.
+    """Return regexes that recognise the start of the arguments, or of a list of tool calls.
 
     Example: a JSON array of tool calls starts with `[{` or `[]`, and white space may separate the
     two characters. The text `[` is an incomplete start, because `{` or `]` may follow.
@@ -262,7 +262,7 @@ def _compile_body_start(call: Call) -> _BodyStart:
 
 
 def _first_chars(call: Call) -> tuple[str, ...]:
-    """Return at most two regexes, which match the first visible characters of a tool call's body.
+    """Return a regex for each of the first visible characters (at most two) of a tool call's body.
 
     The body is the text after the header. Examples:
 

@@ -115,7 +115,7 @@ def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> li
 
 
 def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
-    """If a model may omit the marker of a tool call, yield the tool call without the marker.
+    """For each tool call whose marker a model may omit, yield the variant without the marker.
 
     A model may omit the opening marker of a tool call or of a tool section, and start with the
     header. Example: the declaration `<tool_call><function={name}>..</tool_call>` gives the variant
@@ -129,7 +129,7 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return `calls`, and for each call in JSON a variant with the other form: array or object.
+    """Return `calls` and further variants: an array for each JSON object, an object for each array.
 
     A model sometimes writes an array, `[{"name": "f", ..}]`, although the format declares an
     object, `{"name": "f", ..}`, or the reverse. Example: if an object is declared, the result

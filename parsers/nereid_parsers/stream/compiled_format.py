@@ -77,8 +77,8 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """
     ends = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)  # Such as `<|end|>`.
     starts = marker_kinds((layout.start,), MarkerKind.START_MESSAGE)  # `<|start|>assistant`
-    # In this layout, reasoning is a separate message, so inside reasoning only the markers of
-    # messages have a meaning.
+    # In the layout `Messages`, reasoning is a separate message. Inside reasoning, only the markers
+    # that start or end a message therefore have a meaning.
     message_kinds = ends | starts
     calls = compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
@@ -98,7 +98,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
 
 
 def _compile_message_call(layout: Messages) -> CompiledCall:
-    """Compile the description of a message that is a tool call and has the name in its header.
+    """Compile the description of a message that calls the function named in its header.
 
     The header of such a message contains the function's name. `CompiledCall` requires a tool
     section, because arguments that are not valid JSON end at the closing markers of the section.
@@ -128,10 +128,11 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # If several of these dicts contain the same marker, the last of them in the expression decides
-    # its meaning. Example: if one marker both opens and closes the reasoning, it means "open" in
-    # `content_kinds` and "close" in `reasoning_kinds`. The parser removes the outer markers even if
-    # the rest of the message is content.
+    # If several of these dicts contain the same marker, the rightmost dict in the expression
+    # decides the meaning of the marker. Example: if one marker both opens and closes the reasoning,
+    # this marker opens the reasoning in `content_kinds`, and closes the reasoning in
+    # `reasoning_kinds`. `outer_kinds` contains the markers that the parser removes even if the rest
+    # of the message is content.
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes

@@ -1,4 +1,4 @@
-"""Decides which tool calls may start at a position, and tests which of them really starts."""
+"""Decides which tool calls may start at a position, and tests whether one of them starts there."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class ExpectedCall:
             match = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if match == NEED_MORE:
                 return NEED_MORE
-            # If the declared marker is missing, the text is a tool call only if it names an offered
-            # function.
+            # If the model has omitted the marker of a tool call, the text is a tool call only if it
+            # names a function that the request offers.
             if isinstance(match, Head) and _accepts_name(variant, match.name, tools):
                 return MatchedCall(variant, match, self.is_confirmed)
         return NO_MATCH
@@ -120,7 +120,7 @@ class CallStarts:
         self._call_writer = writer
 
     def in_section(self) -> ExpectedCall:
-        """Return the tool call that may follow a marker such as `<tool_calls>`, in any variant.
+        """Return the tool call that may start after a marker such as `<tool_calls>`.
 
         A tool section is the text between the markers that enclose all tool calls of a message.
         """

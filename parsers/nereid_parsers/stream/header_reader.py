@@ -10,7 +10,7 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# The `reason` in a content event if no header follows the start marker of a message.
+# If no header follows the start marker of a message, the content event has this `reason`.
 _NO_HEADER = "no header follows the marker"
 
 

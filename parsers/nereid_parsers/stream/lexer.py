@@ -74,11 +74,12 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         longer_markers = [
             longer for longer in longest_first if longer != marker and longer.startswith(marker)
         ]
-        # If longer markers start with this marker, their incomplete forms are tried before this
-        # marker.
+        # If `marker` is also the beginning of longer markers, the incomplete forms of these longer
+        # markers are tried before `marker`.
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
-    # All other incomplete markers are tried last. A marker of one character cannot be incomplete.
+    # The incomplete forms of all markers are tried last. A marker of one character has no
+    # incomplete form.
     regexes += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
     return regexes
 

@@ -1,4 +1,4 @@
-"""The state machine of the stream parser. Nine objects store, read and write the text.
+"""The state machine of the stream parser. The machine consists of nine objects.
 
 TextBuffer          stores the text that has not been read.
 UnclassifiedReader  reads the first text if it may be reasoning or content.
@@ -155,7 +155,7 @@ class Machine:
             self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Discard the events for the part of the message in the prompt, such as `<think>`.
+        """Discard the events for the part of the message that is in the prompt, such as `<think>`.
 
         The client receives only text that the model generates, with two exceptions: the start of a
         tool call that the output continues, and the marker `<think>` if reasoning is content.
@@ -207,8 +207,8 @@ class Machine:
         without arguments. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # The order of these methods must not change. A method may enter a state that only a later
-        # method handles.
+        # These methods must be called in this order, because a method may enter a state that only a
+        # later method handles.
         self._finish_unclassified_text()
         self._drop_incomplete_marker()
         self._run()  # Reads the remaining text, now that `is_final` is true.

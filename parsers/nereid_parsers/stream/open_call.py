@@ -95,7 +95,7 @@ class OpenCall:
         return None if self._body_reader.status is MORE else self._leave_body()
 
     def _classify_part(self, part_start: int, was_call_open: bool) -> None:
-        """Classify the text that has just been read, as a part of a tool call or as pending text.
+        """Classify the text that was just read, either as a part of a tool call or as pending text.
 
         The text is `buffer.text[part_start : buffer.pos]`. Pending text may still turn out to be
         content. Examples of parts of one body:
@@ -168,7 +168,8 @@ class OpenCall:
             return Outcome.NO_CALL
         writes_model_text = self._body_reader.is_verbatim
         if not writes_model_text:
-            # The reader writes the JSON of the arguments itself, so it can complete the JSON.
+            # The body reader converts the arguments to JSON, so this reader can also complete the
+            # JSON text.
             self._body_reader.end_invalid_call()
             return Outcome.ENDED
         return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN

@@ -41,9 +41,9 @@ _match_whitespace = re.compile(r"\s*").match
 # these characters, they appear in the model's text.
 _RAW_SPACE = "Ġ"
 _match_whitespace_in_pattern = re.compile(r"[\sĠĊ]*").match
-# Matches white space, and the positions at which a model may insert white space. These positions
-# are before and after a tag, and where a word or a quote touches one of the signs `.`, `:`, `=` and
-# "`". Example: in `<a>f="x`, the positions are after `<a>`, after `f` and after `=`.
+# Matches white space, and each position at which a model may insert white space: before a tag,
+# after a tag, and where punctuation, such as `=`, touches a word or a quote. Example: in `<a>f="x`,
+# the positions are after `<a>`, after `f` and after `=`.
 _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
@@ -93,8 +93,8 @@ class FieldStep:
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
-        # A name that is cut off could be the name of another function. The text of any other field
-        # is accepted even if it is cut off.
+        # A function's name at the end of the text may be incomplete, and could then be the name of
+        # another function. The text of any other field is accepted even if it may be incomplete.
         may_be_cut_off = is_at_text_end and self.name == "name"
         if may_be_cut_off or not self._accepts(text[pos:end]):
             return NO_MATCH

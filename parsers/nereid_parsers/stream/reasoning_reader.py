@@ -19,12 +19,12 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# The `reason` in the end event of a tool call if no marker closes the reasoning before the call.
+# If no marker closes the reasoning before a tool call, the end event of the call has this `reason`.
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
 
 
 class _ReasoningEnd(Enum):
-    """The text that has ended the reasoning of a message.
+    """The kind of text that has ended the reasoning of a message, such as a closing marker.
 
     NONE          The reasoning has not started, or has not ended.
     CLOSED        A closing marker, such as `</think>`.
@@ -230,11 +230,12 @@ class ReasoningReader:
         is_reasoning_empty = not self._text_writer.has_text and not self._is_inline
         if is_reasoning_empty or not self._may_be_closed:
             return self._end_at_call()
-        # In this state, the text is stored until `</think>` or the end of the message arrives.
+        # In the state INTERRUPTED_REASONING, the text is stored until `</think>` or the end of the
+        # message arrives.
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Test whether a tool call starts at `marker`, which is the next unread text. Read nothing.
+        """Test whether a tool call starts at `marker`, the next unread text. Leave the text unread.
 
         Examples: the marker `<call>` in `<call>{"name"` is the start of a tool call. The marker
         `<calls>` in `<calls><call>{"name"` precedes all tool calls, so a tool call must start after

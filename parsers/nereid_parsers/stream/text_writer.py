@@ -44,27 +44,27 @@ class TextWriter:
         The writer does not append the events of tool calls.
         """
         self._events = events
-        # Receives each piece of text and its classification, such as "content". Set by `set_trace`.
+        # Receives each piece of text with its classification, such as "content". None if there is
+        # no trace function.
         self._trace: TraceWriter | None = None
         # Which text has been written:
         self.has_content = False  # Whether the message has content other than white space.
         self.is_after_marker = False  # Whether a marker directly precedes the next text.
-        # The event type of the text that was written last. None if no text has been written since
-        # the last marker.
+        # The event type of the last written text. None if no text has followed the last marker.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
-        # Three kinds of text have been read, but not written:
+        # The next attributes store three kinds of text that have been read, but not yet written:
         # 1. Text that looks like the start of a tool call, such as `<tool_call>`. If no tool call
         #    follows, this text is content.
         self.pending: list[str] = []
         # 2. White space at the end of the last text. If a marker follows, this white space is
         #    removed.
         self._whitespace: list[str] = []
-        # 3. White space after content that was removed because a marker followed. If more content
-        #    follows the marker, this white space is written before that content.
+        # 3. White space that was removed because it stood between content and a marker. If more
+        #    content follows the marker, this white space is written before that content.
         self._removed_whitespace = ""
-        # The number of characters at the start of the next text that belong to the prompt. Example:
-        # the prompt ends with `<th`, and the model writes `ink>`. Then the next text is `<think>`,
-        # and this number is 3. Events omit these characters.
+        # The next text may start with characters that belong to the prompt. This is the number of
+        # these characters. Example: the prompt ends with `<th`, and the model writes `ink>`. Then
+        # the next text is `<think>`, and this number is 3. Events omit these characters.
         self._num_prompt_chars = 0
 
     @property
@@ -86,7 +86,7 @@ class TextWriter:
     # ---- reasoning and content -------------------------------------------------------------------
 
     def write_reasoning(self, text: str) -> None:
-        r"""Append an event for the reasoning `text`. Store the white space at the end of `text`.
+        r"""Append an event for the reasoning `text` without trailing white space, which is stored.
 
         Example: after a marker, `write_reasoning("\n\nHm.\n")` appends `ReasoningDelta("Hm.")`. The
         blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
@@ -103,7 +103,7 @@ class TextWriter:
             self._last_text_type = ReasoningDelta
 
     def write_content(self, text: str) -> None:
-        r"""Append an event for the content `text`. Store the white space at the end of `text`.
+        r"""Append an event for the content `text` without trailing white space, which is stored.
 
         Example: after a marker, `write_content("\n\nHi\n")` appends `ContentDelta("Hi")`. The blank
         lines before `Hi` belong to the marker, unless content precedes the marker. The line break
@@ -118,7 +118,7 @@ class TextWriter:
             self._append_content(ready_text)
 
     def _exchange_whitespace(self, text: str) -> str:
-        r"""Return the text that can be written now. Store the white space at the end of `text`.
+        r"""Return `text` without its trailing white space, which is stored for the next call.
 
         The result starts with the white space that was stored before. The white space at the end of
         `text` cannot be written yet, because it is removed if a marker follows. Example: if `"\n"`
@@ -132,8 +132,8 @@ class TextWriter:
         if not visible:
             self._whitespace.append(trailing_whitespace)
             return ""
-        # `_take_whitespace` empties the list of white space, so it is called before the new white
-        # space is appended to this list.
+        # `_take_whitespace` empties `self._whitespace`, so it must be called before new white space
+        # is appended to `self._whitespace`.
         ready_text = self._take_whitespace() + visible if self._whitespace else visible
         if trailing_whitespace:
             self._whitespace.append(trailing_whitespace)
@@ -180,7 +180,7 @@ class TextWriter:
         self._events.append(ContentDelta(text))
 
     def write_generated_content(self, text: str) -> None:
-        """Append an event for a marker that is repeated from the prompt, such as `<think>`.
+        """Append a content event for a marker at the end of the prompt, such as `<think>`.
 
         The trace function does not receive this text.
         """
@@ -241,7 +241,7 @@ class TextWriter:
         self._last_text_type = None
 
     def finish_whitespace(self, *, is_reasoning: bool, has_calls: bool) -> None:
-        r"""Write or remove the stored white space at the end of the message.
+        r"""At the end of the message, write or remove the stored white space.
 
         Examples of messages that end with a line break:
 
@@ -342,7 +342,7 @@ class TextWriter:
     # ---- the prompt ------------------------------------------------------------------------------
 
     def forget_prompt(self, num_unread_chars: int) -> None:
-        """Treat all earlier text as a part of the prompt. Later events contain none of this text.
+        """Treat all text received so far as a part of the prompt. Later events omit this text.
 
         Args:
             num_unread_chars: The number of characters of the prompt that this writer has not

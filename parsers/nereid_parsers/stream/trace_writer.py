@@ -57,6 +57,6 @@ class TraceWriter:
         self._call_text = ["".join(self._call_text)[:-num_chars]]
 
     def end_traced_call(self) -> None:
-        """Call the trace function with the stored text of the tool call, and delete the text."""
+        """Pass the stored text of the tool call to the trace function, and delete this text."""
         self.write(CALL, "".join(self._call_text))
         self._call_text = []

@@ -11,7 +11,7 @@ from nereid_parsers.stream.state import State
 
 
 class UnclassifiedReader:
-    """Reads the text before the first marker, such as `</think>`, if the prompt is not known.
+    """Reads the text before the first marker, such as `</think>`, after an unknown prompt.
 
     An unknown prompt may end with the opening marker of the reasoning, such as `<think>`. The text
     after the prompt is then reasoning, and otherwise content. The reader therefore stores the text
@@ -31,7 +31,7 @@ class UnclassifiedReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, reasoning: ReasoningReader) -> None:
-        """Create a reader for the text in `context`. The object `reasoning` reads any reasoning."""
+        """Create a reader for the text in `context`. The object `reasoning` reads the reasoning."""
         self._buffer = context.buffer
         self._format = context.format
         self._stray_close = context.policy.stray_close  # The rule for `</think>` without `<think>`.
@@ -50,7 +50,8 @@ class UnclassifiedReader:
             return False  # The client receives all text as content.
         # Only some templates of the model family write the opening marker at the end of the prompt.
         prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
-        # The policy for a missing `<think>` may treat all text before `</think>` as reasoning.
+        # If the policy is `StrayClose.REASONING`, the text before `</think>` is reasoning, even if
+        # `<think>` is missing.
         opening_may_be_missing = self._stray_close is StrayClose.REASONING
         return prompt_may_open_reasoning or opening_may_be_missing
 
@@ -79,7 +80,7 @@ class UnclassifiedReader:
         return self._read_again(is_reasoning=self.is_reasoning_by_default)
 
     def _read_again(self, *, is_reasoning: bool) -> State:
-        """Put the stored text back into the buffer. Return the state for reading the text again.
+        """Put the stored text back into the buffer. Return the state in which to read this text.
 
         Args:
             is_reasoning: Whether the stored text is reasoning. If not, the text is content.

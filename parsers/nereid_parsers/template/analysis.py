@@ -94,8 +94,8 @@ from nereid_parsers.template.tools import (
     find_tools,
 )
 
-# The report shows this word if quarantine.py describes the output of the model, so that the
-# analysis infers nothing. Otherwise, the report names the syntax of the tool calls, such as "JSON".
+# The report shows this word instead of a syntax, such as "JSON", if the format of the tool calls
+# was not inferred, but is declared in quarantine.py.
 _KNOWN_FORM = "recognised"
 
 
@@ -134,7 +134,7 @@ def analyze_checkpoint_template(
     template_kwargs: Mapping[str, Any] | None = None,
     added_tokens: Collection[str] = (),
 ) -> TemplateAnalysis:
-    """Do the same as `analyze_template`, but also use the tokens that were added to a tokenizer.
+    """Analyse a chat template, and also use the tokens that were added to the tokenizer.
 
     If the template renders no tool calls, added tokens such as "<tool_call>" can show the format of
     the tool calls.
@@ -268,7 +268,7 @@ def _check_known_format(
 
 
 def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Find out whether one message can have several tool calls. Their syntax is already known.
+    """Find out whether one message can have several tool calls. The syntax of the calls is known.
 
     Mutates: `turn.prober`, which records two comparisons for the report: T1 shows one tool call,
     and T2 shows two tool calls.
@@ -285,7 +285,7 @@ def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
 
 
 def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
-    """Return a copy of `fmt` with the markers that end an assistant message, such as `<|im_end|>`.
+    """Add the markers that end an assistant message, such as `<|im_end|>`, to a copy of `fmt`.
 
     If the layout of the format is `Messages`, the layout already declares some of the markers, so
     only the other markers are added. A format with another layout is returned unchanged.

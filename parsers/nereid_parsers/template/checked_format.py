@@ -100,7 +100,7 @@ def _wrong_parts(proof: Proof) -> str:
 
 
 def _make_format(turn: ModelTurn, findings: Findings) -> Format:
-    """Build a `Format` from the findings. The parser uses it to split the output of the model.
+    """From the findings, build the `Format` with which the parser splits the output of the model.
 
     If the findings contradict each other, return a format in which all output is content.
 

@@ -108,7 +108,7 @@ def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> 
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
-    """Find the markers that a template writes around content only in messages with tool calls.
+    """Find the markers that a template writes around content only if a message has tool calls.
 
     Such a template writes the markers even if the content of the message is empty. Example: a
     message without content is rendered as "<say></say><call>..", and a message with content is
@@ -197,8 +197,8 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
-    # `space_after_close` is the white space after a closing marker. The loop also removes this
-    # white space after an opening marker such as `<think>`, where it has no meaning.
+    # The loop removes `space_after_close`, the white space after a closing marker, after every
+    # marker. After an opening marker such as `<think>`, white space has no meaning.
     rest = text
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
@@ -206,7 +206,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
 
 
 def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None:
-    """Return the text after the first marker, if `text` starts with one of `possible_markers`.
+    """Return the text after the marker with which `text` starts, or None if there is no marker.
 
     White space before the marker is ignored. Return None if `text` does not start with one of the
     possible markers.
@@ -330,7 +330,7 @@ def _shared_first_marker(text: str, other: str) -> str:
 
 
 def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
-    r"""Return the closing markup of the content, with the white space before it, or "" if none.
+    r"""Return the markup that closes the content, or "" if no markup closes the content.
 
     In these examples, every message ends with `<|im_end|>`:
 

@@ -147,7 +147,7 @@ def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversatio
 
 # The fields of an assistant message from which templates read the reasoning.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# Usually, `InputForm.reasoning` is the name of a message field. These are its other values.
+# `InputForm.reasoning` is either the name of a message field or one of these values.
 ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"

@@ -308,7 +308,7 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Return the closing text of a block that several markers open: `<|open|>think<|sep|>`.
+    """Return the closing text of a block whose opening text contains several markers.
 
     A block is a part of a message, such as the reasoning. If several markers open a block, the
     closing text differs from the opening text only in the first marker. If only one marker opens

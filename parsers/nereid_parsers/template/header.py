@@ -157,7 +157,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
 
 
 def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: str) -> str:
-    """Return only the message header, such as `<|assistant|>`, from the start of `shared`.
+    """Return the message header, such as `<|assistant|>`, with which `shared` starts.
 
     The header is the text that opens every assistant message. If every rendered answer starts with
     `<think>` or with an empty block of reasoning, `shared` contains this text too:
@@ -196,7 +196,7 @@ def _generation_prompt(without_prompt: str, with_prompt: str) -> str:
 
 
 def _rendered_answers(prober: Prober) -> list[str]:
-    """Render several conversations. Return the text after the user's question in each of them.
+    """Render several conversations. From each rendering, return the text after the user's question.
 
     Example: "...QUESTION<|end|><|assistant|>Hello" gives "<|end|><|assistant|>Hello". Conversations
     that the template fails to render are omitted. EOS_TOKEN, the placeholder for an unknown token
@@ -228,8 +228,8 @@ def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> st
     """
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # The shortest of these prefixes is a prefix of all the others. So the shortest prefix occurs in
-    # every rendering in which a prefix was found.
+    # All found prefixes are prefixes of one text, so the longer ones start with the shortest one.
+    # Therefore, the shortest prefix occurs in every rendering in which a prefix was found.
     return min(found_prefixes, key=len, default=generation_prompt)
 
 
@@ -338,8 +338,8 @@ def _user_header(question: str) -> str:
         question: The user's question, rendered without the generation prompt.
     """
     before_question, _, _ = question.rpartition(USER_TEXT)
-    # A system message may precede the question. So only the last characters before the question are
-    # searched.
+    # Only the last characters before the question are searched, because earlier text may belong to
+    # a system message.
     end_of_text = before_question[-_MAX_USER_HEADER:]
     roles = list(_USER_WORD.finditer(end_of_text))
     if not roles:

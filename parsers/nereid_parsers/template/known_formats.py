@@ -91,7 +91,7 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
 
 
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
-    """Yield all but the first of the ways in which a model family writes tool calls.
+    """Yield the ways in which a model family writes tool calls, except for the first way.
 
     The first way has the markers of the inferred tool call, but may have another body. Example: the
     family declares `<call>BODY</call>` and `[call]BODY`, and the template renders
@@ -103,8 +103,8 @@ def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """
     first_of_family, *others = family.calls
     for variant in others:
-        # If the registry declares equal bodies for this variant and for the first way, the model is
-        # assumed to write the inferred body in this variant, too.
+        # If the registry declares the same body for this variant and for the first way, both are
+        # assumed to have the body that was inferred from the template.
         has_body_of_first = variant.body == first_of_family.body
         yield replace(variant, body=inferred_call.body) if has_body_of_first else variant
 
@@ -232,9 +232,9 @@ def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 # ---- tool calls that a template does not render --------------------------------------------------
 
-# Some templates offer tools, but contain no markers of tool calls. A key of this dict is a phrase
-# with which such a template starts the list of the offered tools. The value contains the markers
-# that the models with this template write around tool calls.
+# Some templates list tools, but contain no markers of tool calls. Each key of this dict is a phrase
+# that starts the list of tools in such a template. The value contains the markers that a model with
+# this template writes around a tool call.
 _MARKERS_OF_PHRASES = {
     # The templates of LFM2.5 contain this phrase. Older templates of this model family do not
     # contain the phrase, but write markers around the offered tools.

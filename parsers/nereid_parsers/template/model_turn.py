@@ -284,9 +284,9 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if prompt_end is None or header in prompt_end:
         return (header,)
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
-    # If the prompt does not end with the header, another marker at its end must open the answer. If
-    # there is no such marker, the result is empty, because the parser would otherwise find the
-    # header of an earlier message in the prompt.
+    # The prompt contains no header after the tool's result, so the marker at the end of the prompt
+    # must open the answer. If there is no such marker, the result is empty. If the result contained
+    # only the header, the parser would find the header of an earlier message in the prompt.
     return (header, other_marker) if other_marker else ()
 
 

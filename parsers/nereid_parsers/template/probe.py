@@ -129,7 +129,7 @@ class Prober:
         has_tools = conversation.tools or form.always_tools
         return {
             "messages": form.messages(conversation),
-            # The template gets a copy, because a template may change the list.
+            # The list of tools is copied, because a template may change the list.
             "tools": copy.deepcopy(TOOLS) if has_tools else None,
             "documents": None,
             "add_generation_prompt": conversation.generation_prompt,

@@ -121,7 +121,7 @@ class _AnswerRenderer:
         return _RenderedAnswer(unmask_call_ids(prompt), unmask_call_ids(answer))
 
     def _text_after_prompt(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render the answer of a conversation. Return the part that follows the end of `prompt`.
+        """Render an answer. Return the part of the answer that a model would write after `prompt`.
 
         Example: the prompt is "..<|assistant|><think>", and the rendered answer is
         "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the
@@ -144,7 +144,7 @@ class _AnswerRenderer:
         return _close_open_reasoning(answer, prompt, self.reasoning)
 
     def _answer_to_question(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render the answer to a question. Return the part that follows the end of `prompt`.
+        """Render the answer to a question. Return the part that a model would write after `prompt`.
 
         Example: the prompt is "..<|assistant|><think>", and the conversation is rendered as
         "..<|assistant|><think>Hm.</think>Hello.". The result is "Hm.</think>Hello.". If the prompt
@@ -173,8 +173,8 @@ class _AnswerRenderer:
         if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
             return None
         answer = rendering.removeprefix(prompt)
-        # Some templates write the markup that follows a user's message (`turn.after_user_message`)
-        # after an answer, too.
+        # The markup that follows a user's message is `turn.after_user_message`. Some templates
+        # write the same markup after an answer.
         without_trailing_text = drop_common_suffix(answer, self.turn.after_user_message)
         return self.turn.without_end_markers(without_trailing_text)
 

@@ -71,7 +71,8 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
-    # `opener` states whether the prompt contains the opening marker, or the model writes it.
+    # `opener` states whether the template or the model writes the opening marker. A template writes
+    # this marker at the end of the prompt.
     part = replace(markup.part, opener=_infer_opener(turn, markup.part))
     if findings.conversation is not None:
         # The opening marker of a tool call, such as `<tool_call>`, may end the reasoning instead of
@@ -297,7 +298,7 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
 def find_interruptions(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
-    """Return the marker, such as `<tool_call>`, that ends reasoning in the place of `</think>`.
+    """Return the marker, such as `<tool_call>`, that ends reasoning instead of `</think>`.
 
     Example: in "<think>REASONING<tool_call>..", the template has omitted `</think>`, so the parser
     must end the reasoning at `<tool_call>`.

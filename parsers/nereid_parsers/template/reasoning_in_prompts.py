@@ -147,8 +147,8 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
         return []  # The analysis itself added a system message, so the text is no instruction.
     added_instructions = difference(default.text, prompt.text).right
     pairs = empty_pairs(added_instructions)
-    # If the name of the first pair does not refer to thinking, the instructions have another
-    # purpose.
+    # The text that a switch has added to the prompt describes reasoning only if the name of the
+    # first pair refers to thinking.
     is_about_thinking = bool(pairs) and is_thinking_marker(pairs[0].opening)
     return pairs if is_about_thinking else []
 

@@ -281,7 +281,7 @@ def _thinking_pair_in(literal: str) -> MarkerPair | None:
 
 
 def _pair_of_closing(text: str) -> MarkerPair | None:
-    """Derive the opening marker from `text`, if `text` is a closing marker such as `</think>`.
+    """Return a pair of markers if `text` is a closing marker such as `</think>`, otherwise None.
 
     >>> _pair_of_closing("</think>")
     MarkerPair(opening='<think>', closing='</think>')

@@ -103,7 +103,7 @@ class _RenderedReasoning(NamedTuple):
 
 
 def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
-    """Return a conversation whose reasoning the template renders. Return None if there is none.
+    """Return the first conversation whose reasoning the template renders, or None.
 
     Several conversations are rendered, and the first suitable conversation is returned. The
     conversations differ in the assistant message (with content, with a tool call, or with both), in
@@ -191,8 +191,8 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # If `a=True` alone has the same effect as `a=True, b=True`, only `a=True` is reported.
-    # Therefore, prompts with fewer switches must come first.
+    # If `a=True` has the same effect as `a=True, b=True`, only `a=True` is reported. So the loop
+    # must examine prompts with fewer switches first.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:

@@ -1,4 +1,4 @@
-"""Renders chat requests as the library transformers does, but limits the time and the output."""
+"""Renders chat requests like the `transformers` library, but limits the time and the output."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from nereid_parsers.template.sandbox.environment import CompiledTemplate, Render
 from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_request
 
 # The fields in which clients send the reasoning of a message. If a client sends several of these
-# fields, the first of them is used.
+# fields, the field that is listed first here is used.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# A request may ask the model to continue the last message. Then `_END_OF_MESSAGE` is appended to
-# this message before the rendering, to show where the message ends in the rendered text. Some
-# templates remove the white space at the end of a message. Then the rendered text contains only
+# If a request asks the model to continue the last message, `_END_OF_MESSAGE` is appended to this
+# message before the rendering. In the rendered text, `_END_OF_MESSAGE` then shows where the message
+# ends. If the template removes white space at the end of a message, the rendered text contains only
 # `_END_WORD`.
 _END_WORD = "CONTINUE_FINAL_MESSAGE_TAG"
 _END_OF_MESSAGE = f"{_END_WORD} "
@@ -29,7 +29,7 @@ class ContinuationRefused(RenderRefused):
 
 
 class _MarkedMessages(NamedTuple):
-    """The messages of a request, after `_END_OF_MESSAGE` was appended to the last message.
+    """The messages of a request. `_END_OF_MESSAGE` has been appended to the last message.
 
     Attributes:
         messages: The messages. The content of the last message ends with `_END_OF_MESSAGE`.
@@ -158,7 +158,7 @@ def _replace_content(
 
 
 def _has_text(part: object) -> bool:
-    """Return whether a part of a message's content contains text.
+    """Return whether `part`, an item in the content of a message, contains text.
 
     >>> _has_text({"type": "text", "text": "Hi"}), _has_text({"type": "image"})
     (True, False)
@@ -186,7 +186,7 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_message_end(rendered: str, final_text: str) -> str:
-    """Cut off the rendered text after the last message, so that the model continues this message.
+    """Remove the text that follows the last message, so that the model continues this message.
 
     Before the rendering, the text "CONTINUE_FINAL_MESSAGE_TAG " was appended to the last message.
 

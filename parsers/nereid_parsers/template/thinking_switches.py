@@ -20,8 +20,8 @@ _NO_SWITCH_NAME = re.compile(
 )
 _EFFORTS = ("high", "low", "none", "enabled", "disabled")
 _SYSTEM_SWITCHES = ("/think", "/no_think")
-# These limits keep an analysis within its time limit: the number of switches, such as
-# `enable_thinking`, the number of values for each switch, and the number of settings.
+# The maximum number of switches, such as `enable_thinking`, of values for each switch, and of
+# settings. These limits keep an analysis within its time limit.
 _MAX_NAMES = 4
 _MAX_VALUES = 6
 _MAX_SETTINGS = 20
@@ -30,7 +30,7 @@ _MAX_SETTINGS = 20
 def thinking_switches(
     template: CompiledTemplate, fixed_variables: Container[str]
 ) -> list[Switches]:
-    """Return the values of switches such as `enable_thinking` that the analysis tries.
+    """Return the thinking settings that the analysis tries, such as `enable_thinking=False`.
 
     A thinking switch turns thinking on or off. It is a template variable such as `enable_thinking`,
     or the word "/think" or "/no_think" in the system message. Example: if `enable_thinking` is the

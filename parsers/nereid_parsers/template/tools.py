@@ -233,7 +233,7 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 
 class ContentBeforeCall(NamedTuple):
-    """How a template renders one message with both content and a tool call.
+    """Describes how a template renders one message with both content and a tool call.
 
     Attributes:
         is_rendered: Whether the template renders both the content and the tool call.
@@ -308,7 +308,7 @@ def _headers_between(between: str, header: str) -> tuple[str, ...]:
 
 
 class CallInference(NamedTuple):
-    """The inferred description of a template's tool calls, and the problems of the inference.
+    """The inferred format of a template's tool calls, and sentences about what was not inferred.
 
     Attributes:
         call_format: The format of the tool calls, or None if the format could not be inferred.

@@ -43,7 +43,7 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
     is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
     call_markers = _possible_call_markers(prober)
     # If the rendering contains the function's name, the template renders tool calls, but in a form
-    # that the analysis cannot infer. Then no registered tool section is chosen.
+    # that the analysis cannot infer. In this case, the registry of known models is not searched.
     section = None if is_name_rendered else recognise_tool_section(call_markers)
     prober.record_undecided(_describe_unrendered_calls(section))
     return section

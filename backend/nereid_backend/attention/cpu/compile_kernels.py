@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the C++ kernels for CPUs to a shared library.
+"""Compiles the C++ kernels for CPUs, and links them to a shared library.
 
 The kernels are compiled either when a server starts (cpu_build.py) or when the wheel is built
 (hatch_build.py). When the wheel is built, torch is not installed. Therefore, this module imports
@@ -36,11 +36,11 @@ HEADERS = (
 )
 COMPILERS = ("g++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
-# The time limit of the compiler in seconds. The compiler usually needs about 10 seconds. On a busy
-# machine, it may need several minutes.
+# The time limit for the compiler, in seconds. The compiler usually needs about 10 seconds. On a
+# busy machine, it may need several minutes.
 _TIMEOUT_S = 900
-# The largest number of characters of compiler output in an error message. If the output is longer,
-# the message contains the end of the output.
+# If the compiler's output has more than this number of characters, the error message contains only
+# the end of the output.
 _MAX_OUTPUT = 500
 
 
@@ -87,10 +87,10 @@ def compile_library(
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             objects = _compile(compiler, [*FLAGS, *flags], Path(folder))
             built = Path(folder) / path.name
-            # Do not link with the flag -fopenmp, because this flag selects the compiler's OpenMP
-            # library. With -Bsymbolic, a call to a function of this library never reaches a
-            # function with the same name in another library, such as the kernels for another
-            # instruction set.
+            # Do not link with the flag -fopenmp, because the kernels must use torch's OpenMP
+            # library, and this flag selects the compiler's OpenMP library. With -Bsymbolic, a call
+            # to a function of this library never reaches a function with the same name in another
+            # library, such as the kernels for another instruction set.
             _run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, *libraries, "-o", str(built)])
             built.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:

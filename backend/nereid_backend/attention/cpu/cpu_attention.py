@@ -34,7 +34,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 logger = logging.getLogger(__name__)
 
-# The number of tokens that the kernels process at once. The block size must be a multiple of
+# The number of tokens that the kernels process together. The block size must be a multiple of
 # `_LANES`.
 _LANES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -301,7 +301,7 @@ def attend(
 def serving(
     cache: CpuKVCache, layers: Sequence[LayerSpec], batches: Sequence[AttentionBatch]
 ) -> Iterator[None]:
-    """Return a context manager in which the attention of compiled models uses `cache`.
+    """Return a context manager that makes the attention of compiled models use `cache`.
 
     A compiled model calls the kernels without Python, so it cannot pass the cache and the metadata
     of the step as arguments. Instead, the kernels read them from a C struct. The context applies

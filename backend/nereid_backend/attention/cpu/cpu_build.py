@@ -35,11 +35,11 @@ from nereid_backend.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
-# The folder of the libraries that a wheel contains.
+# If the package was installed from a wheel, this folder contains the wheel's precompiled libraries.
 _PRECOMPILED = Path(__file__).with_name("precompiled")
 # cpu_shim.cpp calls functions of this library.
 _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-# The number of hexadecimal digits of the hash in the file name of a library.
+# In the file name of a library, the hash has this number of hexadecimal digits.
 _FINGERPRINT_LENGTH = 16
 
 
@@ -83,7 +83,7 @@ def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
     """
     compiler = find_compiler()
     # The fingerprint is a hash of everything that the library depends on. If a source file changes,
-    # the file name changes, too.
+    # the file name of the library changes, too.
     fingerprint = _fingerprint(compiler, instruction_set)
     path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
     if not path.is_file():
@@ -172,7 +172,7 @@ def _openmp() -> str | None:
 
 
 def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
-    """Return one hash of all inputs of a build, which becomes part of the library's file name.
+    """Return one hash of all inputs of a build. The hash becomes part of the library's file name.
 
     The inputs are the sources, the flags, the compiler's version, torch and its OpenMP library. The
     library for the instruction set `native` depends on the processor. For this instruction set, the

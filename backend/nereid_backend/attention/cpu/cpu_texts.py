@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes attention on a CPU among the tokens of each text. No KV cache is used."""
+"""Computes attention on a CPU without a KV cache. Tokens attend only to tokens of the same text."""
 
 import ctypes
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class TextAttention:
 
 
 def native_texts(lens: Sequence[int]) -> "ctypes.Array[NativePrefill]":
-    """For each of several concatenated texts, return a C struct with its start and its length."""
+    """Return a C struct for each of several concatenated texts: the text's start and length."""
     texts = (NativePrefill * len(lens))()
     first_token = 0
     for text, length in zip(texts, lens, strict=True):

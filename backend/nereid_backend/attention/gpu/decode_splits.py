@@ -22,8 +22,8 @@ MAX_SPLITS = 128
 # splits, this overhead would be too large.
 _MIN_TILES = 2
 # The desired number of programs per multiprocessor when the decode kernel is launched. If each
-# multiprocessor runs several programs, all multiprocessors finish at about the same time. A step
-# with few tokens is divided into fewer programs.
+# multiprocessor runs several programs, all multiprocessors finish at about the same time. If a step
+# has few tokens, the number of programs is smaller.
 _PROGRAMS_PER_PROCESSOR = 4
 # A kernel launch in a CUDA graph may have up to `_CAPTURED_FACTOR` times as many programs as a
 # launch for a single step, because the graph is also used for steps in which one sequence is much

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures attention libraries when a model is loaded, and chooses the fastest for each situation.
+"""Measures attention libraries when a model is loaded, and chooses the fastest library.
 
 A library replaces the project's kernels in a `Situation` only under two conditions. The results of
 the library must equal the results of the reference, and the library must be faster than the kernels
@@ -66,7 +66,7 @@ def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
     backends: Sequence[AttentionBackend] | None = None,
     timer: Timer | None = None,
 ) -> ChosenBackends:
-    """Measure attention libraries, and return the libraries that are faster than the kernels.
+    """Measure attention libraries. Return the libraries that are faster than the project's kernels.
 
     The libraries are compared with the project's own kernels for each kind of layer in each
     `Situation`: DECODE (sequences with one new token), PROMPT (prefills without cached tokens) or

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the arrays with the metadata of a step for the GPU kernels.
+"""Builds the arrays that contain the metadata of a step for the GPU kernels.
 
 The arrays are built once for all layers. The block tables of all sequences are concatenated to one
 flat table. For each sequence, another array contains the index at which its block table starts. The
@@ -128,7 +128,7 @@ class Tiling(NamedTuple):
 
 
 class PrefillShape(NamedTuple):
-    """The sizes of one prefill, which are known on the CPU.
+    """The position and the size of one prefill, as Python integers.
 
     Attributes:
         start: the index of the first new token in the packed row.
@@ -187,7 +187,7 @@ class StepLayout:
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """Divisions of prefills into tiles. The tiles of each division are copied to the device."""
+        """The tilings of the model's layers. A tiling is a way of dividing prefills into tiles."""
         return self._tilings
 
 
@@ -311,5 +311,5 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
 
 
 def _num_keys(position: int, window: LayerWindow) -> int:
-    """Estimate the number of keys to which the token at a position attends."""
+    """Estimate to how many keys the token at `position` attends."""
     return position if window.limit is None else min(position, window.limit)

@@ -65,7 +65,7 @@ class AttentionCall:
 
     @property
     def cache_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The keys, the values, the factors for 8-bit keys, and the factors for 8-bit values.
+        """The keys, the values, the scales of 8-bit keys, and the scales of 8-bit values.
 
         If the cache has no factors, the keys and values are used instead of the factors, because
         the kernels require a valid pointer for each argument. The kernels do not read these
@@ -93,7 +93,7 @@ class AttentionCall:
         return {"HAS_WINDOW": window.size is not None, "HAS_CHUNK": window.chunk is not None}
 
     def value_constants(self) -> dict[str, int]:
-        """Return the kernel constants that describe the size of a value."""
+        """Return the kernel constants that describe the size of a value vector."""
         dim = self.spec.value_dim
         return {"VALUE_DIM": dim, "VALUE_PADDED": padded_size(dim)}
 

@@ -48,7 +48,8 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
     if num_tokens == 0:
         return
     value_dim = value.shape[2]
-    # A program writes several heads of one token, but at most `_STORE_ELEMENTS` numbers.
+    # Each program of the kernel stores several heads of one token, but at most `_STORE_ELEMENTS`
+    # numbers.
     elements_per_head = padded_size(max(key_dim, value_dim))
     max_heads = max(1, _STORE_ELEMENTS // elements_per_head)
     heads_per_program = min(padded_size(num_kv_heads), max_heads)
@@ -91,15 +92,15 @@ def decode(
     from nereid_backend.attention.gpu.triton_decode import decode_kernel, reduce_kernel
 
     spec = call.spec
-    # All query heads that share a key head are computed by one program, so that the keys are read
-    # only once.
+    # One program computes up to `num_rows` query heads that share a key head, so that the keys are
+    # read only once for these heads.
     num_rows = max(tuning.rows, min(_MAX_DECODE_ROWS, padded_size(call.group_size)))
     num_programs = spec.num_kv_heads * divide_up(call.group_size, num_rows)
     split_tokens, num_splits = _split_sizes(rows, spec, num_programs, tuning.tile)
     is_split = num_splits > 1
-    # Triton needs a valid pointer even for an argument that the kernel does not read, so `out` is
-    # passed for unused arguments. `parts` and `weights_log` are not used if sequences are not
-    # divided. `sinks` is not used if the layer has no sinks.
+    # Triton needs a valid pointer even for an argument that the kernel does not read. Therefore,
+    # the tensor `out` is passed in place of each unused argument. `parts` and `weights_log` are not
+    # used if sequences are not divided. `sinks` is not used if the layer has no sinks.
     parts = out
     weights_log = out
     sinks = out if call.sinks is None else call.sinks

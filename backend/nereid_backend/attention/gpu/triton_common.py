@@ -9,7 +9,8 @@ e. The hardware has an instruction only for powers of 2.
 import triton
 import triton.language as tl
 
-# log2(e), the factor by which the scores are multiplied.
+# log2(e). The scores are multiplied by this factor, because the kernels compute 2**x instead of
+# e**x.
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # The possible values of the kernel argument `FLOAT8`. `gpu_call.Float8` defines the same values.
@@ -140,7 +141,8 @@ def tile_scores(
         scores *= load_scales(key_scales, key_rows, is_read, IS_MASKED, FLOAT8)[None, :]
     scores *= scale
     if HAS_CAP:
-        # This is cap * tanh(scores). If the exponential overflows, the result is still correct.
+        # This formula equals cap * tanh(scores). It is correct even if the exponential overflows to
+        # infinity: the result is then `cap`.
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores)))
     return scores
 
@@ -163,8 +165,8 @@ def add_tile(
     # because -inf minus -inf would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
-    # The exponents in `total` and `acc` are relative to `top`. Multiplying by `decay` makes them
-    # relative to `base`.
+    # `total` and `acc` were computed relative to `top`, the previous maximum. Multiplying by
+    # `decay` makes them relative to `base`.
     decay = tl.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
     if HAS_SCALES:

@@ -33,8 +33,8 @@ def float8_bits(scaled):
     """
     # float32 has 23 mantissa bits, and e4m3 has 3 mantissa bits.
     DROPPED_BITS: tl.constexpr = 20
-    # The lowest bit that remains after rounding has the value 2**20. This constant is half of this
-    # value, minus 1.
+    # After rounding, the lowest remaining bit has the value 2**20. `BELOW_HALF` is 2**19 - 1, which
+    # is 1 less than half of 2**20.
     BELOW_HALF: tl.constexpr = 0x7FFFF
     # The bias of the exponent is 127 in float32 and 7 in e4m3.
     BIAS_DIFFERENCE: tl.constexpr = 120 << 3

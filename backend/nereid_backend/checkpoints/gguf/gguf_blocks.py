@@ -112,9 +112,9 @@ def _weight_with_minimums(
     group_size = values.shape[1] // scales.shape[1]
     is_scale_zero = scales == 0
     if is_scale_zero.any():
-        # If the scale of a group is 0, all weights of the group equal `-minimum`. With the integers
-        # 0 and the scale 1, an IntegerWeight represents these weights exactly, because its zero is
-        # then `minimum`.
+        # If the scale of a group is 0, all weights of the group equal `-minimum`. The IntegerWeight
+        # represents these weights with the integer 0, the scale 1 and the zero `minimum`: (0 -
+        # minimum) * 1 = -minimum.
         values_of_groups = is_scale_zero.repeat_interleave(group_size, dim=1)
         values = values.masked_fill(values_of_groups, 0)
         scales = scales.masked_fill(is_scale_zero, 1.0)

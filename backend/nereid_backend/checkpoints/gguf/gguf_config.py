@@ -93,8 +93,8 @@ ARCHITECTURES = {
 }
 """The supported GGUF architectures."""
 
-# More metadata keys that are allowed. Some of these keys are read by `_rope_parameters` or
-# `_check_head_size`, and the others are not needed. A file with any other key is refused.
+# Additional metadata keys that a file may contain. `_rope_parameters` and `_check_head_size` read
+# some of these keys, and the other keys are not needed. A file with an unknown key is refused.
 _REDUNDANT = (
     "vocab_size",
     "rope.dimension_count",
@@ -217,7 +217,7 @@ def _architecture_values(file: GgufFile) -> dict[str, Any]:
 
 
 def _check_metadata(file: GgufFile, values: Mapping[str, Any], allowed: Set[str]) -> None:
-    """Check that a file has all required values, and no value that this module would ignore.
+    """Check that a file contains all required values, and only metadata keys that are supported.
 
     Args:
         file: the header of the file.
@@ -310,8 +310,8 @@ def _rope_parameters(
     factor = values.get("rope.scaling.factor", 1.0)
     parameters = {"rope_type": scaling, "rope_theta": theta, "factor": factor}
     if scaling == "yarn":
-        # `original_length` is the context length before the scaling. If the file does not contain
-        # this length or contains 0, use the context length of the model.
+        # `original_length` is the context length before YaRN extended it. If the file does not
+        # contain this length, or contains 0, use the context length of the model.
         original_length = values.get("rope.scaling.original_context_length")
         context_length = values.get("context_length")
         parameters["original_max_position_embeddings"] = original_length or context_length
@@ -329,8 +329,8 @@ def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict
     Raises:
         UnsupportedModelError: if the factors were computed from other parameters.
     """
-    # The parameters of the Llama 3 models. Only `factor` differs between these models. It equals
-    # the largest of `factors`, by which the lowest frequency is divided.
+    # The rope parameters of the Llama 3 models. Only `factor` differs between these models. It is
+    # the largest number in `factors`, because the lowest frequency is divided by `factor`.
     common_parameters = {
         "rope_theta": theta,
         "rope_type": "llama3",

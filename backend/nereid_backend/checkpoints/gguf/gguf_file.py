@@ -133,8 +133,8 @@ def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
         raise ValueError(f"the version is {version}, but only the versions 2 and 3 are supported")
     num_tensors = reader.number(_UINT64)
     num_values = reader.number(_UINT64)
-    # Check that the file is large enough for these two numbers. A damaged file may contain huge
-    # numbers, with which the loops below would take very long.
+    # Check that the file is large enough for `num_values` values and `num_tensors` tensors. In a
+    # damaged file, these numbers may be so large that the loops below would take very long.
     reader.check(num_values * _MIN_VALUE_BYTES + num_tensors * _MIN_TENSOR_BYTES)
     metadata = {}
     for _ in range(num_values):
@@ -195,7 +195,7 @@ class _Reader:
         self.place = len(_MAGIC)
 
     def check(self, num_bytes: int) -> None:
-        """Raise a ValueError if `num_bytes` more bytes would exceed the file or the size limit."""
+        """Raise a ValueError if the next `num_bytes` bytes exceed the file or the size limit."""
         end = self.place + num_bytes
         if end > len(self._content):
             raise ValueError(
@@ -220,7 +220,7 @@ class _Reader:
         return text
 
     def value(self, kind: int) -> Any:  # noqa: ANN401 - a number, a string or a list
-        """Return the next metadata value. `kind` is the number of the value's type in GGUF.
+        """Return the next metadata value. `kind` is the number that GGUF uses for the value's type.
 
         `_FORMATS` maps the types of plain numbers to their struct formats.
 
@@ -236,7 +236,7 @@ class _Reader:
         raise ValueError(f"a metadata value has the unknown type {kind}")
 
     def _array(self) -> list[Any]:
-        """Return the next array. The file stores its element type, its length, and its elements."""
+        """Return the next array, which is stored as element type, length, and elements."""
         element_kind = self.number(_UINT32)
         num_elements = self.number(_UINT64)
         if element_kind in _FORMATS:

@@ -119,7 +119,7 @@ def _read_floats(file: GgufFile, tensor: GgufTensor) -> list[float]:
 
 
 def _write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Write the tokenizer and the chat template in a GGUF file's metadata into a folder.
+    """Create the tokenizer files and the chat template of a GGUF file's model in a folder.
 
     The tokenizer is converted to the format of transformers.
 
@@ -184,7 +184,7 @@ def _check_pre_tokenizer(file: GgufFile, values: dict[str, Any]) -> None:
 
 
 def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
-    """Create a `Tokenizer` of the library tokenizers from the metadata of a GGUF file.
+    """Create a `tokenizers.Tokenizer` from the metadata of a GGUF file.
 
     Args:
         file: the GGUF file.

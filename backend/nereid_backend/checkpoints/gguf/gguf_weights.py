@@ -23,8 +23,8 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_exps")
-# If a tensor contains the weights of several experts, this character represents the index of the
-# expert in the name of the weight.
+# One tensor may contain the weights of several experts. In the name pattern of these weights, this
+# character stands for the index of the expert.
 _ANY_EXPERT = "*"
 _MODEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -127,7 +127,7 @@ class GgufWeight:
 
     @property
     def integer_bytes(self) -> int:
-        """The size of the integers and their scales in memory, in bytes."""
+        """The number of bytes that the integers and their scales need in memory."""
         return int(self.num_elements * BLOCK_TYPES[self.tensor.kind.name].bytes_per_weight)
 
     def _decode_floats(self, blocks: Tensor, num_rows: int, num_columns: int) -> Tensor:
@@ -219,7 +219,7 @@ def gguf_weights(
 def _expert_weights(
     name: str, path: Path, tensor: GgufTensor, dtype: torch.dtype
 ) -> dict[str, GgufWeight]:
-    """Return the weights of the experts that a tensor contains. The keys are transformers' names.
+    """Return the expert weights that a tensor contains. The keys are transformers' names.
 
     `name` contains "*" in place of the expert's index. Example: if the tensor contains two experts,
     the name "mlp.experts.*.up_proj.weight" gives the names "mlp.experts.0.up_proj.weight" and
@@ -256,7 +256,7 @@ def _model_name(name: str, file: GgufFile) -> str:
 
 
 def _layer_part_name(part: str, file: GgufFile) -> str | None:
-    """Return transformers' name for a part of a layer; None if the GGUF name `part` is unknown.
+    """Convert the GGUF name of a part of a layer to transformers' name; None if it is unknown.
 
     Examples: "attn_q" gives "self_attn.q_proj", and "ffn_up_exps" gives "mlp.experts.*.up_proj".
     """

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
 
-# If sessions retain at most this fraction of all blocks, the blocks that sessions retain are
-# evicted after all other cached blocks. If sessions retain more blocks, the oldest cached block is
-# evicted first, even if a session retains this block.
+# If sessions retain at most this fraction of all blocks, all other cached blocks are evicted first.
+# If sessions retain more blocks, the oldest cached block is evicted first, even if a session
+# retains this block.
 _MAX_RETAINED_SHARE = 0.75
 
 
@@ -41,7 +41,7 @@ class BlockPool:
         # reverse order, so that block 0 is allocated before block 1.
         self._free = list(range(num_blocks - 1, -1, -1))
         self.idle: EvictionOrder[int] = EvictionOrder(int(num_blocks * _MAX_RETAINED_SHARE), clock)
-        # All cached blocks, whether they are idle or in a block table.
+        # All cached blocks, both idle blocks and blocks in block tables.
         self._cached: set[int] = set()
         self._on_reuse: Callable[[int], None] | None = None
 

@@ -71,7 +71,7 @@ class BlockTables:
         self._copies: list[tuple[int, int]] = []
 
     def try_admit(self, sequence: Sequence, request: Request) -> bool:
-        """Allocate blocks for all known tokens of a waiting sequence, if enough blocks are free.
+        """Allocate the blocks that a waiting sequence needs to start, if enough blocks are free.
 
         The sequence shares the blocks of its longest cached prefix. If another sequence of the
         request has already computed the prompt, the sequence shares the blocks of the prompt
@@ -138,7 +138,7 @@ class BlockTables:
         return None if self.cache is None else self.cache.snapshots
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
-        """Store the number of tokens of a sequence that were found in the prefix cache.
+        """Store how many tokens of a sequence were found in the prefix cache.
 
         Do nothing if the number was already recorded. This happens if the sequence was preempted.
         """
@@ -158,7 +158,7 @@ class BlockTables:
         return sum(self._num_blocks_to_start(sequence, 0, window) for window in self._windows)
 
     def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Append blocks to each block table until the table suffices for `num_tokens` tokens.
+        """Append blocks to each block table until the table has blocks for `num_tokens` tokens.
 
         A sequence has one block table for each group of layers; most models have one group.
         Example with one group and 16 tokens in a block: a sequence has 2 blocks. If `num_tokens` is
@@ -183,7 +183,7 @@ class BlockTables:
         return True
 
     def free_blocks_before_window(self, sequence: Sequence) -> None:
-        """Free the blocks of a running sequence that end before the attention window begins.
+        """For a running sequence, free the blocks that end before the attention window begins.
 
         Only groups of layers with an attention window have such blocks. The null block (a
         placeholder) replaces each freed block in the block table of the group.
@@ -206,7 +206,7 @@ class BlockTables:
         The null block replaces each freed block in the block table of the group.
         """
         table = sequence.block_tables[group]
-        # Earlier calls have replaced the first blocks of the table by null blocks.
+        # Start after the blocks that earlier calls have freed and replaced by null blocks.
         start = sequence.num_null_blocks[group]
         # The block table may end before the window starts, because the block of the next token is
         # not allocated yet.
@@ -264,7 +264,7 @@ class BlockTables:
                 self.cache.forget(block)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return which blocks the next step copies, as pairs (from, to). Clear the stored list."""
+        """Return the pairs (from, to) of blocks that the next step copies, and clear the list."""
         copies = self._copies
         self._copies = []
         return copies
@@ -308,7 +308,7 @@ class BlockTables:
         )
 
     def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
-        """Give a sequence the prompt blocks that its request keeps, and newly allocated blocks.
+        """Build a sequence's block tables from prompt blocks of its request and from new blocks.
 
         A block that the sequence writes to cannot be shared. If the reused tokens end within a
         block, the sequence gets a copy of this block. The copy is added to `_copies`.
@@ -375,7 +375,7 @@ class BlockTables:
     def _num_blocks_to_start(
         self, sequence: Sequence, num_cached: int, window: AttentionWindow | None
     ) -> int:
-        """Return how many block table entries a sequence needs to start, in one group of layers.
+        """Return how many block table entries one group of layers needs to start a sequence.
 
         With full attention, the sequence needs entries for all its tokens. In a group with an
         attention window, entries for the tokens before and in the window and for the tokens of one

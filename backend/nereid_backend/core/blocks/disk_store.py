@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of files with a size limit. Each file contains the bytes that belong to one key.
+"""A folder of files, with a limit on their total size. Each file contains the bytes of one key.
 
     header    one line of JSON: format, model, dtype and layout; key, size and checksum of the bytes
     content   the bytes
@@ -91,8 +91,8 @@ class DiskStore:
         self._folder = folder
         self._max_bytes = max_bytes
         self._identity = {"format": str(_FORMAT), **identity}
-        # The key of the hash function that computes file names. Stores with different identities
-        # have different keys, so they never use the same file name.
+        # The key of the hash function that computes file names. If two stores have different
+        # identities, their keys differ, so they never use the same file name.
         self._name_key = hashlib.blake2b(
             json.dumps(self._identity).encode(), digest_size=16
         ).digest()
@@ -210,7 +210,7 @@ class DiskStore:
         self._writer.join(timeout_s)
 
     def _scan(self) -> None:
-        """Fill `_sizes` with the existing files, and delete unfinished files."""
+        """Fill `_sizes` with the sizes of the existing files, and delete unfinished files."""
         existing_files = []
         min_unfinished_time = time.time() - _UNFINISHED_S
         for path in self._folder.iterdir():
@@ -227,7 +227,7 @@ class DiskStore:
             self._num_bytes += size
 
     def _write_files(self) -> None:
-        """Write and delete files until None is taken from the queue. The writer thread runs this.
+        """Write and delete files until the queue returns None. The writer thread runs this method.
 
         The queue contains the names of files. `_pending` maps the name of a file to its task: the
         new bytes of the file, or None if the file must be deleted.

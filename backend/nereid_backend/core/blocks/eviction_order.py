@@ -81,7 +81,7 @@ class EvictionOrder(Generic[Item]):
     """The idle items of a cache, in the order in which they are evicted."""
 
     def __init__(self, max_retained: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create an order without items. An item is a cached block, or a cached recurrent state.
+        """Create an empty eviction order. An item is a cached block or a cached recurrent state.
 
         An item is idle while no sequence uses the item. Only idle items are evicted. A session
         consists of the requests of one client with the same cache key. Until the session expires,
@@ -110,9 +110,9 @@ class EvictionOrder(Generic[Item]):
         # Maps each item that belongs to a session to this session. The item may be idle or used.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
-        # The session from which the next item is evicted; None if this session must be selected
-        # again. Most evictions need no selection, because items of the same session are evicted
-        # until this session has fewer idle items than the average session.
+        # The session from which the next item is evicted; None if the next eviction must first
+        # select a session. Most evictions need no selection, because items of the same session are
+        # evicted until this session has fewer idle items than the average session.
         self._victim: _Session[Item] | None = None
 
     def __contains__(self, item: Item) -> bool:
@@ -232,7 +232,7 @@ class EvictionOrder(Generic[Item]):
             self.add(item)  # moves the item from `used` to `idle`
 
     def extend(self, key: SessionKey, seconds: float) -> bool:
-        """Retain the items of a session for at least `seconds` more seconds.
+        """Retain the items of a session for at least the next `seconds` seconds.
 
         Return False if the session does not exist.
         """
@@ -250,7 +250,7 @@ class EvictionOrder(Generic[Item]):
         return [] if session is None else list(session.idle)
 
     def sessions(self) -> list[SessionUse]:
-        """Return each session's number of retained items and the time until the session expires."""
+        """For each session, return the number of retained items and the seconds until expiry."""
         self._expire()
         now = self._clock()
         return [
@@ -290,7 +290,7 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def _prefers_sessions(self) -> bool:
-        """Return whether an item that a session retains should be evicted next."""
+        """Return whether the next eviction must remove an item that a session retains."""
         if self._num_retained <= self._max_retained:
             return False
         return self._next_victim().last_use < next(iter(self._without_session.values()))

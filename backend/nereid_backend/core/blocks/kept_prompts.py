@@ -33,8 +33,8 @@ class KeptPrompts:
         self._pool = pool
         self._block_size = block_size
         self._windows = windows
-        # The requests that keep the blocks of their prompts, under the key `id(request)`. The
-        # request that has kept its blocks for the longest time comes first.
+        # Maps `id(request)` to the request, for each request that keeps the blocks of its prompt.
+        # The request that has kept its blocks for the longest time comes first.
         self._requests: dict[int, Request] = {}
 
     def keep(self, request: Request, leader: Sequence) -> None:

@@ -131,18 +131,18 @@ class PrefixCache:
             return self._find_with_windows(hashes)
         block_table = self._leading_cached_blocks(hashes)
         if self.snapshots is not None:
-            # The model has a recurrent state, and a sequence can continue only where this state was
-            # saved. Let the sequence save its state at the end of the cached blocks, so that the
-            # next request with this prefix can reuse all cached blocks.
+            # A recurrent model can reuse a cached prefix only if the recurrent state at the end of
+            # the prefix was saved. Let this sequence save its state at the end of the cached
+            # blocks, so that the next request with this prefix can reuse all cached blocks.
             sequence.branch_position = len(block_table) * self._block_size
-            # This sequence can continue only from a saved state. Therefore, the blocks after the
-            # last saved state are computed again.
+            # This sequence can reuse only the blocks before the last saved state. Remove the blocks
+            # after this state from the table, so that they are computed again.
             while block_table and hashes[len(block_table) - 1] not in self.snapshots:
                 block_table.pop()
         return [block_table]
 
     def _leading_cached_blocks(self, hashes: list[bytes]) -> list[int]:
-        """Return the ids of a sequence's leading blocks up to the first block that is not cached.
+        """Return the ids of a sequence's first blocks. Stop at the first block that is not cached.
 
         `hashes` contains the hashes of the leading blocks. The model must have only one group of
         layers. Example: the hashes are [a, b, c], and the cache contains a as block 7 and c as
@@ -285,7 +285,7 @@ class PrefixCache:
             self.snapshots.retain(hashes[first_retained:], key, params.retention_s)
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:
-        """Retain the cached prefixes of a session for at least `seconds` more seconds.
+        """Retain the cached prefixes of a session for at least the next `seconds` seconds.
 
         Return False if the session does not exist.
         """

@@ -83,7 +83,7 @@ class StateSnapshots:
         # Maps the hash of a block to the id of the snapshot at the end of the block.
         self._ids: dict[bytes, int] = {}
         # The hashes of all saved recurrent states, in eviction order: if the memory is full, the
-        # first state is deleted first. When a state is used, its hash is moved to the end.
+        # state at the front is deleted. When a state is used, its hash is moved to the end.
         max_retained = int(num_states * _MAX_RETAINED_SHARE)
         self._order: EvictionOrder[bytes] = EvictionOrder(max_retained, clock)
         # The number of recurrent states that were saved so far. The next saved state gets this
@@ -162,7 +162,7 @@ class StateSnapshots:
         """
         # Each running sequence needs one state. The rest of the memory is used for snapshots.
         self._max_snapshots = self._num_states - num_running
-        # The pairs contain the index of a chunk and the id of a snapshot.
+        # Each pair contains the index of a chunk and the id of a snapshot.
         loads: list[tuple[int, int]] = []
         saves: list[tuple[int, int]] = []
         for chunk_index, chunk in enumerate(chunks):
@@ -226,7 +226,7 @@ class StateSnapshots:
             self.delete(self._hash_before(sequence, previous_position))
 
     def _set_snapshot(self, block_hash: bytes, snapshot_id: int) -> None:
-        """Store a snapshot under a hash. Delete the new snapshot if the hash already has one."""
+        """Store a snapshot under a hash. If the hash already has one, delete the new snapshot."""
         if block_hash in self._ids:
             self._deleted.append(snapshot_id)
             self._note_use(block_hash)
@@ -257,7 +257,7 @@ class StateSnapshots:
             self._write_to_disk_later(self._hash_before(sequence, last_position))
 
     def id_of(self, block_hash: bytes) -> int | None:
-        """Return the id of the recurrent state saved for a block, or None if no state was saved."""
+        """Return the id of a block's saved recurrent state; None if no such state was saved."""
         return self._ids.get(block_hash)
 
     def insert(self, block_hash: bytes) -> int | None:
@@ -273,7 +273,7 @@ class StateSnapshots:
             The id; None if running sequences use the whole memory for states.
         """
         if self._max_snapshots < 1:
-            # The running sequences use the whole memory for states.
+            # The running sequences use all memory that is reserved for recurrent states.
             return None
         self._evict_until(self._max_snapshots - 1)
         snapshot_id = self._new_id()

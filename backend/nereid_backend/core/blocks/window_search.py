@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the longest cached prefix of a sequence if the model has attention windows (window.py).
+"""Finds the longest cached prefix of a sequence if the model has attention windows; see window.py.
 
 The token after a prefix attends only to the last blocks of the prefix. Blocks before the window of
 this token may be missing in the cache. Example of two groups of layers, in which "-" is a block
@@ -78,7 +78,7 @@ class WindowSearch:
     def _last_missing_by_window(
         self, tables: list[list[int]]
     ) -> dict[AttentionWindow | None, list[int]]:
-        """For each attention window, find the last missing block at or before each block.
+        """For each attention window and each block, find the last missing block up to this block.
 
         `tables` has one table for each group of layers. The groups with one window share one list.
         A block is missing if a table of these groups contains the null block. Element i of the list
@@ -137,7 +137,7 @@ class WindowSearch:
 
 
 def _last_missing(table: list[int], null_block: int) -> list[int]:
-    """For each index i, return the largest j <= i for which table[j] is the null block, or -1.
+    """For each index i, return the largest j <= i with table[j] == null_block; -1 if there is none.
 
     Example: the table [4, null, 9, 6] gives [-1, 1, 1, 1].
     """

@@ -31,7 +31,7 @@ _FIRST_WEIGHT = 3.0
 # gradually lose their weight. The first factor applies to the counts of one sequence. The second
 # factor applies to the counts of all sequences together.
 _DECAY, _OVERALL_DECAY = 0.9, 0.99
-# If drafts cost more time than they save, the sequence gets no drafts for 32 steps. After this
+# A sequence whose drafts cost more time than they save gets no drafts for 32 steps. After this
 # pause, a draft of one token is tried. Each further pause is twice as long, up to 1024 steps.
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
 # Before the first measurements, this value is assumed to be the cost ratio: the cost of a draft
@@ -222,7 +222,7 @@ class DraftLengths:
             history.num_paused_steps -= 1
             return 0
         if self._measures_plain_step:
-            # The time of a step without drafts must be measured again.
+            # Use no draft, because the time of a step without drafts must be measured again.
             return 0
         acceptance_rate = history.rate.value
         if acceptance_rate <= self._cost_ratio:

@@ -23,7 +23,7 @@ class ArrivalRanks:
     """Assigns ranks to the sequences of new requests."""
 
     def __init__(self) -> None:
-        """Set the numbers of requests and steps to 0."""
+        """Set the number of requests and the number of steps to 0."""
         self._num_requests = 0
         self._num_steps = 0
 

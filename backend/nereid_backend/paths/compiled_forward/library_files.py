@@ -27,8 +27,8 @@ Shims = dict[torch._ops.OpOverload, list[str]]
 LIBRARY_FILE = "model.pt2"
 LITERALS_FILE = "literals.safetensors"
 _TRACE_ERROR_FILE = "trace_error.txt"
-# The name of a file whose size in bytes is the number of checks of the library that did not
-# succeed.
+# The name of a file that counts the unsuccessful checks of the library. The size of the file in
+# bytes is the number of these checks.
 _CHECKS_FILE = "failed_checks"
 _MAX_FAILED_CHECKS = 3
 # torch's compiler writes the values of vectors with at most `_MAX_INLINED_ELEMENTS` elements into

@@ -146,7 +146,7 @@ def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: AN
 
 
 def _extend_to(tensor: Tensor, num_rows: int) -> Tensor:
-    """Repeat the last value of a tensor until the last dimension has the size `num_rows`.
+    """Extend the last dimension to `num_rows` elements by repeating the last element.
 
     Example: [5] with 2 rows gives [5, 5]. A longer tensor is returned unchanged.
     """

@@ -99,7 +99,7 @@ class _SkeletonPickler(pickle.Pickler):
 
 
 def _memory_size(tensor: Tensor) -> int:
-    """Return the number of elements in the range of memory that a tensor covers.
+    """Return the size of the memory range that contains all elements of a tensor, in elements.
 
     Example: an expanded tensor has the shape [4, 1000] and the stride [0, 1], so its memory has
     1000 elements.

@@ -20,7 +20,7 @@ CapturePieces = Callable[[Callable[[Cut], None]], Replay]
 
 # The number of bytes of GPU memory that must stay free even during the largest step.
 _SPARE_BYTES = 256 * 2**20
-# The id of the memory pool that torch uses while no graph is captured.
+# The id of the memory pool that torch uses when it does not capture a graph.
 _DEFAULT_POOL = (0, 0)
 # Graphs whose capture failed. This list keeps the graphs alive, because torch's allocator of pinned
 # memory still uses them, and Python code cannot remove them from the allocator.
@@ -129,8 +129,8 @@ class GraphCapture:
     def _check_memory(self) -> None:
         """Raise GraphMemoryError if less memory is free than later steps may need."""
         free_bytes, _ = torch.cuda.mem_get_info()
-        # A later step first uses the memory in the cache of torch's allocator, so the step needs
-        # less free memory.
+        # A later step can also use the memory that is unused in the cache of torch's allocator.
+        # This memory is therefore subtracted from the memory that must be free.
         step_bytes = max(0, self._reserve_bytes - _cached_bytes(self._device))
         needed_bytes = step_bytes + _SPARE_BYTES
         if free_bytes < needed_bytes:

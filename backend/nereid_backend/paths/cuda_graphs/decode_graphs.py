@@ -41,8 +41,8 @@ Run = Callable[[StepBatch], Tensor]
 # The largest number of sequences in a captured step. For more sequences, a graph saves no time,
 # because the GPU needs longer to run the kernels than the CPU needs to launch them.
 _MAX_ROWS = 512
-# Adjacent batch sizes differ by at least this number. Exception: the batch sizes up to this number
-# are 1, 2, 4 and 8.
+# The smallest batch sizes are 1, 2, 4 and 8. After 8, each batch size is larger than the previous
+# batch size by at least `_MIN_DISTANCE`.
 _MIN_DISTANCE = 8
 # The largest accepted error of the logits that a CUDA graph computes, relative to the standard
 # deviation of the logits. The graph runs the same kernels as a step without a graph. Correct logits
@@ -72,7 +72,7 @@ class DecodeGraphs:
         device: torch.device,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Create an object that has no graphs yet. The first step of each batch size captures one.
+        """Create an object without graphs. The first step of each batch size captures a graph.
 
         Args:
             run: computes a packed step and returns its logits, [num_logits, vocab_size].
@@ -293,7 +293,7 @@ class StaticStep:
                 columns.index_copy_(0, group.tokens, group.blocks)
 
     def batch(self) -> StepBatch:
-        """Return the inputs of one forward pass. The forward pass may be captured as a CUDA graph.
+        """Return the inputs of one forward pass, which the caller can capture as a CUDA graph.
 
         The inputs are the tensors of this object. A replay of the captured run therefore reads the
         values that `fill` has copied into these tensors.
@@ -309,7 +309,7 @@ class StaticStep:
                 # The graph itself computes the length of the longest sequence from `lens`. Each
                 # replay therefore uses the longest length in the replayed step.
                 longest=lens.amax(0, keepdim=True),
-                # With an empty dict, the kernels allocate new tensors for their intermediate
+                # The empty dict makes the kernels allocate new tensors for their intermediate
                 # results. These tensors are in the memory that all graphs share.
                 _workspaces={},
             ),

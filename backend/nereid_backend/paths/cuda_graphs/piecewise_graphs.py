@@ -52,7 +52,7 @@ Run = Callable[[StepBatch, PagedForward], Tensor]
 
 
 class AttentionBuffers(NamedTuple):
-    """The tensors that CUDA graphs and attention share: the query and the result of attention.
+    """Two tensors that CUDA graphs and attention share: the query, and the output of attention.
 
     Attributes:
         query: [num_heads, n, key_dim], where n is the largest number of tokens.
@@ -200,7 +200,7 @@ class PiecewiseGraphs:
     def _attention_between_graphs(
         self, static: "StaticTokens", cut: Cut
     ) -> "_AttentionBetweenGraphs":
-        """Return an attention function. Each call ends one CUDA graph and begins the next."""
+        """Return the attention function that the model calls while CUDA graphs are captured."""
         return _AttentionBetweenGraphs(self._layers, self._cache, static.attention(), self, cut)
 
     def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:
@@ -322,7 +322,7 @@ class StaticTokens:
 
 
 class _AttentionBetweenGraphs(PagedForward):
-    """An attention function. Each call ends one CUDA graph and begins the next graph."""
+    """An attention function. Each call ends the capture of one CUDA graph and starts the next."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class _AttentionBetweenGraphs(PagedForward):
     ) -> None:
         """Create the attention function that the model calls while the CUDA graphs are captured.
 
-        Each call of this function ends one graph and begins the next graph.
+        Each call of the attention function ends one graph and begins the next graph.
 
         Args:
             layers: the attention layers of the model, in order.
@@ -356,7 +356,7 @@ class _AttentionBetweenGraphs(PagedForward):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Compute the attention of one layer between two CUDA graphs.
+        """Compute one layer's attention. Each call ends one CUDA graph and begins the next graph.
 
         The graph that ends here stores the keys and values of the layer, and copies the query into
         a buffer. Each replay then computes the attention, which no graph contains. The graph that
@@ -382,7 +382,7 @@ class _AttentionBetweenGraphs(PagedForward):
 
 
 def _without_cut(between: Callable[[], None]) -> None:
-    """Call `between`, which computes the attention of a layer, without ending a CUDA graph.
+    """Compute the attention of a layer by calling `between`. Do not split a CUDA graph.
 
     This function replaces `cut` in runs that are not captured, because no graph ends there.
     """

@@ -35,8 +35,7 @@ from nereid_backend.pooling.forward.self_check_texts import (
 )
 from nereid_backend.pooling.loading.load_encoder import Encoder
 
-# Each sliding window is tested with one text. The text has `_BEYOND_WINDOW` more tokens than the
-# window.
+# A sliding window is tested with a text that has `_BEYOND_WINDOW` more tokens than the window.
 _BEYOND_WINDOW = 6
 # The texts that test a sliding window have at most `_LONGEST_TEXT` tokens. If a window can only be
 # tested with a longer text, the window is not tested.
@@ -118,9 +117,9 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     """
     expected = _compute_expected_vectors(encoder, hook, name, max_len)
     prepack_linears(encoder.model)
-    # Maps each rejected method to the reason. Some models cannot be tested with "packed". For these
-    # models, the reason is the initial entry. For other models, the loop overwrites the initial
-    # entry if the test rejects "packed".
+    # Maps each rejected method to the reason for the rejection. The initial entry is for models
+    # that cannot be tested with "packed". For other models, the loop replaces the initial entry if
+    # the test rejects "packed".
     rejections = {"packed": "it does not use transformers' attention interface"}
     for method, forward in _candidate_methods(encoder, hook, is_causal=expected.is_causal):
         difference, description = _compare_with_single_texts(forward, expected)
@@ -158,7 +157,7 @@ def _compute_expected_vectors(
 def _candidate_methods(
     encoder: Encoder, hook: AttentionHook, *, is_causal: bool
 ) -> Iterator[tuple[str, Forward]]:
-    """Yield the name and the function of each method of computing a batch, the fastest first.
+    """Yield the name and the function of each possible method, beginning with the fastest method.
 
     Before a function is yielded, the model gets the attention implementation that the function
     needs. The caller must therefore test a function before it requests the next function. When the

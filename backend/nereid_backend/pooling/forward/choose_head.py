@@ -52,8 +52,8 @@ def choose_head(
         head = Head(encoder, method, per_token)
         if _find_output_error(head, hidden, batch, expected) is None:
             return head
-    # No method that passes only token vectors to the head is correct. Test the last method: run the
-    # whole model on a padded batch, as transformers itself does.
+    # None of the methods above has computed the correct output. Test the last method: run the whole
+    # model on a padded batch, as transformers itself does.
     encoder.model.set_attn_implementation(encoder.own_attention)
     whole_model = Head(encoder, "whole", per_token)
     reason = _find_output_error(whole_model, hidden, batch, expected)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention of texts with the same length, computed with torch's functions."""
+"""Computes the attention of texts that have equal lengths, with torch's functions."""
 
 from dataclasses import dataclass
 
@@ -72,7 +72,7 @@ class GroupAttention:
         return first, min(last, end) if self.options.is_causal else last
 
     def _choose_block_len(self, query: Tensor) -> int:
-        """Return the number of queries that one attention call computes."""
+        """Return the number of queries whose attention is computed in one call."""
         count, num_heads, length, _ = query.shape
         if self.options.window is not None and length > self.options.window:
             return max(self.options.window, _MIN_BLOCK)
@@ -130,7 +130,7 @@ class GroupAttention:
     def _attend_block(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Compute the attention of one block: consecutive queries of each text.
+        """Compute the attention of one block. A block contains consecutive queries of each text.
 
         The docstring of `attend` describes the shapes. A `mask` of None means that the queries can
         attend to all keys, or to all earlier keys if the attention is causal.

@@ -149,7 +149,7 @@ class TokenBatch:
         return torch.arange(max(self.lens), device=ends.device) < ends[:, None]
 
     def pad(self, values: Tensor, filling: float = 0) -> Tensor:
-        """Convert a tensor with one row for each token to a padded batch.
+        """Convert a tensor that has one row for each token into a padded batch.
 
         The shape of `values` is [num_tokens, ...]. The shape of the result is [num_texts, longest,
         ...].

@@ -140,7 +140,7 @@ class Head:
         return logits[batch.mask()] if self.is_per_token else logits
 
     def _logits_of_tokens(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Compute the logits of each token with a classification head for single tokens."""
+        """Compute the logits of each token with a head that classifies single tokens."""
         # Treat all tokens as one text, because the classification head computes each token
         # separately.
         ids = batch.token_ids[None]
@@ -248,7 +248,7 @@ def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> 
 
 
 def _arguments(model: torch.nn.Module, ids: Tensor, types: Tensor | None) -> dict[str, Any]:
-    """Return keyword arguments for a call of `model`, but only those that `model` accepts.
+    """Return the arguments for a call of `model`. Leave out arguments that `model` does not accept.
 
     Args:
         model: the model.

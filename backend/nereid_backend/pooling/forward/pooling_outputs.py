@@ -131,8 +131,8 @@ def _largest_relu(parts: Iterator[tuple[int, Tensor]], num_texts: int) -> Tensor
     `parts` contains pairs: the number of a text, and the logits [n, vocab_size] of some of its
     tokens. A text can have several parts.
     """
-    # The tensor cannot be created before the first part of the logits, which determines the
-    # vocabulary size.
+    # The size of the vocabulary is known only after the first logits have been read, so the tensor
+    # cannot be created earlier.
     largest: Tensor | None = None
     for number, logits in parts:
         if largest is None:
@@ -160,7 +160,7 @@ def _sum_of_log1p(parts: Iterator[tuple[int, Tensor]], num_texts: int, num_log1p
 def _logits_of_texts(
     logit_slices: Iterator[tuple[int, Tensor]], batch: TokenBatch
 ) -> Iterator[tuple[int, Tensor]]:
-    """Split the slices of logits at the ends of texts. Each resulting part belongs to one text.
+    """Split the slices of logits at text boundaries. Each resulting part belongs to one text.
 
     Yield pairs: the number of a text, and the float32 logits of some of its tokens. Example: text 0
     has the tokens 0 to 5, and text 1 has the tokens 6 to 9. A slice with the logits of the tokens
@@ -259,7 +259,7 @@ def _nonzero_weights(row: Tensor) -> Value | None:
 
 
 def _log1p(values: Tensor, times: int) -> Tensor:
-    """Apply log1p repeatedly (`times` times) to the values, and return the result."""
+    """Apply log1p to the values `times` times, and return the result."""
     for _ in range(times):
         values = values.log1p()
     return values

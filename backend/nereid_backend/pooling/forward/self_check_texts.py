@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short texts of random tokens, with which the methods of computing a batch are tested.
+"""Creates short random texts, which test the methods that compute batches of texts.
 
 The module also compares the vectors of these texts.
 """
@@ -20,16 +20,16 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
 # The number of tokens in each text that is used to test the methods.
 _SELF_CHECK_LENS = (5, 5, 13, 21)
-# Test texts consist of random tokens of the tokenizer. If the tokenizer has fewer than
-# `_MIN_TEST_IDS` tokens, the texts may contain all token ids below `_MIN_TEST_IDS` that the model
-# accepts.
+# Test texts consist of random tokens from the tokenizer's vocabulary. If the vocabulary has fewer
+# than `_MIN_TEST_IDS` tokens, the texts may also contain the other token ids below `_MIN_TEST_IDS`
+# that the model accepts.
 _MIN_TEST_IDS = 8
 # The smallest divisor of a relative error. It prevents a division by zero if all numbers are 0.
 _MIN_SCALE = 1e-12
 
 
 def self_check_lens(max_len: int) -> tuple[int, ...]:
-    """Return the number of tokens in each test text. Each number is at most `max_len`."""
+    """Return the length of each test text in tokens. No length exceeds `max_len`."""
     return tuple(min(length, max_len) for length in _SELF_CHECK_LENS)
 
 
@@ -82,7 +82,7 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the relative error of each row: RMS(actual row - expected row) / RMS(all of expected).
+    """Return each row's relative error: RMS(actual row - expected row) / RMS(all expected rows).
 
     RMS is the root mean square. The divisor covers all rows of `expected`. Example: expected
     [[1, 1], [1, 1]] and actual [[1, 1], [1.1, 1.1]] return [0, 0.1].

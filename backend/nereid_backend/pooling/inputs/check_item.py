@@ -60,7 +60,7 @@ class ItemChecker:
         return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
 
     def _check_kind(self, kind: str) -> None:
-        """Raise a RequestError if the model cannot compute this kind of output."""
+        """Raise a RequestError if the model cannot compute outputs of the kind `kind`."""
         info = self._info
         if kind not in info.kinds:
             raise RequestError(
@@ -136,7 +136,7 @@ class ItemChecker:
             )
 
     def _check_prompt_fields(self, item: PoolingItem) -> None:
-        """Raise a RequestError if an item has both prompt fields, or has a prompt but no text.
+        """Raise a RequestError if an item has `prompt` and `prompt_name`, or a prompt but no text.
 
         Exception: a vision-language model accepts a prompt with an image, because the prompt
         becomes a system message.
@@ -153,7 +153,7 @@ class ItemChecker:
             )
 
     def _prompt_name(self, item: PoolingItem) -> str | None:
-        """Return the name of the checkpoint's prompt that is prepended to the text of an item.
+        """Choose the prompt that is prepended to the text of an item. Return the prompt's name.
 
         The name is the `prompt_name` of the item, or the default of the checkpoint. Return None if
         the item contains the text of a prompt (`prompt`), or if no prompt applies to the item.

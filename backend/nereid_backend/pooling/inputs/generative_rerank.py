@@ -34,9 +34,10 @@ _QUERY_PROBE = "mark7query7mark"
 _DOCUMENT_PROBE = "mark7document7mark"
 # Roles that no template supports.
 _UNKNOWN_ROLES = ("role7query", "role7document")
-# If a prompt with a truncated document is too long, the document is shortened again. Each number is
-# the number of tokens that one attempt removes in addition. The first attempt can fail, because the
-# end of the document is tokenised together with the text that follows.
+# If a prompt with a truncated document is too long, the document is truncated further. The first
+# attempt removes no further tokens, the second attempt removes 4, and the third attempt removes 16.
+# The first attempt can fail, because the end of the document is tokenised together with the text
+# that follows.
 _SPARE_TOKENS = (0, 4, 16)
 
 
@@ -88,9 +89,9 @@ class GenerativeReranker:
         """
         if not self._tokenizer.chat_template:
             return "pair" if is_for_sentence_transformers else "user message"
-        # For checkpoints that were made for sentence-transformers, this library always uses the
-        # roles "query" and "document". The template of such a checkpoint may accept any role name.
-        # The template need not treat these two roles specially.
+        # For its own checkpoints, sentence-transformers always uses the roles "query" and
+        # "document". It is then sufficient that the template accepts these two roles, even if the
+        # template accepts any other role, too.
         must_be_known = not is_for_sentence_transformers
         return "roles" if self._renders_roles(must_be_known=must_be_known) else "user message"
 

@@ -72,7 +72,7 @@ def load_tower_processor(folder: Path) -> Any:  # noqa: ANN401 - a processor of 
 
 
 def run_processor(process: Callable[..., Any], **inputs: object) -> dict[str, Any]:
-    """Call a method of a processor, and return its outputs.
+    """Call a method of a processor, and return the outputs of the method.
 
     Raises:
         RequestError: the method refuses the inputs.
@@ -101,7 +101,7 @@ def split_outputs(outputs: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
 
 
 def _tower_pixels(processor: Any, image: "Image") -> tuple[list[int], dict[str, Any]]:  # noqa: ANN401
-    """Return an empty list of token ids, and the pixels of an image for an image tower.
+    """Return an empty list of token ids, and the pixels that an image tower takes as input.
 
     The pixels are the argument "pixel_values", float32 [channels, height, width].
     """

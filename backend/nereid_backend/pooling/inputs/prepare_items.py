@@ -113,8 +113,8 @@ class ItemPreparer:
         # The results of the method `_prompt_len`. The keys are prompts, and the values are the
         # lengths of the prompts in tokens.
         self._prompt_lens: dict[str, int] = {}
-        # Whether the tokenizer returns type ids, and the model uses the type ids. Some tokenizers
-        # return type ids although the model has no embeddings for type ids.
+        # Whether the tokenizer returns type ids that the model uses. Some tokenizers return type
+        # ids although the model has no embeddings for type ids.
         num_types = getattr(spec.config, "type_vocab_size", None)
         self._wants_types = num_types != 1 and "token_type_ids" in tokenizer.model_input_names
 
@@ -139,14 +139,15 @@ class ItemPreparer:
             RequestError: an item is wrong. If there are several items, the message contains the
                 index of the wrong item.
         """
-        # All items are checked before the first item is prepared, because preparing is slow.
+        # A check is fast, but the preparation of an item can be slow. Check all items before the
+        # first item is prepared, so that no time is wasted if a later item is wrong.
         checked: list[PoolingItem] = []
         for index, item in enumerate(items):
             with _error_index(index, len(items)):
                 checked.append(self._checker.check_and_complete(item))
         # Items such as images are prepared one by one. All other items are collected in `texts`,
         # because one call of the tokenizer for many texts is faster than many calls. The keys of
-        # the two dicts are the indices of the items.
+        # `prepared` and `texts` are the indices of the items.
         prepared: dict[int, Prepared] = {}
         texts: dict[int, PoolingItem] = {}  # the items that are tokenised in one call
         for index, item in enumerate(checked):
@@ -205,7 +206,7 @@ class ItemPreparer:
         return Prepared(item, list(ids), num_tokens=len(ids), offsets=offsets)
 
     def _check_token_ids(self, ids: Sequence[int]) -> None:
-        """Raise a RequestError unless all token ids are integers in the vocabulary."""
+        """Raise a RequestError if a token id is not an integer, or is outside the vocabulary."""
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise RequestError(
@@ -257,7 +258,7 @@ class ItemPreparer:
     def _rerank_tokens(
         self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
     ) -> Iterator[_Tokens]:
-        """Yield the tokens of the prompt for each item. This method is for generative rerankers.
+        """Yield the token ids of the prompt for each item. This method is for generative rerankers.
 
         Args:
             reranker: builds the prompt that contains the query, the document and an instruction.
@@ -317,7 +318,7 @@ class ItemPreparer:
     def _truncated_tokens(
         self, item: PoolingItem, limit: int
     ) -> tuple[list[int], list[int] | None]:
-        """Return the first `limit` tokens of a text or a pair, and their type ids.
+        """Return the first `limit` tokens of a text or pair, and the type ids of these tokens.
 
         The text is tokenised again, because cutting the list of ids would remove the special token
         at the end. If the input is a pair, the tokenizer truncates the longer text.
@@ -353,7 +354,7 @@ class ItemPreparer:
             )
 
     def _prompt_len(self, prompt: str) -> int:
-        """Return the number of a prompt's tokens, without the special token at the end.
+        """Return the length of a prompt in tokens. Do not count the special token at the end.
 
         The special token is not counted, because the text follows the prompt without this token.
         """

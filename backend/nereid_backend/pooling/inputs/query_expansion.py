@@ -91,7 +91,7 @@ class TextRules:
         return length, f"{role}_length"
 
     def skips_words(self, item: PoolingItem) -> bool:
-        """Return whether the output for an item omits the vectors of tokens such as punctuation."""
+        """Return whether the item's output omits the vectors of punctuation and similar tokens."""
         return _role_of(item) in self.late.skip_roles
 
     def expand(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> ExpandedText:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from nereid_backend.errors import RequestError
 
-# The size limit of a text is max_model_len times the number of bytes of the longest token. If the
-# longest token has fewer than `_MIN_TOKEN_BYTES` bytes, `_MIN_TOKEN_BYTES` is used instead. Some
-# tokenizers shorten a text before they divide the text into tokens. A long text can then have few
-# tokens, although all tokens are short.
+# The size limit of a text is max_model_len times the number of bytes of the longest token, but at
+# least max_model_len times `_MIN_TOKEN_BYTES`. The minimum is necessary because some tokenizers
+# shorten a text before they divide it into tokens. A long text can then have few tokens, even if
+# each token is short.
 _MIN_TOKEN_BYTES = 16
 TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
 # A long text does not always have many tokens: some tokenizers drop white space, or convert a long

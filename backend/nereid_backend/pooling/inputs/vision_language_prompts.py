@@ -167,7 +167,7 @@ def check_length(prompt: ImagePrompt, limit: int, *, truncate: bool) -> None:
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """Convert the content of a message to content parts. Replace `_IMAGE_MARK` by an image part.
+    """Convert the content of a message to content parts. Replace `_IMAGE_MARK` with an image part.
 
     Example: "<Document>: mark7image7mark" returns [{"type": "text", "text": "<Document>: "},
     {"type": "image"}].

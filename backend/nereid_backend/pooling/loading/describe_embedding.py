@@ -151,7 +151,7 @@ def _describe_multi_vector(
 def _check_multi_vector_modules(
     root: Path, later_modules: list[ModuleSpec], *, is_colbert: bool
 ) -> None:
-    """Check that a checkpoint specifies its outputs although it has no module `Pooling`.
+    """Raise an error if a checkpoint without a module `Pooling` does not define its output.
 
     Args:
         root: the folder of the checkpoint.

@@ -138,9 +138,9 @@ def _is_ignored(spec: CheckpointSpec, name: str) -> bool:
 
     This function is for checkpoints whose class does not exist in transformers.
     """
-    # Three kinds of weights may stay unused: the projection of Stanford's checkpoints, which Nereid
-    # loads separately; poolers (layers that follow the token vectors), which Nereid does not run;
-    # and constant tensors.
+    # Three kinds of weights may stay unused: the projection in Stanford's ColBERT checkpoints,
+    # which Nereid loads separately; poolers (layers that follow the token vectors), which Nereid
+    # does not run; and constant tensors.
     is_projection = spec.architecture == STANFORD_ARCHITECTURE and name == STANFORD_PROJECTION
     return is_projection or "pooler." in name or name.endswith(_NOT_SAVED)
 

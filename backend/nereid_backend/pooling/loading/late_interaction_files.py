@@ -21,10 +21,11 @@ from nereid_backend.pooling.loading.sentence_modules import ModuleSpec, find_con
 
 QUERY = "query"
 DOCUMENT = "document"
-# The architecture in the config.json of Stanford's checkpoints. transformers has no such class.
+# The architecture in the config.json of Stanford's ColBERT checkpoints. transformers has no such
+# class.
 STANFORD_ARCHITECTURE = "HF_ColBERT"
-# In Stanford's checkpoints, the weight with this name projects the token vectors. The file that
-# contains the weights of the encoder also contains this weight.
+# In Stanford's ColBERT checkpoints, the weight with this name projects the token vectors. The file
+# that contains the weights of the encoder also contains this weight.
 STANFORD_PROJECTION = "linear.weight"
 _STANFORD_FILE = "artifact.metadata"
 _PYLATE_TYPE = "ColBERT"
@@ -114,7 +115,7 @@ class LateInteraction:
         """
         marked = dict(prompts)
         if self.treats_queries:
-            # A client selects the special treatment of queries by the prompt name "query". Add this
+            # If a client sends the prompt name "query", the text is processed as a query. Add this
             # name even if the prompt is empty.
             marked.setdefault(QUERY, "")
         for role, marker in self.markers:
@@ -308,7 +309,7 @@ def _skip_roles(value: Any) -> tuple[str, ...]:  # noqa: ANN401 - JSON
 
 
 def _length(root: Path, name: str, value: Any) -> int | None:  # noqa: ANN401 - JSON
-    """Validate a number of tokens from the checkpoint's files, and return the number.
+    """Validate a length in tokens from the checkpoint's files, and return the length.
 
     If the files do not contain the number, return None.
     """

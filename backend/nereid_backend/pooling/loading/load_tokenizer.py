@@ -21,7 +21,7 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
             spec.folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        # The tokenizers library raises the class Exception itself for broken files.
+        # If a file is broken, the tokenizers library raises a plain Exception, not a subclass.
         raise ModelError(
             f"the tokenizer in {spec.folder} cannot be loaded: {first_line(error)}"
         ) from error

@@ -73,8 +73,8 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     base = replace(_read_base(folder, config, architecture, task, saved), has_modules=bool(modules))
     if task != "embed":
         return _describe_scoring(base, modules, saved)
-    # The setting `pooling` replaces the modules in the checkpoint's files. If the setting is set,
-    # these modules are ignored. They are also ignored if they are for a task other than embedding.
+    # If the setting `pooling` is set, it replaces the modules in the checkpoint's files. The
+    # modules are also ignored if they are for a task other than embedding.
     uses_modules = settings.pooling is None and is_embedder(modules)
     return describe_embedding(base, settings, root, modules if uses_modules else [])
 
@@ -196,7 +196,7 @@ def _describe_generative_reranker(
 
 
 def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
-    """Return the activation in the checkpoint's files: "none", "sigmoid" or "softmax".
+    """Return the activation that the checkpoint's files specify: "none", "sigmoid" or "softmax".
 
     Return None if the files name no activation.
 

@@ -142,7 +142,7 @@ def load_projection(folder: Path, name: str, device: torch.device) -> Layer:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a module by name. The data type of the weights does not change."""
+    """Return the weights of a module as a dict from names to tensors. Keep their data types."""
     path = folder / "model.safetensors"
     try:
         if path.is_file():

@@ -79,8 +79,8 @@ class AdapterCalls:
         # Maps the id of a message to the change that the message requests. A change is removed when
         # it is complete.
         self._waiting: dict[str, _Change] = {}
-        # For each adapter and for the weights, the last message that was successful. The messages
-        # are stored without their ids.
+        # For each adapter, and for the weights of the model, the message that requested the last
+        # successful change. The messages are stored without their ids.
         self._history: dict[str, list[str]] = {}
         # The names of the adapters in each engine process.
         self._names: dict[int, list[str]] = {}
@@ -183,7 +183,7 @@ class AdapterCalls:
         return {tensor_names.STATE: np.frombuffer(text, np.uint8)}
 
     def messages_for_restart(self, replica: int) -> list[list[str]]:
-        """Return the messages that make a restarted engine process repeat all earlier changes.
+        """Return the messages that restore all earlier changes in a restarted engine process.
 
         Example: after a client has loaded the adapter "a", the result is [["load_lora", "restored",
         "a", "/path"]]. The unanswered changes are included, because they were sent only to the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that read the statistics of the prefix cache, retain a session longer, or drop blocks.
+"""Requests that read prefix cache statistics, retain a session for longer, or drop blocks.
 
 A client calls the model `executor` with these request parameters:
 

@@ -163,7 +163,7 @@ class EngineService:
         images = None
         if packed_images:
             # `packed_tensors` imports torch. It is imported only for a request with images, because
-            # the scripted test engine must also work without torch.
+            # `scripted_engine`, a test tool, uses this module without torch.
             from nereid_backend.vision.packed_tensors import unpack_images
 
             images = unpack_images(packed_images)

@@ -225,7 +225,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             gets new output, this method is called earlier.
         """
         num_streams = len(self.requests)
-        # The shortest time between two steps with output, and between two heartbeats.
+        # The shortest time between two steps with output, and the shortest time between two
+        # heartbeats.
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
         # The number of steps that the postprocessor has not processed is limited for each stream.
@@ -330,8 +331,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             # The engine has ended only one sequence, but the error ends the whole request.
             send_abort(process, stream.request_id)
         if is_refused:
-            # `refusal` replaces the field name that the engine uses by the field name that the
-            # client used.
+            # In an error about a grammar, the engine names the type of the grammar. `refusal`
+            # replaces this type with the name of the field in which the client sent the grammar.
             self.end(stream, RequestError(stream.refusal(message)))
         else:
             self.end(stream, EngineError(message))
@@ -429,8 +430,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             return
         if stream.is_finished:
             # The engine process has finished a request, so the process works. The setting
-            # max_engine_restarts limits the number of deaths since the last finished request.
-            # Therefore this number is now 0.
+            # max_engine_restarts limits only the number of deaths since the last finished request,
+            # so reset the counter.
             self.owner(stream.request_id).num_deaths = 0
         self._remove(stream)
 

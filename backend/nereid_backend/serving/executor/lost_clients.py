@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from nereid_backend.serving.executor.streams import Stream
 from nereid_backend.serving.feedback import FeedbackReader
 
-# The largest time between two calls of `observe` that is fully added to the waiting time of a
-# message. If more time has passed, this process was probably paused, and perhaps the postprocessor,
-# too. In this case, only `_LONGEST_INTERVAL_S` seconds are added.
+# Each call of `observe` adds the time since the previous call to the waiting times of messages, but
+# at most `_LONGEST_INTERVAL_S` seconds. If more time has passed, this process was probably paused,
+# and perhaps the postprocessor, too.
 _LONGEST_INTERVAL_S = 0.25
 
 
@@ -57,7 +57,7 @@ class LostClientDetector:
             self.remove_consumed_steps(stream)
 
     def has_lost_client(self, stream: Stream) -> bool:
-        """Return whether the server has dropped a step of `stream`, because the client is gone.
+        """Return whether the server has dropped a message of `stream`, because the client is gone.
 
         A step is a message to the postprocessor. All steps of all streams reach the postprocessor
         in the order in which they were sent. A step was therefore dropped if the postprocessor has

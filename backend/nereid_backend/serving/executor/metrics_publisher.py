@@ -30,7 +30,7 @@ class MetricsPublisher:
         self._metrics = EngineMetrics(model_name, len(processes))
         self._processes = processes
         self._statistics = statistics
-        # The last statistics that each engine process has sent; see EngineStats.
+        # The most recent statistics of each engine process; see EngineStats.
         self._engine_stats: list[Mapping[str, int]] = [{} for _ in processes]
         # The time at which the metrics must be published again, as a value of time.monotonic(). The
         # initial value is 0, so the first publication is due immediately.
@@ -48,7 +48,7 @@ class MetricsPublisher:
         self._publish_due = 0.0
 
     def note_restart(self) -> None:
-        """Let the next call of `publish` report the new number of restarts without a delay."""
+        """Make the next call of `publish` report the new number of restarts immediately."""
         self._publish_due = 0.0
 
     def publish(self, num_requests: int) -> None:

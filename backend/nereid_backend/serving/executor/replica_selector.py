@@ -17,12 +17,12 @@ from collections.abc import Collection, Sequence
 # To compare prompts, the selector divides each prompt into chunks of `_CHUNK_TOKENS` tokens.
 _CHUNK_TOKENS = 64
 _TOKEN_BYTES = 4
-# The largest number of chunks of prompts that the selector stores. A chunk consists of
-# `_CHUNK_TOKENS` tokens. The selector needs about 200 bytes for each chunk.
+# The selector stores at most `_MAX_CHUNKS` chunks, about 200 bytes for each chunk. A chunk consists
+# of `_CHUNK_TOKENS` tokens of a prompt.
 _MAX_CHUNKS = 100_000
-# The selector chooses an engine process for a prompt. It prefers the process that has already
-# received the longest prefix of the prompt. This process may have at most `_MAX_EXTRA_SEQUENCES`
-# more sequences than the process with the fewest sequences.
+# For each prompt, the selector prefers the engine process P that has already received the longest
+# prefix of the prompt. But if P has too many sequences (over `_MAX_EXTRA_SEQUENCES` more than the
+# process with the fewest sequences), the selector chooses the process with the fewest sequences.
 _MAX_EXTRA_SEQUENCES = 4
 
 
@@ -59,9 +59,9 @@ class ReplicaSelector:
     def __init__(self, num_replicas: int) -> None:
         self._lock = threading.Lock()
         self._num_sequences = [0] * num_replicas
-        # For each process, the serial number of the last request that was sent to the process.
-        # Among processes with equally many sequences, the process whose last request is the oldest
-        # is selected.
+        # For each process, the serial number of the last request that was sent to the process. If
+        # several processes have the fewest sequences, the selector chooses the one whose serial
+        # number is smallest.
         self._last_request = list(range(-num_replicas, 0))
         self._num_requests = 0
         # Maps the hash of a chunk (64 tokens of a prompt) to the numbers of the processes that

@@ -14,7 +14,7 @@ _TOKEN_BUCKETS_S = (
 
 
 class RequestStatistics:
-    """Counters of requests and tokens, and histogram values that have not been published yet.
+    """Counts requests and tokens, and collects histogram values until they are published.
 
     Attributes:
         counts: counters by the name of their metric.
@@ -70,7 +70,7 @@ class RequestStatistics:
         self.observations["request_prefill_time_seconds"].append(max(now - started, 0.0))
 
     def note_step(self, *, has_output: bool) -> None:
-        """Record that the executor has sent output, or a heartbeat (a message without output)."""
+        """Record that the executor has sent a message: output, or a heartbeat without output."""
         self.counts["steps" if has_output else "heartbeats_total"] += 1
 
     def note_end(self, stream: Stream, now: float) -> None:
@@ -82,7 +82,7 @@ class RequestStatistics:
 
     @property
     def num_merged(self) -> int:
-        """The number of engine updates that were merged into a message with an earlier update.
+        """The number of engine updates that were sent in the same message as an earlier update.
 
         Updates that arrive before a step is sent are merged into this step.
         """

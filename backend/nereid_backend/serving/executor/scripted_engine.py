@@ -100,7 +100,8 @@ class ScriptedEngine:
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
         self._adapters = dict(config.lora_adapters)
         # The scripted engine has no prefix cache, so it has no sessions. The constructor of
-        # PrefixSessions requires a BlockPool, which is used only if there is a prefix cache.
+        # PrefixSessions requires a BlockPool, but without a prefix cache, this BlockPool is never
+        # used.
         self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
 
     def _encode(self, text: str) -> list[int]:
@@ -150,7 +151,7 @@ class ScriptedEngine:
         )
 
     def _find_rule(self, prompt_text: str) -> Rule:
-        """Return the first rule whose field `when` is a text that occurs in the prompt."""
+        """Return the first rule whose `when` text occurs in the prompt."""
         for rule in self._rules:
             if rule.when in prompt_text:
                 return rule

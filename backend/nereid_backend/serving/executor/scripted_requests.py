@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the scripted engine, whose output comes from a script and not from a model."""
+"""Requests of the scripted engine. A script, and not a model, determines the output."""
 
 import time
 from collections.abc import Sequence

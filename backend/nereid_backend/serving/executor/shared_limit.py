@@ -3,8 +3,8 @@
 
 from collections import Counter
 
-# A client that already uses some of the resource may get more. In total, it may use at most three
-# times the amount that then remains free. Example: if the limit is 16, the first client may use up
+# If a client already uses some of the resource, it may get more only if its new total is at most
+# three times the amount that remains free. Example: if the limit is 16, the first client may use up
 # to 12, because 4 remain free. A second client may then use up to 3 of these 4.
 _TIMES_THE_REST = 3
 

@@ -62,7 +62,7 @@ class StreamAborts:
                 self._abort_sequence(stream, sequence)
 
     def _abort_sequence(self, stream: Stream, sequence: Sequence) -> None:
-        """Abort a sequence that has reached a stop string, unless it has already ended."""
+        """Abort a sequence that has reached a stop string, if the sequence has not ended yet."""
         sequence.is_aborting = True
         if sequence.ending is not None:
             return

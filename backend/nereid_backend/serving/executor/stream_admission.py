@@ -34,8 +34,8 @@ class StreamAdmission:
         """
         self._settings = settings
         self._feedback = feedback
-        # The next serial number. A serial number identifies a request in the engine, and the
-        # stream of this request in the postprocessor.
+        # The next serial number. The engine uses the serial number to identify a request, and the
+        # postprocessor uses it to identify the stream of the request.
         self._serials = itertools.count(1)
         # The limits on waiting requests and on their prompt tokens.
         self._waiting = WaitingLimits(max_num_waiting, settings.max_waiting_tokens)
@@ -98,7 +98,7 @@ class StreamAdmission:
         self._waiting.leave(stream.timing, started)
 
     def close(self, stream: Stream) -> None:
-        """Release the memory slots of an ended stream, and no longer count it for the limits."""
+        """Release the memory slots of an ended stream, and no longer count it toward limits."""
         if stream.timing.started is None:
             self._waiting.leave(stream.timing, None)
         self._feedback.release(stream.slots)

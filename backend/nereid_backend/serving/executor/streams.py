@@ -24,8 +24,8 @@ MAX_UNCONSUMED_STEPS = 2
 _CHECKS_PER_HEARTBEAT = 10
 _RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
-# The largest fraction of all responses that may be heartbeats (responses without output). Without
-# this limit, the heartbeats of 200 waiting streams would use most of the time of two CPUs.
+# Heartbeats (responses without output) may be at most this fraction of all responses. Without this
+# limit, the heartbeats of 200 waiting streams would use most of the time of two CPUs.
 _HEARTBEAT_SHARE = 0.5
 # The longest time between two output messages of one stream. Text that arrives ten times a second
 # looks continuous to a reader.
@@ -187,12 +187,12 @@ class Stream:
 
     @property
     def slot(self) -> int:
-        """The number of the slot that stores how many messages of this stream were processed."""
+        """The memory slot in which the postprocessor counts this stream's processed messages."""
         return self.sequences[0].slot
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The numbers of the slots of all sequences, ordered by the index of the sequence."""
+        """The number of the memory slot of each sequence, ordered by the index of the sequence."""
         return tuple(sequence.slot for sequence in self.sequences)
 
     @property
@@ -213,7 +213,7 @@ class Stream:
 
     @property
     def num_pending(self) -> int:
-        """The number of tokens that have not been sent yet."""
+        """The number of generated tokens that have not been sent to the postprocessor yet."""
         return sum(len(sequence.pending) for sequence in self.sequences)
 
     def add(self, update: RequestUpdate) -> None:
@@ -221,7 +221,7 @@ class Stream:
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:
-        """In an error message, replace the engine's name of a field by the client's field name.
+        """In an error message, replace the engine's field name by the name that the client used.
 
         In errors about grammars, the engine names the type of the grammar. Example: if the client
         sent the grammar in the field `response_format`, "json_schema: the value ..." becomes

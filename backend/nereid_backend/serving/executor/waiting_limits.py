@@ -26,9 +26,9 @@ from nereid_backend.serving.executor.shared_limit import SharedLimit
 # rate is unknown.
 _NUM_SAMPLES = 64
 _MIN_SAMPLES = 8
-# The estimate of the waiting time is proportional to the time since the oldest measured start of a
-# request. This time counts as at least `_MIN_PASSED_S` seconds. Otherwise, a time of 0 seconds
-# would make the estimate 0 seconds, too.
+# The estimated waiting time is proportional to the time that has passed since the oldest measured
+# start of a request. If less than `_MIN_PASSED_S` seconds have passed, the estimate uses
+# `_MIN_PASSED_S` instead. Otherwise, the estimate could be 0.
 _MIN_PASSED_S = 1e-3
 _LONGEST_RETRY_S = 60
 # The real waiting time can be longer than the estimated time. Therefore a request is refused if the
@@ -137,7 +137,7 @@ class WaitingLimits:
         return None
 
     def _count_of_client(self, client: str) -> str:
-        """Return the part of an error message that says how many requests a client has.
+        """Return the part of an error message that says how many waiting requests a client has.
 
         Only waiting requests are counted. Example: " (3 of them from this client)". If the client
         is unknown, `client` is "", and the result is "", too.
@@ -157,9 +157,9 @@ class WaitingLimits:
         passed_s = max(now - self._start_times[0], _MIN_PASSED_S)
         num_before = self._requests.used
         if client:
-            # The engine starts one request of each client in turn. If the client already has n
-            # waiting requests, the engine first starts these n requests, and at most n requests of
-            # each other client. Then it starts the new request.
+            # The engine starts one request of each client in turn. If the client of the new request
+            # already has n waiting requests, the engine first starts these n requests, and at most
+            # n requests of each other client. Then it starts the new request.
             num_own = self._requests.used_by(client)
             num_before = min(num_before, num_own * self._requests.num_clients)
         return num_before * passed_s / num_starts

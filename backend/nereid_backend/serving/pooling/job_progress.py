@@ -59,7 +59,7 @@ class Engine(Protocol):
         """A dataclass that describes the loaded model."""
 
     def add(self, request_id: str, items: Sequence[PoolingItem]) -> None:
-        """Queue inputs. Raise a RequestError or a CapacityError if they are refused."""
+        """Queue inputs. If the engine refuses them, raise a RequestError or a CapacityError."""
 
     def abort(self, request_id: str) -> None:
         """Remove the waiting inputs of a request."""
@@ -340,7 +340,7 @@ def _size(content: str | bytes | list[int]) -> int:
 
 
 def _kind_of(value: Value) -> str:
-    """Return the kind of result, such as "dense", to which the value of an input belongs.
+    """Return the kind of a result, such as "dense". `value` is the result for one input.
 
     Outcome.kind describes the kinds.
     """

@@ -84,8 +84,8 @@ class Outcome:
                 token.
         """
         arrays = [value for value in values if isinstance(value, np.ndarray)]
-        # A multi-vector embedding has one vector for each token, so its inputs have different
-        # numbers of vectors.
+        # A multi-vector embedding has one vector for each token of an input. Therefore the number
+        # of vectors differs between inputs.
         counts = [len(array) for array in arrays] if kind == "multi_vector" else []
         return cls(
             kind=kind,
@@ -138,7 +138,7 @@ def _integers(data: bytes) -> npt.NDArray[np.int32]:
 
 
 def _join_values(kind: str, values: Sequence[Value]) -> npt.NDArray[np.float32]:
-    """Combine the values of all inputs into one array, whose shape Outcome.values describes."""
+    """Combine the values of all inputs into one array. See Outcome.values for its shape."""
     if kind == "sparse":
         return np.zeros((0, 0), dtype=np.float32)
     if kind in ("multi_vector", "token_classify"):

@@ -103,7 +103,7 @@ class PoolingMetrics:
         self._values.counts["pooling_prompt_tokens_total"] += num_tokens
 
     def note_response(self, result: object) -> None:
-        """Increment a counter for a response: success, refused or error.
+        """Increment the counter for the outcome of a response: success, refused or error.
 
         Args:
             result: the output tensors, or the error that the response contains.

@@ -121,7 +121,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     @property
     def text_limit(self) -> TextLimit:
-        """The limit on the size of a text, computed from numbers that the worker has reported."""
+        """The limit on the size of a text. It depends on numbers that the worker has reported."""
         assert self.child is not None
         info = self.child.info
         return TextLimit(info["max_model_len"], info["max_token_bytes"])
@@ -318,7 +318,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         )
 
     def on_restart(self, process: SupervisedProcess) -> None:
-        """Record that the worker was restarted, and reset the counter of its deaths to 0.
+        """Record that the worker was restarted, and set the number of its deaths to 0.
 
         So the setting max_restarts limits the attempts to restart the worker after one death. It
         does not limit the total number of restarts.
@@ -350,8 +350,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 f"{self._variable_prefix}.)"
             ) from error
         self.processes = [worker]
-        # If the setting max_num_waiting is missing, the length of the queue depends on the length
-        # limit of the model, which the worker has reported.
+        # If the setting max_num_waiting is missing, the limit on the number of inputs depends on
+        # the model's length limit, which the worker has reported.
         self._max_inputs = config.max_num_waiting or self.text_limit.queue_length
         self._check_task(worker, config.model)
 

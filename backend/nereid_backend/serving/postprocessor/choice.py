@@ -135,7 +135,7 @@ class Choice:
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
         self._totals = _Totals()
-        # How the choice ended. While the choice continues, `stop_string` and `_reasons` are None.
+        # The reasons why the choice ended. `stop_string` and `_reasons` are None until then.
         self.stop_string: str | None = None
         self._reasons: _EndReasons | None = None
         self.is_finished = False
@@ -146,8 +146,8 @@ class Choice:
         After a stop string was found, the tokens are ignored, because they do not belong to the
         output. Only the reason why the sequence ended is then read from `delta`.
         """
-        # If a delta does not report the number of cached tokens, its number is 0. Therefore keep
-        # the larger of the old and the new number.
+        # A delta that does not report the number of cached tokens contains the number 0. Therefore
+        # keep the larger of the old and the new number.
         self._totals.num_cached_tokens = max(
             self._totals.num_cached_tokens, delta.num_cached_tokens
         )

@@ -57,7 +57,7 @@ class Choices:
         self.parsing_s += time.monotonic() - start_time
 
     def stopped_slots(self) -> list[int]:
-        """Return the memory slots of choices that have reached a stop string, but not ended."""
+        """Return the memory slots of unfinished choices that have reached a stop string."""
         return [
             slot
             for slot, choice in zip(self._slots, self._choices, strict=True)

@@ -79,8 +79,7 @@ class ParsedMessage:
         if not context.reads_calls:
             # The client forbids tool calls, so text that looks like a call must stay in the
             # content. With the format `adapted`, the parser leaves calls of unknown tools in the
-            # content. Therefore, the only tool that the parser gets has a name that no call can
-            # contain.
+            # content. Therefore the parser gets only one tool, whose name cannot occur in a call.
             tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
@@ -101,8 +100,8 @@ class ParsedMessage:
         complete: "<think>a</think>b". The method `_add` removes the marker again, because the model
         did not generate the marker.
         """
-        # No output has arrived yet. The parser can be inside reasoning only because the prompt
-        # contains the opening marker of the reasoning.
+        # No output has arrived yet. If the parser is already inside reasoning, the prompt must
+        # contain the opening marker of the reasoning.
         is_opened_by_prompt = self.is_reasoning
         if is_opened_by_prompt and not self._context.separate_reasoning:
             return _opening_marker(fmt)

@@ -30,7 +30,7 @@ class OpenStreams:
         return len(self._streams)
 
     def is_late(self, state: StepState) -> bool:
-        """Return whether `state` belongs to an earlier stream that used the same memory slot."""
+        """Return whether the memory slot of `state` is already used by a newer stream."""
         return state.serial < self._serials.get(state.slot, 0)
 
     def is_new(self, state: StepState) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 # interval between two calls counts as at most `_LONGEST_INTERVAL_S` seconds without a message.
 _LONGEST_INTERVAL_S = 0.5
 # A process whose CPU load is at least `_MIN_CPU_LOAD` is considered busy. If the model runs on a
-# CPU, the time limit for a busy process is `_BUSY_LIMIT_FACTOR` times as long.
+# CPU, the time limit of a busy process is `_BUSY_LIMIT_FACTOR` times the usual time limit.
 _MIN_CPU_LOAD = 0.1
 _BUSY_LIMIT_FACTOR = 10
 # In /proc/PID/stat, the user time and the system time are the 12th and the 13th field after the

@@ -22,7 +22,7 @@ class Outbox:
         self._thread.start()
 
     def put(self, data: bytes) -> None:
-        """Queue a packed message. If the other process has ended, the message is dropped.
+        """Queue a packed message. If the other process has ended, drop the message.
 
         The caller packs the message. If the sending thread packed messages, an error while packing
         would end this thread, and no later message would be sent.

@@ -59,7 +59,7 @@ class Service(Protocol):
         """Handle the message [kind, *values], which the parent process has sent."""
 
     def advance(self) -> None:
-        """Do one step of the pending work, and send its results. An exception ends the process."""
+        """Do one step of the pending work, and send its results. Any error ends the process."""
 
 
 MakeService = Callable[[dict[str, Any], Send, Callable[[str], None]], Service]
@@ -131,8 +131,8 @@ def _run(service: Service, channel: Channel) -> int:
     inbox = Inbox(channel)
     while True:
         # If there is work, read only the messages that have already arrived. Otherwise, wait for a
-        # message, but at most _IDLE_POLL_S. `_try_advance` then calls `has_work` again, which also
-        # detects the death of the model's other processes.
+        # message for at most _IDLE_POLL_S seconds. After that, `_try_advance` calls `has_work`
+        # again. This call also detects whether another process of the model has died.
         timeout_s = 0 if service.has_work() else _IDLE_POLL_S
         for kind, *values in inbox.receive(timeout_s):
             if kind == "stop":

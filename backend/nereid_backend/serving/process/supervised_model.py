@@ -105,7 +105,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @property
     def outage(self) -> str:
-        """The reason why every request is refused. The text is empty while a child process runs."""
+        """The reason why every request is refused; "" if at least one child process runs."""
         if not self.processes or any(process.is_running for process in self.processes):
             return ""
         if all(process.has_given_up for process in self.processes):
@@ -156,7 +156,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
-        """Record the death of a child process, after its requests were answered with `error`."""
+        """Record the death of a child process whose requests have been answered with `error`."""
 
     def on_restart(self, process: SupervisedProcess) -> None:
         """Record that a child process has been restarted."""
@@ -290,9 +290,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self._take_arrivals()
         for result in received:
             self._handle_messages(result)
-        # Handle the deaths after all messages. Some requests, such as a request to load an adapter,
-        # wait for an answer from each process. Answers that have already arrived must be recorded
-        # before the death of another process is handled.
+        # Handle the deaths after all messages. A request to load an adapter, for example, waits for
+        # an answer from each process. Answers that have already arrived must be recorded before the
+        # death of another process is handled.
         for result in received:
             if result.death is not None:
                 self._handle_death(result.process, result.death)
@@ -357,8 +357,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
             self.requests[arrival.request_id] = arrival.request
             self._owners[arrival.request_id] = process
             process.num_requests += 1
-            # The child process that got the request may have died since. `process.child` is a
-            # different object if a new child process has already been started.
+            # The child process that got the request may have died in the meantime. If a new child
+            # process has already been started, `process.child` is a different object.
             has_died = not process.is_running or process.child is not arrival.child
             if has_died:
                 assert process.error is not None, "the process has died"
@@ -395,7 +395,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.on_death(process, error)
 
     def _use_restarted_processes(self) -> None:
-        """Finish each ended restart: use the new process, or log that the restart has failed."""
+        """Use each process whose restart has succeeded, and log each restart that has failed."""
         for process in self.processes:
             if not process.has_restart_ended:
                 continue

@@ -22,7 +22,8 @@ from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import is_video_part, read_video_part, video_url
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# An object in config.json describes an encoder if its name contains one of these words.
+# An object in config.json describes an encoder if the key of the object contains one of these
+# words.
 _ENCODER_WORDS = ("vis", "audio", "encoder")
 # The largest total size of a request's images, measured in bytes of base64 text.
 MAX_IMAGE_BYTES = 32 * 2**20

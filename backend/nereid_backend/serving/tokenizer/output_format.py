@@ -178,7 +178,7 @@ def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401
 
 
 def _check_structured_output_keys(keys: list[str]) -> None:
-    """Raise a RequestError if a key of structured_outputs is unknown, or if there are several."""
+    """Raise a RequestError if structured_outputs has an unknown key or more than one key."""
     known_keys = ", ".join(_STRUCTURED_OUTPUT_FORMS)
     unknown_keys = [key for key in keys if key not in _STRUCTURED_OUTPUT_FORMS]
     if unknown_keys:

@@ -101,7 +101,7 @@ class PromptBuilder:
         self.limits = self._derive_limits(max_model_len, max_image_bytes)
 
     def _check_template_defaults(self) -> None:
-        """Raise a ConfigError if the settings contain a default for a reserved variable."""
+        """Raise a ConfigError if the settings define a reserved variable of the chat template."""
         reserved = sorted(self._renderer.reserved_variables & self._template_defaults.keys())
         if reserved:
             raise ConfigError(
@@ -110,7 +110,7 @@ class PromptBuilder:
             )
 
     def _derive_limits(self, max_model_len: int, max_image_bytes: int) -> RequestLimits:
-        """Return the size limits of a request. `max_image_bytes` is added for the images."""
+        """Return the size limits of a request, including `max_image_bytes` for its images."""
         limits_without_images = RequestLimits.derive(
             max_model_len, self._encoder.max_token_bytes, self._min_message_tokens()
         )

@@ -36,7 +36,8 @@ def json_object(
     limits.check_json(name, text)
     try:
         value = _parse_object(name, text)
-        # The check encodes the whole object again, so it is done only for texts with surrogates.
+        # The check for surrogates encodes the whole object again. Therefore skip the check if the
+        # text contains no escaped surrogate.
         if _ESCAPED_SURROGATE.search(text):
             _refuse_surrogates(name, value)
     except RecursionError:

@@ -231,7 +231,7 @@ def _read_bad_words(words: Sequence[str], encode: Encode | None) -> list[list[in
 
 
 def _sequences_of_word(word: str, encode: Encode) -> list[list[int]]:
-    """Return the different sequences of token ids that a model can generate for a word.
+    """Return the token ids of a word as one or two sequences: without and with a leading space.
 
     A word can begin a text ("no") or follow a space (" no"). Tokenizers usually have different
     tokens for these two cases, so the result has two sequences. As in vLLM, the second sequence is

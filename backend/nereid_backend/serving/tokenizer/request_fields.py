@@ -138,8 +138,8 @@ ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingPar
 }
 # All fields that have an effect on the generation.
 FIELD_NAMES = ENGINE_FIELDS | RequestFields.model_fields.keys()
-# `parse_texts` returns the values of these fields unchanged. The fields of the first group are
-# plain text. Other modules parse the fields of the second group.
+# `parse_texts` returns the values of these fields unchanged. The first group contains fields whose
+# values are plain text. The second group contains fields whose values are parsed by other modules.
 _TEXT_FIELDS = frozenset(
     {
         *(

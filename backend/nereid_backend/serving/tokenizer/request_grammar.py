@@ -116,8 +116,8 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     kind = form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # For every remaining kind of format, call `answer_node`, because the call validates `form`.
-    # Only a structural tag uses the result.
+    # `answer_node` also validates `form`, so call the function for every type of format except
+    # JSON. Only a structural tag uses the result.
     with _convert_errors(output):
         node = answer_node(form)
     match kind:

@@ -23,8 +23,8 @@ from nereid_backend.errors import RequestError
 _DEFAULT_MODEL_LEN = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 # A chat template can drop text of the messages, such as the reasoning of earlier answers. Therefore
-# the messages of a chat can together be longer than the rendered prompt. They may have up to
-# `_DROPPED_TEXT_FACTOR` times max_prompt_bytes, the largest size of a prompt.
+# the messages of a chat can together be longer than the rendered prompt. max_prompt_bytes is the
+# largest size of a prompt, and the messages may have up to `_DROPPED_TEXT_FACTOR` times this size.
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
@@ -92,7 +92,8 @@ class RequestLimits:
             # JSON can write every byte as an escape sequence. Therefore the JSON text of a chat can
             # be `_ESCAPED_BYTES` times as long as the chat.
             max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _OTHER_BYTES,
-            # A chat with more than `max_messages` messages has more than max_model_len tokens.
+            # Each message adds at least min_message_tokens tokens. Therefore the prompt of a chat
+            # with more than max_messages messages would have more than max_model_len tokens.
             max_messages=max(max_model_len // max(min_message_tokens, 1), _MIN_MESSAGES),
             # Some fields contain lists of up to max_model_len token ids. Each id is one value.
             max_values=max(_TOKEN_LISTS * max_model_len, _MIN_VALUES),
@@ -224,7 +225,7 @@ class RequestLimits:
         )
 
     def _above_limit(self, num_tokens: int) -> int:
-        """Return the larger of the two numbers `num_tokens` and max_model_len + 1.
+        """Return `num_tokens` if it exceeds max_model_len, otherwise max_model_len + 1.
 
         The estimate can be too low, but the number in an error message must exceed the limit.
         """

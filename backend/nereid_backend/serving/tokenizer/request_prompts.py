@@ -135,7 +135,7 @@ def _image_error(field: str) -> RequestError:
 
 
 def _num_given(*sources: object) -> int:
-    """Return how many of a request's possible prompts are present, that is, are not None."""
+    """Return the number of prompts in `sources`. Each source is a prompt or None."""
     return sum(source is not None for source in sources)
 
 

@@ -131,7 +131,7 @@ class RequestWorkers:
             self._short.add(job.client, job)
 
     def _add_long(self, job: _Job) -> None:
-        """Queue a long request. If its client has too many long requests, refuse the request."""
+        """Queue a long request, or refuse the request if its client has too many long requests."""
         if not self._limit.allows(job.client, 1):
             job.reply = tensors.error_response(self._capacity_error(job.client))
             _send(job)

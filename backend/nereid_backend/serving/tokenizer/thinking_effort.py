@@ -143,7 +143,7 @@ def build_thinking_spec(
 
 
 def _end_of_reasoning(fmt: Format, gate: ReasoningGate) -> str:
-    """Return the text that the engine forces to end the reasoning, such as "</think>".
+    """Return the text, such as "</think>", that the engine inserts to end the reasoning.
 
     If the layout of the format is not `Sections`, the reasoning is a separate message. The text
     then ends this message and starts the next message.
@@ -175,7 +175,7 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
         )
     turns_off = effort == _NO_EFFORT
     variables = _switch_variables(template, is_on=not turns_off)
-    # If a variable in `variables` turns off the reasoning, the template does not need the variable
+    # If one of `variables` already turns off the reasoning, the template does not need the variable
     # `reasoning_effort`.
     needs_effort = not (turns_off and variables)
     if needs_effort and has_variable(template, _EFFORT):
@@ -214,7 +214,7 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
 
 
 def _switch_variables(template: str, *, is_on: bool) -> dict[str, Any]:
-    """Return the template variables that switch the reasoning, each with the value `is_on`.
+    """Return the template variables that turn reasoning on or off. The value of each is `is_on`.
 
     Example: if the template has the variable enable_thinking, and `is_on` is False, the result is
     `{"enable_thinking": False}`.

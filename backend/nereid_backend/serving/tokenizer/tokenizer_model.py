@@ -69,8 +69,9 @@ class TokenizerModel:
         except NereidError as error:
             raise tensors.load_error(error) from error
         if self._images is not None:
-            # Wait until the process that prepares images is ready. This does not delay the server,
-            # because the engine loads the model at the same time, and this usually takes longer.
+            # Wait until the process that prepares images is ready. The wait does not delay the
+            # server, because the engine loads the model at the same time, and loading the model
+            # usually takes longer.
             self._images.warm_up()
         self._tracing = Tracing("tokenizer")
         self._workers = RequestWorkers(self.respond, _is_long)
@@ -96,8 +97,8 @@ class TokenizerModel:
             max_image_bytes=MAX_IMAGE_BYTES if self._images is not None else 0,
         )
         self._request_prompts = RequestPrompts(self._prompts, self._images)
-        # The postprocessor chooses the same format and logs the choice, so the choice is not logged
-        # here.
+        # The postprocessor makes the same choice of a chat format, and logs the choice. Therefore
+        # do not log the choice here.
         self._format = choose_format(settings, report=lambda _: None)
         # The checkpoint's defaults of sampling parameters, such as the temperature.
         self._defaults = read_generation_defaults(Path(settings.model))
@@ -327,7 +328,7 @@ def _is_long_text(text: bytes) -> bool:
 def _logprobs_field(
     fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool
 ) -> dict[str, Any]:
-    """Return the field `logprobs` if it must be added to a request, otherwise an empty dict.
+    """Return {"logprobs": value} if this field must be added to a request, otherwise {}.
 
     If a request sets `return_logprobs` without the field `logprobs`, the field must be added.
     Otherwise, the engine would not compute log-probabilities.

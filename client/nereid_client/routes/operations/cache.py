@@ -26,7 +26,7 @@ async def cache_statistics(request: Request, model: str | None = None) -> dict[s
 
 @router.post("/v1/cache", summary="Retain the cached prefixes of a session for a longer time")
 async def extend_session(request: Request) -> dict[str, Any]:
-    """Retain the cached prefixes of a session at least until the given time has passed."""
+    """Retain the cached prefixes of a session for at least the requested time."""
     body = validate(ExtendSessionRequest, await read_body(request))
     _select_model(request, body.model)
     seconds = RETENTION_S[body.prompt_cache_retention]

@@ -70,8 +70,8 @@ def _control_of(request: Request) -> ModelControl:
             "`nereid serve --config FILE` serves the models of a file.",
             code="model_updates_disabled",
         )
-    # A client has a name only if its API key is in the key file. The key in NEREID_API_KEY gives no
-    # name.
+    # A client has a name only if its API key is in the key file. A client that uses the key in
+    # NEREID_API_KEY has no name.
     if current_client.get().name:
         raise ApiError(
             403,

@@ -81,7 +81,7 @@ class CompiledTag:
         whitespace_before_close = declaration.close.removesuffix(declaration.close.lstrip())
         end_search = _compile_end_search(self.close, early_ends, whitespace_before_close)
         self.find_end = end_search.complete.search
-        # This function also finds an incomplete marker at the end of the text, such as `</`.
+        # `find_possible_end` also finds an incomplete marker at the end of the text, such as `</`.
         self.find_possible_end = end_search.possible.search
 
 
@@ -165,7 +165,7 @@ def _any_of(markers: Iterable[str]) -> str:
 
 
 def _first_char_lookahead(texts: Iterable[str]) -> str:
-    """Return a regex look-ahead that matches before the first character of any of the texts.
+    """Return a regex look-ahead that accepts any character with which one of the texts starts.
 
     Example: `("</p>", "[x]")` gives the look-ahead for `<` and `[`.
     """
@@ -220,7 +220,7 @@ class CompiledTags:
         variants = (declaration, *declaration.also)
         # The text at the start of each opening tag, such as `<parameter=`. Duplicates are removed.
         openings = tuple(dict.fromkeys(first_literal(variant.open) for variant in variants))
-        # If the closing marker of a value is missing, one of these texts follows the value.
+        # If the closing marker of a value is missing, the value ends before one of these texts.
         early_ends = (*stop_markers, *openings)
         self.stop_markers = stop_markers
         self.variants = tuple(CompiledTag(variant, early_ends) for variant in variants)

@@ -101,8 +101,8 @@ class ArrayReader(BodyReader):
             if self._member.status is BROKEN:
                 return self._reject(pos)
             self._member = None
-            # The caller needs the end of the last tool call, because the text after it may be
-            # content.
+            # The caller needs the position at which the last tool call ends, because content may
+            # follow the tool call.
             self.last_call_end = pos
             # One complete tool call shows that the other members of the array are tool calls, too.
             self._is_confirmed = True

@@ -74,8 +74,8 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     function.arguments ARGUMENTS
     function.name NAME
     """
-    # If the format declares one path for several roles, the path gets the role that is assigned
-    # last.
+    # If the format declares one path for several roles, the last assignment to `roles` decides the
+    # role of the path.
     roles: dict[str, KeyRole] = {}
     for path in (keys.name, keys.arguments):
         roles |= dict.fromkeys(_parent_paths(path), KeyRole.PARENT)
@@ -174,7 +174,7 @@ class KeyRoles:
         return KeyRole.IGNORED if is_known_call or is_harmless_key else KeyRole.INVALID
 
     def _may_deviate(self) -> bool:
-        """Return whether a wrong key may contain the arguments or the whole tool call.
+        """Return whether the value of a wrong key may be the arguments or the whole tool call.
 
         The result is False if the arguments have already been read. It is also False if nothing
         distinguishes a tool call from an ordinary JSON object. A marker before the object, or the
@@ -185,7 +185,7 @@ class KeyRoles:
 
 
 def _deviation_of(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None:
-    """Return the likely role of a wrong key such as `input`, or None for an unusual key.
+    """Return the likely role of an undeclared key, such as `input`, or None if no role is likely.
 
     Models sometimes write another key than the declared key of the arguments, or enclose the whole
     tool call in an object. Examples for the declared keys `name` and `arguments`:

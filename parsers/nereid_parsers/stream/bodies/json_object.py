@@ -121,7 +121,7 @@ class ObjectReader(StepReader):
         if is_inner_object:
             self._outer_keys.pop()
             return pos + 1
-        # If the object contains no name or no arguments, the tool call has not started yet.
+        # If the name or the arguments are missing, the tool call has not started yet.
         if not self.writer.is_open and not self._start_call_without_arguments():
             return self._reject(pos)
         if not self._parts.has_arguments:
@@ -286,7 +286,7 @@ class ObjectReader(StepReader):
         if self._parts.name is None:
             return False
         # If no marker has confirmed that the object is a tool call, the writer starts the tool call
-        # only if the request offers this function.
+        # only if the request offers the function that the object names.
         has_started = self.writer.start(
             self._parts.name, self._parts.call_id, is_confirmed=self._is_confirmed
         )

@@ -77,7 +77,7 @@ class Element:
         return schema if isinstance(schema, Mapping) else {}
 
     def container_kind(self, first_child: str) -> ElementKind:
-        """Return the kind of this element, ARRAY or OBJECT, from its schema or its first child.
+        """Return the kind of this element, ARRAY or OBJECT, based on its schema or its first child.
 
         Examples: the types `{"array", "null"}` give ARRAY, and `{"array", "object"}` give OBJECT.
         If the schema declares no type, the first child `item` gives ARRAY, and a first child with
@@ -102,14 +102,15 @@ class Element:
         return to_json(text, self.types)
 
     def delays_value_of(self, child: str) -> bool:
-        """Return whether values of closed child elements with the name `child` are still stored."""
+        """Return whether values of earlier children named `child` have not been written yet."""
         return child == self.last_child and bool(self.delayed_values)
 
     def add_key(self, child: str) -> str:
-        """Return the JSON text that precedes the value of a new child. Increase `num_children`.
+        """Return the JSON text before the value of a new child, for example `"days": `.
 
-        Examples for the new child `days`: `"days": ` for the first child of an object, `, "days": `
-        for the second child of an object, and `, ` for the second child of an array.
+        Increase `num_children`. Examples for the new child `days`: `"days": ` for the first child
+        of an object, `, "days": ` for the second child of an object, and `, ` for the second child
+        of an array.
         """
         comma = ", " if self.num_children else ""
         key = f"{quote_json(child)}: " if self.kind is ElementKind.OBJECT else ""

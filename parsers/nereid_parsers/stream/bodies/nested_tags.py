@@ -122,7 +122,7 @@ class NestedReader(StepReader):
         return NEED_MORE if may_become_tag else self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
-        """Read an opening or closing tag at `pos`, such as `~<city>` with the prefix `~`.
+        """Read an opening or closing tag at `pos`, for example `~<city>`, including the prefix `~`.
 
         Returns:
             The position after the tag. NEED_MORE if the tag is incomplete. `pos`, with the status
@@ -158,8 +158,8 @@ class NestedReader(StepReader):
         written. The two elements become the items of one array under one key: `"tag": ["a", ..]`.
         """
         parent = self._elements[-1]
-        # If the previous child has the same name, its value has been stored, because the two
-        # children may become the items of one array.
+        # If two successive children have the same name, the value of the first child is stored,
+        # because the two children may become the items of one array.
         continues_array = parent.delays_value_of(name)
         if not continues_array:
             self._write_key(parent, name)

@@ -205,7 +205,8 @@ class PythonCallsReader(StepReader):
         # One complete tool call shows that the next members of the list are tool calls, too.
         self._is_confirmed = True
         self._next_step = self._read_between_calls
-        # Without a bracket around all tool calls and without a separator, no other call can follow.
+        # If the format declares neither a closing bracket nor a separator, no other tool call can
+        # follow.
         is_single_call = not self._declaration.close and not self._declaration.separator.strip()
         if is_single_call:
             self.status = DONE
@@ -288,7 +289,7 @@ class UnquotedKeyReader(BodyReader):
                 return self._reject(pos)
             if not self._start_named_call(self._head):
                 return self._reject(pos)  # The request does not offer this function.
-        # The literal reader converts the object to JSON.
+        # `_literal` is the reader that converts the object to JSON.
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
         if json_text:
@@ -308,7 +309,7 @@ class UnquotedKeyReader(BodyReader):
 
 
 def _match_opening_bracket(text: str, pos: int) -> int:
-    """Return the position after the `(` at `pos` if the arguments of a tool call follow the `(`.
+    """Match the `(` before the arguments of a tool call, and return the position after the `(`.
 
     The text before `pos` is the name of a function. Arguments are empty, or start with a keyword
     and `=`. Examples:

@@ -36,7 +36,7 @@ class _ValueEnd(NamedTuple):
 
 
 class TaggedReader(StepReader):
-    """Reads arguments such as `<parameter=city>Paris</parameter>` of one tool call.
+    """Reads the arguments of one tool call, such as `<parameter=city>Paris</parameter>`.
 
     The matched header contains the function's name. Example: if the header names the function `f`
     and `city` is a string, the text `<parameter=city>Paris</parameter></function>` causes these
@@ -160,7 +160,8 @@ class TaggedReader(StepReader):
         tag = self._value.tag
         find_marker = tag.find_end if self.is_final else tag.find_possible_end
         found = find_marker(text, pos)
-        # The regex has the groups "close", for the closing marker, and "early", for other markers.
+        # In the regex, the group "close" matches the closing marker of the value, and the group
+        # "early" matches any other marker that may end the value.
         while found is not None:
             text_end = found.start()  # The match starts with the white space before the marker.
             if found.lastgroup is None:  # Only the beginning of a marker has arrived.
@@ -174,8 +175,8 @@ class TaggedReader(StepReader):
             if role is MarkerRole.AFTER_VALUE:
                 self.writer.add_deviation(_MISSING_CLOSE)
                 return _ValueEnd(text_end, marker_start)
-            # The found marker is a part of the value. Another marker may overlap with the found
-            # marker, so the search continues at the second character of the found marker.
+            # The marker is a part of the value. The search continues at the second character of the
+            # marker, because the next marker may overlap with this marker.
             found = find_marker(text, marker_start + 1)
         return _ValueEnd(len(text), None)
 

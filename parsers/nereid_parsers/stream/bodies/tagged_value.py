@@ -40,7 +40,7 @@ class TaggedValue:
         return "".join(self.pieces)
 
     def to_json(self) -> str:
-        """Return the stored text as JSON text of one of the allowed types, if possible.
+        """Return the stored text as JSON text, of an allowed type if possible.
 
         Example: for the text `12`, the result is `12` if a number is allowed, and `"12"` if only a
         string is allowed.
@@ -97,7 +97,7 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
         return schema_types
     if not tools.is_known:  # There is no schema, so only the tag declares types.
         return tag_types
-    # A tag declares either a string, or any type except a string.
+    # The opening tag declares either that the value is a string, or that the value is not a string.
     if tag_types == _STRING_ONLY:
         is_contradiction = schema_types is not None and "string" not in schema_types
     else:

@@ -185,13 +185,13 @@ def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     return union or None
 
 
-# The keys are keywords whose value is a list of schemas. Each function combines the sets of JSON
-# types that these schemas allow into one set.
+# The keys are keywords, such as `anyOf`, whose value is a list of schemas. Each function combines
+# the JSON types of these schemas into one set of types.
 _COMBINE_TYPES = {"anyOf": _union, "oneOf": _union, "allOf": _first_known}
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> object:
-    """Return the schema inside `root` to which `reference` points, or None if there is none.
+    """Return the schema inside `root` to which `reference` points. Return None if none exists.
 
     Example: `#/$defs/City` points to `root["$defs"]["City"]`.
     """
@@ -227,7 +227,7 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may contain any type
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """Convert the text of an argument to JSON text. If possible, the result has an allowed type.
+    """Convert an argument's text to JSON text, if possible to a type that the schema allows.
 
     If the text is JSON of an allowed type other than "string", only the surrounding white space is
     removed. Text that is neither JSON nor a Python literal becomes a JSON string.
@@ -311,7 +311,7 @@ def _parse_literal(text: str) -> _Literal | None:
 
 
 def _parse_python_literal(text: str) -> _Literal | None:
-    """Parse a Python literal, such as `{'a': 1}`. Return None if `text` is not such a literal."""
+    """Parse a Python literal, such as `{'a': 1}`. Return None if `text` is no Python literal."""
     if not text or text[0] not in _FIRST_CHARS_OF_LITERALS:
         return None
     try:

@@ -54,7 +54,8 @@ class JsonScanner:
         """
         size = len(text)
         if self._is_escaped and pos < size:
-            # The last piece ended with a backslash, so this character cannot close the string.
+            # The previous piece ended with a backslash inside a string, so the first character of
+            # this piece cannot close the string.
             self._is_escaped = False
             pos += 1
         while pos < size and self.status is MORE:
@@ -77,8 +78,8 @@ class JsonScanner:
         if pos == len(text):
             return pos
         if text[pos] == "\\":
-            # The text ends with this backslash. If a character followed, the regex would have
-            # matched the backslash together with that character.
+            # The backslash is the last character of `text`. Otherwise, the regex would have matched
+            # the backslash together with the next character.
             self._is_escaped = True
             return pos + 1
         self._quote = ""  # The character at `pos` closes the string.

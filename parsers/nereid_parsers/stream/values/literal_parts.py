@@ -33,7 +33,7 @@ class Expected(Enum):
 
 
 class StringRole(Enum):
-    """Whether a string is a key or a value. This determines when its JSON text is written.
+    """Whether a string is a key or a value. The role determines when the string is written as JSON.
 
     KEY              A key of an object. The key is written when the colon after the key is read.
     VALUE            A value or an item. Each piece is written as soon as it is read.
@@ -83,7 +83,9 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class KeyOrItem:
-    """The key of an object, or the first item of a set. Only the next character distinguishes them.
+    """A value that is either the key of an object or the first item of a set, such as `1` in `{1`.
+
+    The next character shows whether the value is a key (`{1: 2}`) or an item (`{1, 2}`).
 
     Attributes:
         key_json: The JSON text of the value as a key, for example `"1"`.

@@ -61,11 +61,13 @@ class LiteralReader:
         # The result.
         self.status = MORE
         self._json_parts: list[str] = []  # The JSON text that `take_json` has not returned yet.
-        # The position in the value. The examples show these attributes after `{'a': [1, 'b`.
+        # The next attributes store how far the value has been read. Their comments show examples
+        # for the text `{'a': [1, 'b`.
         self._expected = Expected.VALUE  # The kind of token that may come next.
         self._containers: list[Container] = []  # The open lists and objects: `{` and `[`.
         self._key: KeyOrItem | None = None  # The last key, such as `'a'`, until its colon is read.
-        # The JSON types that the schema allows for the value of the last key. None for any type.
+        # The JSON types that the schema allows for the value of the last key. None if the schema
+        # allows any type.
         self._value_types: frozenset[str] | None = None
         self._string: OpenString | None = None  # The string that is being read: `'b`.
 
@@ -115,7 +117,7 @@ class LiteralReader:
         return self._completion_of_value() + closing_brackets
 
     def _completion_of_value(self) -> str:
-        """Return the JSON text that completes an unfinished value, without the closing brackets.
+        """Return the JSON text that completes an unfinished value. Omit the closing brackets.
 
         The text has ended inside the value. Examples:
 
@@ -126,8 +128,8 @@ class LiteralReader:
         if self._expected is Expected.VALUE:
             return "null"
         if self._expected in (Expected.FIRST_KEY, Expected.COLON):
-            # The `{` is written together with the first key when its colon is read. Before the
-            # colon, `{'a'` may also be the start of a set, which becomes an array.
+            # The `{` is written when the colon after the first key is read. Before the colon,
+            # `{'a'` may also be the start of a set, which becomes an array.
             is_brace_missing = not self._containers[-1].num_items
             return "{" if is_brace_missing else ""
         if self._string is None:
@@ -179,7 +181,7 @@ class LiteralReader:
         return self._reject(pos)
 
     def _write_key(self, key: KeyOrItem) -> None:
-        """Write the key of an object's member, and set the JSON types that its value may have.
+        """Write the key of an object's member, and store which JSON types the value may have.
 
         Example: in `{'a': 1}`, `{"a": ` is written. If the schema declares that `a` is an integer,
         `_value_types` becomes `{"integer"}`.
@@ -278,7 +280,8 @@ class LiteralReader:
         self._prepare_value()  # Writes the comma before the value.
         closing_bracket = _BRACKET_PAIRS[bracket]
         if bracket == "{":
-            # The first key or item will show whether this is an object (`{`) or a set (`[`).
+            # The first key or item will show whether the brace opens an object or a set. A set
+            # becomes a JSON array.
             self._containers.append(Container(closing_bracket, json_close="}"))
             self._expected = Expected.FIRST_KEY
         else:
@@ -288,7 +291,7 @@ class LiteralReader:
         return pos + 1
 
     def _prepare_value(self) -> None:
-        """Write a comma before the value if JSON requires one. Set which token follows the value.
+        """Write a comma before the value if JSON requires one. Store which token may come next.
 
         A comma is written before an item that follows another item, as `2` in `[1, 2]`. A colon is
         expected after a key. A comma or a closing bracket is expected after any other value.
@@ -328,7 +331,7 @@ class LiteralReader:
         return end
 
     def _write_word(self, word: str, is_key: bool) -> None:
-        """Write a word as JSON, or store the word as `self._key` if the word is a key.
+        """Write a word as JSON. If the word is a key, store the word as `self._key` instead.
 
         Examples: `07` is written as `7`, `True` as `true`, and `New York` as `"New York"`. The word
         `1` in `{1: 'a'}` is stored as the key `"1"`. The number `1` is stored, too, because `1` may
@@ -342,7 +345,7 @@ class LiteralReader:
     # ---- strings ---------------------------------------------------------------------------------
 
     def _open_string(self, quote: str) -> None:
-        """Create the reader of the string that `quote` has opened. The quote has been read.
+        """Create a reader for a string whose opening quote, `quote`, has already been read.
 
         Examples: the string in `['a']` is a value, so each piece is written when it arrives. In
         `{'a': '1'}`, the key `'a'` is stored until its colon arrives. The value `'1'` is stored,

@@ -23,8 +23,8 @@ _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
-# These regexes match the texts that can follow the closing quote of a string. They also match if
-# the received text ends there (`\Z`), because the next characters have not arrived yet.
+# These regexes match the texts that can follow the closing quote of a string. They also match at
+# the end of the received text (`\Z`), because more characters may still arrive.
 _match_after_key = re.compile(r"\s*(?:[:,}]|\Z)").match
 _match_after_item = re.compile(r"\s*(?:[,\])}]|\Z)").match
 # If a quote or another parenthesis follows the `)`, the regex does not match. Example: in

@@ -56,7 +56,7 @@ def _parse_json(text: str) -> object:
 
 
 class _WaitsFor(Enum):
-    """The part of the arguments that must arrive before a `WrapperFilter` can pass on more text.
+    """The part of the arguments that a `WrapperFilter` needs before it can pass on more text.
 
     OPENING_BRACE  The opening brace has not arrived.
     FIRST_KEY      The brace has been passed on. The first key is not complete.
@@ -70,7 +70,7 @@ class _WaitsFor(Enum):
 
 
 class StoredText(NamedTuple):
-    """The text that a `WrapperFilter` has not passed on when the arguments end.
+    """The text that a `WrapperFilter` still stores when the arguments end.
 
     Attributes:
         text: The text, without the superfluous object around the arguments.

@@ -106,7 +106,9 @@ class TextAfterCalls(NamedTuple):
 
 
 def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
-    """Split the text after all tool calls: `</calls>` closes them, and `<|end|>` ends the message.
+    """Divide the text that follows the tool calls, such as `</calls><|end|>`, into two parts.
+
+    The first part closes the list of tool calls, and the second part ends the message:
 
     >>> split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
     TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
@@ -192,15 +194,15 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
-    # The texts before the names are reversed, so that they start at the names. The index of the
-    # digit is then its distance from the name.
+    # Each text before a name is reversed, so that the index of the digit is the number of
+    # characters between the digit and the name.
     gap_before_name = _index_of_number(before_first_name[::-1], before_second_name[::-1])
     gap_after_name = _index_of_number(after_first_name, after_second_name)
     return _NumberGaps(before_name=gap_before_name, after_name=gap_after_name)
 
 
 def _index_of_number(first: str, second: str) -> int | None:
-    """Return the index of the first difference, if the texts have the digits `n` and `n + 1` there.
+    """Return the index at which the first text has a digit `n` and the second text has `n + 1`.
 
     The texts are from a first and a second tool call. If the first tool call has the number 0, the
     second tool call has the number 1. Return None if the first differing characters are other
@@ -220,7 +222,7 @@ def _index_of_number(first: str, second: str) -> int | None:
 
 
 def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
-    r"""In `text`, replace the number of each tool call with COUNTER_MARK. A number is one digit.
+    r"""In `text`, replace the one-digit number of each tool call with COUNTER_MARK.
 
     `gaps` contains the distance between such a digit and the function's name.
 

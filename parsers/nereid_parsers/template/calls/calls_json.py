@@ -100,7 +100,8 @@ def _compare_with_two_calls(
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
         return None
-    # If both results start at the same position, one JSON array contains both tool calls.
+    # If the JSON of both tool calls starts at the same position, one JSON array contains both
+    # calls.
     is_one_array = first.start == second.start and isinstance(first.value, list)
     if is_one_array:
         return _read_object_or_array(keys, json_of_call, array=first)
@@ -189,7 +190,7 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
 
 
 def _markup_of_two(first: _JsonInText, second: _JsonInText) -> ListMarkup:
-    """Return the texts before, between and after two tool calls in JSON.
+    """Return the texts before, between and after the JSON values of two tool calls.
 
     Example: for `<c>{..}</c>, <c>{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and
     `separator` is ", ".
@@ -307,7 +308,7 @@ def _markup_of_two_named(two_calls: str) -> ListMarkup | None:
 
 
 def _find_json_arguments(text: str, name: str, key: str) -> _JsonInText | None:
-    """Find the first JSON object after the name. It contains the arguments of the tool call.
+    """Find the JSON object with the arguments of a tool call: the first object after the name.
 
     Return None if no JSON object follows the name, or if the object has no argument `key`.
 

@@ -45,8 +45,8 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         return None
     if not texts.two_calls:
         around = _cut_out_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
-        # A message with only one tool call shows no separator, so the separator of a Python list is
-        # assumed.
+        # A message with only one tool call shows no separator. The separator is assumed to be `, `,
+        # as in a Python list.
         markup = ListMarkup(open=around.before, separator=", ", close=around.after)
         return _read_python_section(markup, suffix)
     markup = _markup_of_two_calls(texts.two_calls, last_character=")")

@@ -149,7 +149,7 @@ def _infer_arguments(
 
 
 class _TextAroundArgument(NamedTuple):
-    """The three texts around the key and the value of an argument.
+    """The texts before the key, between the key and the value, and after the value of an argument.
 
     Example: `<json key="a">41</json></call>` has `before_key` `<json key="`, `before_value` `">`
     and `after_value` `</json></call>`.
@@ -226,8 +226,8 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
-    # If only `arguments.open` is between the name and the key, the text before the key is assumed
-    # to be the same as for a string.
+    # `after_name` consists of `arguments.open` and the text before the key. If the text before the
+    # key is empty here, the text before the key of a string is used instead.
     before_key = after_name.removeprefix(arguments.open) or arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 
@@ -268,8 +268,8 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
     # In the example, the words "string" (`left`) and "number" (`right`) differ between the common
     # texts `" type="` (`prefix`) and `">` (`suffix`).
     parts = difference(string.before_value, number.before_value, split=_split_into_words)
-    # The field is `{string}` if the words are "true" and "false". For other words, it is `{type}`
-    # or None.
+    # The tag before a string and the tag before a number differ in one word. If these words are
+    # "true" and "false", the field is `{string}`. For other words, the field is `{type}` or None.
     field = _type_field(string_word=parts.left, number_word=parts.right)
     if field is None:
         return None
@@ -355,8 +355,8 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
-    # The result contains the alternatives in `tags.also`, and `unquoted` as one more alternative.
-    # So `unquoted` itself does not repeat the alternatives in `tags.also`.
+    # The attribute `also` of the result lists all alternatives, including `unquoted`. So the
+    # attribute `also` of `unquoted` itself is empty.
     unquoted = replace(tags, also=())
     return TaggedArguments(
         open=tags.open + escape_braces(quotes.open),

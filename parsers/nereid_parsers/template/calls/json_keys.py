@@ -86,12 +86,12 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
     if paths.id is not None:
-        # If one JSON object inside `call` contains the id together with the name or the arguments,
-        # `member_by_key` already contains the key of this object, and `setdefault` changes nothing.
+        # The id may be inside the same inner object as the name or the arguments. The key of this
+        # object is then already in `member_by_key`, so `setdefault` changes nothing.
         member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
-    # A constraint can require an id only if the id precedes the arguments, so an id at the end is
-    # omitted.
+    # If the id is the last member, it is omitted from the order, because a constraint can only
+    # require an id that precedes the arguments.
     return order[:-1] if order[-1] == "id" else order
 
 

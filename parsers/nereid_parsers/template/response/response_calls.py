@@ -180,9 +180,9 @@ def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Ca
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if is_name_in_body:
-        # `Call.head` must contain the function's name, but here the body contains the name. So the
-        # text `start.head` becomes a part of the opening marker. In a marker, braces are not
-        # doubled.
+        # The body contains the function's name, so the `Call` is declared without a header. The
+        # text `start.head` becomes a part of the opening marker. Braces are doubled in a header,
+        # but not in a marker.
         return Call(body, open=start.marker + unescape_braces(start.head), close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
 

@@ -1,4 +1,4 @@
-"""Compile and render chat templates like the library transformers, but limit time and output.
+"""Compile and render chat templates like the `transformers` library, but with limits.
 
 The environment is that of `apply_chat_template` in transformers 5.23
 (utils/chat_template_utils.py): an immutable sandbox, trimmed blocks, loop controls,
@@ -117,8 +117,8 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
-            # The text outside loops and macros is written at most once in a rendering. This step
-            # counts that text.
+            # This step counts the literal text outside loops and macros, which a rendering writes
+            # at most once.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.

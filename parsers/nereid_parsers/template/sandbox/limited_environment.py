@@ -42,7 +42,7 @@ _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefi
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """The Jinja environment of transformers, with limits on the time and the output of a template.
+    """The Jinja environment of the `transformers` library, with limits on time and output.
 
     jinja2 calls a method of this class for each operation of a template. The method raises
     LimitError if the operation exceeds the budget.
@@ -154,8 +154,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
-        # A macro call may write up to the whole literal text of the template. Other functions are
-        # written in Python and write none of this text.
+        # A macro call is counted as if it wrote all literal text of the template, which is the
+        # maximum. Other functions are written in Python and write none of this text.
         budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
         if isinstance(owner, str | bytes | int | float):
@@ -204,8 +204,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _strftime_now(self, text: str) -> str:
         """Return the current time as text. `text` is a time format such as "%Y-%m-%d"."""
-        # `check_format` checks the length of a text only if the text contains `%` or `{`. The added
-        # `%` makes it check every text.
+        # `check_format` checks the length of a text only if the text contains `%` or `{`. Because
+        # of the added `%`, `check_format` checks every text.
         check_format(self.budget, "%" + text, values=())
         return self._now().strftime(text)
 
@@ -228,7 +228,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             yield item
 
     def _count_step(self, _: object = None) -> None:
-        """Count one step of a loop. In one step, a template may write all its literal text.
+        """Count one step of a loop, as if this step wrote all literal text of the template.
 
         `AddCounting` also inserts this method as a filter into templates. Each filter takes a
         value, so the method takes an argument, which it ignores.

@@ -78,7 +78,7 @@ def limits_for_request(variables: Mapping[str, Any]) -> Limits:
 
 
 class Budget:
-    """The numbers of steps, characters and seconds that the renderings of a template may still use.
+    """The steps, characters and seconds that the renderings of a template may still use.
 
     The time is measured from the creation of the budget, in the thread that creates the budget. No
     other thread may use the budget. Example: with `Budget(Limits(steps=1))`, the second call of

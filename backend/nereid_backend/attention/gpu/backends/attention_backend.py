@@ -21,7 +21,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class Situation(enum.Enum):
-    """The sequences of an attention call: decodes, whole prompts, or later parts of prompts."""
+    """The kind of an attention call: decodes, whole prompts, or later parts of prompts."""
 
     DECODE = "decodes"
     """The decodes of a step."""
@@ -53,7 +53,7 @@ class LayerInputs:
     rows: GpuBatch
 
     def situations(self) -> list[Situation]:
-        """Return at most two situations: one for the decodes, and one for the prefills."""
+        """Return one `Situation` for the decodes and one for the prefills, if the step has any."""
         situations = []
         if self.batch.num_decodes:
             situations.append(Situation.DECODE)
@@ -104,7 +104,7 @@ class AttentionBackend(Protocol):
 
 
 # Maps a layer's properties and a situation (for example, decodes) to the library that computes the
-# attention. If a pair is absent, the project's kernels compute the attention.
+# attention. If the mapping contains no library, the project's kernels compute the attention.
 ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 
 

@@ -37,8 +37,9 @@ class FlashInferPrefill:
     def __init__(self) -> None:
         """Create a backend. Its workspace and wrappers are created when they are first needed."""
         self._workspace: Tensor | None = None
-        # There is one wrapper object of FlashInfer for each set of layer properties, because the
-        # method `plan` stores the metadata of a step in the wrapper.
+        # FlashInfer's method `plan` stores metadata in a wrapper object. The metadata depends on
+        # the step and on the properties of the layer, so there is one wrapper for each set of layer
+        # properties.
         self._wrappers: dict[LayerSpec, Any] = {}
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variable-length attention function of torch. It can read keys and values from blocks.
+"""Computes attention with torch's variable-length function, which can read KV cache blocks.
 
 Since torch 2.13, the function accepts a block table. The supported block sizes depend on the
 version of flash attention in torch. Therefore, the function is tested when a model is loaded. The

@@ -43,8 +43,8 @@ from nereid_backend.fast_imports import importing
 NUMBER = struct.Struct("!q")
 """The format of the process id and of the exit code."""
 _CREDENTIALS = struct.Struct("3i")
-# A request consists of four files: the JSON text, the channel, the standard output and the standard
-# error.
+# A request contains the descriptors of four files: the JSON text, the channel, the standard output
+# and the standard error.
 _FILES_OF_REQUEST = 4
 # The time limit is short, because a process sends its request immediately after it has connected.
 _RECEIVE_TIMEOUT_S = 5.0
@@ -155,8 +155,8 @@ class ForkServer:
             connection.close()
             return
         self._connections[pid] = connection
-        # After its request, the stub sends nothing over this connection. The only later event
-        # therefore means that the stub has closed the connection.
+        # After its request, the Triton model sends nothing over this connection. Therefore the only
+        # later event is that the Triton model has closed the connection.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._kill(pid))
         self._send(pid, number=pid)
 

@@ -51,8 +51,8 @@ __all__ = [
 
 # A waiting thread of the OpenMP library repeats a loop for this number of iterations before it
 # sleeps. The library reads the variable when torch is imported. With the library's default of
-# 300,000, the engine nearly stops if another process uses one of its CPUs, because the loop occupies
-# a CPU that another thread of the engine needs (docs/history/cpu-kernels.md).
+# 300,000, the engine nearly stops if another process uses one of its CPUs, because the loop
+# occupies a CPU that another thread of the engine needs (docs/history/cpu-kernels.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 # Maps each name that is imported on first use to its module and to its name in this module.

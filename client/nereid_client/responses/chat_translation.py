@@ -84,22 +84,22 @@ class _ChatBuilder:
         """Append a message."""
         self.messages.append({"role": role, "content": content, **more})
 
-    def find_or_add_assistant_message(self, later_fields: Iterable[str] = ()) -> Json:
+    def find_or_add_assistant_message(self, without: Iterable[str] = ()) -> Json:
         """Return the assistant message to which the next item is added.
 
-        Return the last message. If this message has another role, or contains a field of
-        `later_fields`, append an empty assistant message and return the new message.
+        If the last message is an assistant message without the given fields, return the last
+        message. Otherwise, append an empty assistant message and return the new message.
 
         Args:
-            later_fields: the fields that come after the item in a message. For example, reasoning
-                comes before content, so it cannot be added to a message that has content.
+            without: names of fields, such as "content". Example: reasoning comes before content, so
+                reasoning cannot be added to a message that already has content.
 
         Mutates: messages.
         """
         if self.messages:
             last = self.messages[-1]
-            has_later_field = any(last.get(field) for field in later_fields)
-            if last["role"] == "assistant" and not has_later_field:
+            has_such_field = any(last.get(field) for field in without)
+            if last["role"] == "assistant" and not has_such_field:
                 return last
         message: Json = {"role": "assistant", "content": None}
         self.messages.append(message)
@@ -135,8 +135,10 @@ def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
     Mutates: chat.
     """
     last = chat.messages[-1] if chat.messages else {}
-    later_fields = () if last.get("tool_calls") else ("content",)
-    message = chat.find_or_add_assistant_message(later_fields)
+    if last.get("tool_calls"):
+        message = chat.find_or_add_assistant_message()
+    else:
+        message = chat.find_or_add_assistant_message(without=["content"])
     message["content"] = (message["content"] or "") + text
 
 
@@ -155,7 +157,7 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
     text = "".join(part["text"] for part in item["content"])
     text = text or "\n".join(part["text"] for part in item["summary"])
     if text:
-        message = chat.find_or_add_assistant_message(("content", "tool_calls"))
+        message = chat.find_or_add_assistant_message(without=["content", "tool_calls"])
         message["reasoning"] = message.get("reasoning", "") + text
         message["reasoning_content"] = message["reasoning"]
 

@@ -23,7 +23,7 @@ _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _QUANTIZED_BYTES = {"int8": 1.04, "int4": 0.63}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # On a CPU, float16 weights are converted to float32 if `dtype` is not set.
-_FLOAT16_BYTES = 4.0
+_FLOAT16_BYTES_ON_CPU = 4.0
 
 
 @dataclass(frozen=True)
@@ -177,5 +177,5 @@ def _bytes_per_number(
     dtype = settings.get("dtype", "auto")
     is_on_cpu = not settings.get("device", "").startswith("cuda")
     if dtype == "auto" and is_on_cpu and stored == "F16":
-        return _FLOAT16_BYTES  # the weights are converted to float32
+        return _FLOAT16_BYTES_ON_CPU
     return _DTYPE_BYTES.get(dtype)

@@ -152,7 +152,7 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
 
 
 def _reasoning_node(fmt: FormatData, layout: Sections, state: ReasoningState) -> Node:
-    """Return the grammar node for the reasoning at the start of the output, including its markers.
+    """Return the grammar node for the start of the output: the reasoning and its markers.
 
     `state` is the state of the reasoning at the start of the output. Examples for the markers
     `<think>` and `</think>`:
@@ -252,7 +252,7 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
 
 
 def _declared_tools(fmt: FormatData, layout: Sections) -> ToolSection:
-    """Return `layout.tools`, which describes tool calls. Raise ConstraintError if it is None."""
+    """Return `layout.tools`. Raise ConstraintError if the format does not declare tool calls."""
     if layout.tools is None:
         raise ConstraintError(
             f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "

@@ -13,9 +13,10 @@ from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The types of grammar nodes in xgrammar 0.2.8. A node with a type in `_LEAF_TYPES` contains no
-# other nodes. `_KEY_OF_SINGLE_NODE` maps a type to the key that contains one inner node.
-# `_KEY_OF_NODE_LIST` maps a type to the key that contains a list of inner nodes.
+# The types of grammar nodes in xgrammar 0.2.8. A node is a dict. Nodes with a type in `_LEAF_TYPES`
+# contain no other nodes. For the other types, these two dicts map the type of a node to the key of
+# the inner node or nodes. Example: a node of type `star` stores its inner node under the key
+# `content`.
 _LEAF_TYPES = frozenset({
     "const_string", "json_schema", "any_text", "token", "exclude_token", "any_tokens", "grammar",
     "regex", "qwen_xml_parameter", "dispatch", "token_dispatch",

@@ -42,8 +42,8 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# A body of one of these types is a list of tool calls, such as `[f(), g()]`. A body of any other
-# type is one tool call, or the arguments of one tool call.
+# These types describe a list of tool calls, such as `[f(), g()]`. The other types of `Call.body`
+# describe one tool call, or the arguments of one tool call.
 ListBody = JsonArray | PythonCalls
 
 # Maps a field in the text before a tool call's arguments, such as `{id}`, to the regular expression
@@ -278,7 +278,7 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
 
 
 def _is_id_optional(keys: Keys, id_path: str) -> bool:
-    """Return whether the id of a tool call is an optional key of the outer JSON object."""
+    """Return whether the id of a tool call is optional and is a key of the outermost object."""
     is_required = "id" in keys.order
     is_in_inner_object = "." in id_path
     return not is_required and not is_in_inner_object
@@ -348,7 +348,7 @@ def _with_whitespace(node: Node, whitespace: Node) -> Node:
 
 
 def _json_text_with_whitespace(json_text: str, whitespace: Node) -> Node:
-    """Return the node for `json_text` that allows white space inside `{}` and after `,` and `:`.
+    """Return a node for `json_text` with optional white space inside `{}`, after `,` and after `:`.
 
     The node `whitespace` matches the white space. White space between the tokens of `json_text` is
     ignored. Example: `{"a": ` gives the sequence `{`, `whitespace`, `"a":`, `whitespace`.

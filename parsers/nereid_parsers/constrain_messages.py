@@ -28,7 +28,7 @@ from nereid_parsers.tool_declarations import TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the declaration of the header for messages of one `stage`, for example reasoning.
+    """Return the declaration of the header that marks a message as `stage`, such as reasoning.
 
     The header, such as `<|channel|>final`, shows the stage of a message: reasoning, content or tool
     calls. If several routes have the stage, the first route whose header has no fields (`{name}`)
@@ -204,8 +204,8 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
         name: The name of the function.
     """
     first, *others = routes
-    # Each header after the first is used only if the format declares its exact text
-    # (`Route.written`). Otherwise, the header may contain a field whose text is not known.
+    # The first header is always used. Each further header is used only if the format declares its
+    # exact text (`Route.written`). Without this declaration, the header may contain unknown text.
     exact_others = [route for route in others if route.written]
     headers = [header_text(layout, route, name) for route in (first, *exact_others)]
     return one_of(*(const(header) for header in headers))

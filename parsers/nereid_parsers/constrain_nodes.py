@@ -180,7 +180,7 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_whitespace(node: Node) -> Node:
-    r"""Return a copy of `node` without leading and trailing white space in its constant text.
+    r"""Return a copy of `node` without constant white space at its start and at its end.
 
     White space is removed only from constants at the start and at the end of `node`. Example:
     `const("\n<a>\n")` gives `const("<a>")`.

@@ -267,7 +267,7 @@ def _object(value: object, place: str) -> Mapping[str, Any]:
 
 
 def _function_name(choice: Mapping[str, Any]) -> str:
-    """Return the name of the function that an object in the field `tool_choice` selects.
+    """Return the name of the function in `choice`, an object from the field `tool_choice`.
 
     Examples: `{"function": {"name": "f"}}` and `{"name": "f"}` give "f".
 

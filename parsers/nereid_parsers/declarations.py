@@ -67,7 +67,7 @@ class Opener(Enum):
 
 
 class Shown(Enum):
-    """The field in which a client receives the reasoning: a separate field, or the content.
+    """The message field that contains the reasoning: a separate field, or the content field.
 
     APART   The reasoning is returned in the field for the reasoning, without its markers.
     INLINE  The reasoning and its markers are a part of the content. If the prompt contains the
@@ -107,7 +107,7 @@ class Reasoning:
 
     @property
     def is_opened_by_model(self) -> bool:
-        """Whether the model writes the opening marker if the prompt does not contain the marker."""
+        """Whether the model itself may write the opening marker of the reasoning."""
         return self.opener in (Opener.MODEL, Opener.EITHER)
 
     @property

@@ -11,8 +11,8 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-# Keywords that do not restrict the values, such as `title`. If two merged schemas have different
-# titles, the result has the title of the first schema.
+# Keywords, such as `title`, that do not restrict the values that a schema accepts. If two schemas
+# with different titles are merged, the result has the title of the first schema.
 ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -96,7 +96,7 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
 
 
 def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
-    """Return, for each lower bound, the smallest `n` for which `n * multiple` is allowed.
+    """Return, for each lower bound, the smallest `n` for which the bound allows `n * multiple`.
 
     The list contains no integer for a keyword that the schema does not contain. Examples for the
     multiple 5: the bound `{"minimum": 10}` gives [2], because 2 * 5 is allowed. The bound
@@ -111,7 +111,7 @@ def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
 
 
 def _highest_factors(schema: Schema, multiple: int) -> list[int]:
-    """Return, for each upper bound, the largest `n` for which `n * multiple` is allowed.
+    """Return, for each upper bound, the largest `n` for which the bound allows `n * multiple`.
 
     The list contains no integer for a keyword that the schema does not contain. Examples for the
     multiple 5: the bound `{"maximum": 10}` gives [2], because 2 * 5 is allowed. The bound

@@ -34,7 +34,7 @@ class _Scope(NamedTuple):
 
 
 class _SchemaInScope(NamedTuple):
-    """A schema, and the references (`$ref`) that were replaced by definitions to build the schema.
+    """A schema, and the references (`$ref`) that were replaced by their definitions in the schema.
 
     Attributes:
         schema: The schema.

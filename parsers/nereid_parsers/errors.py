@@ -16,7 +16,7 @@ class NereidParsersError(Exception):
 
 
 class FormatError(NereidParsersError, ValueError):
-    """The description of a chat format is invalid. The message names the invalid attribute."""
+    """A chat format's description is invalid. The error message names the invalid attribute."""
 
 
 class UnknownFormatError(FormatError, KeyError):

@@ -43,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """The next part of the arguments of one tool call. Joined together, all parts are JSON text."""
+    """The next part of one tool call's arguments. The parts, joined in order, are JSON text."""
 
     index: int
     text: str

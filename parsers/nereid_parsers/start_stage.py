@@ -64,8 +64,9 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     if prefill is None:  # The format does not declare the text that starts an answer.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        # The parser first reads the prefill, which is the start of the answer in the prompt. A
-        # marker in the prefill, such as `<think>`, then changes the stage.
+        # The prefill is the start of the answer, at the end of the prompt. The parser reads the
+        # prefill before the output. If the prefill ends with `<think>`, the output starts in the
+        # reasoning.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
 
@@ -126,8 +127,8 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
         return StartPoint(stage=None, is_prompt_known=False)
     prefill = _open_message(fmt, layout, prompt)
     if prefill.strip():
-        # The parser first reads the prefill, which is the start of the message in the prompt. A
-        # marker in the prefill, such as `<|start|>assistant`, then changes the stage.
+        # The prefill is the start of a message, at the end of the prompt. The parser reads the
+        # prefill before the output, because the prefill decides how the output starts.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(stage=None)  # None means that the output starts with a header.
 

@@ -60,7 +60,7 @@ class Keys:
                 )
 
     def _check_order(self) -> None:
-        """Check that `order` contains "name" and "arguments", and "id" only if `id` is set."""
+        """Check that `order` contains "name" and "arguments", but no "id" if `id` is None."""
         members_without_id = set(self.order) - {"id"}
         if members_without_id != {"name", "arguments"}:
             raise FormatError(
@@ -277,7 +277,7 @@ class ToolSection:
     also_close: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that `calls` is not empty, and that `close` is empty if `open` is empty."""
+        """Check that `calls` is not empty, and that `close` is not used without `open`."""
         if not self.calls:
             raise FormatError("ToolSection.calls must contain at least one Call, but is empty")
         if self.close.strip() and not self.open.strip():
@@ -288,11 +288,11 @@ class ToolSection:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """The markers that may precede all tool calls, such as `<tool_calls>`. May be empty."""
+        """The opening markers of the tool section, such as `<tool_calls>`. Empty if none exist."""
         return (self.open, *self.also_open) if self.open.strip() else ()
 
     @property
     def closes(self) -> tuple[str, ...]:
-        """The markers that may follow all tool calls, such as `</tool_calls>`. May be empty."""
+        """The closing markers of the tool section, such as `</tool_calls>`. Empty if none exist."""
         markers = (self.close, *self.also_close)
         return tuple(marker.strip() for marker in markers if marker.strip())

@@ -140,6 +140,6 @@ def _single_type(schema: object) -> str | None:
 
 
 def _have_different_constants(schemas: list[Mapping[str, Any]]) -> bool:
-    """Return whether each schema declares a constant, and no two constants are equal."""
+    """Return whether all schemas declare constants that differ from each other."""
     constants = {repr(schema["const"]) for schema in schemas if "const" in schema}
     return len(constants) == len(schemas)

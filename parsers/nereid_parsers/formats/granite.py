@@ -1,4 +1,4 @@
-"""Describes the output of IBM Granite: reasoning between phrases or tags, tool calls as JSON."""
+"""Describes the output of IBM Granite: JSON tool calls, and reasoning between phrases or tags."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -238,7 +238,7 @@ def _aliases_of(name: str, aliases: dict[str, str]) -> tuple[str, ...]:
 
 
 def _unknown_format(name: str, names: Iterable[str]) -> UnknownFormatError:
-    """Return the error for a name that is not registered. Its message lists similar names."""
+    """Return the error for a name that is not registered. The error message lists similar names."""
     similar = difflib.get_close_matches(normalize(name), list(names), n=4, cutoff=0.5)
     hint = f" Similar names: {', '.join(similar)}." if similar else ""
     return UnknownFormatError(

@@ -44,7 +44,7 @@ class BetweenCallsReader:
         self._calls_first = context.calls_first  # Whether no tool call may follow content.
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self._section = calls.section
-        # Decides which tool calls may start at a position.
+        # Decides in which ways a tool call may start at a position of the text.
         self._starts = CallStarts(context.format.calls, writer)
 
     def read(self) -> State | None:
@@ -94,7 +94,7 @@ class BetweenCallsReader:
         return bool(self._text_writer.pending)
 
     def _match_separator(self) -> int:
-        """Test whether the unread text starts with the separator of two tool calls, such as `, `.
+        """Test whether the unread text starts with the separator between tool calls, such as `, `.
 
         Return the position after the separator, NEED_MORE or NO_MATCH. No separator can precede the
         first tool call.

@@ -135,7 +135,7 @@ class CallSection:
         return NO_MATCH
 
     def match_separator(self, buffer: TextBuffer) -> int:
-        """Test whether the unread text starts with the separator of two tool calls, such as `, `.
+        """Test whether the unread text starts with the separator between tool calls, such as `, `.
 
         White space before and after the separator is not compared. Examples:
 

@@ -16,8 +16,7 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup,
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# The `reason` attribute of an event contains one of these texts if the text of the model deviates
-# from its usual syntax.
+# If the model deviates from its usual syntax, the `reason` of an event is one of these texts.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _MISSING_MARKER = "the opening marker of the tool call is missing"
@@ -68,7 +67,7 @@ class CallReader:
         self._call_writer = writer
         self._format = context.format
         self._calls_first = context.calls_first  # Whether no tool call may follow content.
-        # Decides which tool calls may start at a position.
+        # Decides in which ways a tool call may start at a position of the text.
         self._starts = CallStarts(context.format.calls, writer)
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self.section = CallSection(context.format.tools)
@@ -184,7 +183,8 @@ class CallReader:
         # The stored messages describe deviations in a tool call. They are deleted, because the text
         # is content and not a tool call.
         self._call_writer.clear_deviations()
-        # If no tool call has started, an opening marker such as `<tool_calls>` was content, too.
+        # If no tool call has started, a marker before all tool calls, such as `<tool_calls>`, is
+        # also content. The marker therefore opens no section.
         if not self.has_calls():
             self.section.is_open = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
@@ -202,7 +202,7 @@ class CallReader:
         return looks_like_markup(self._text_writer.pending_text + self._buffer.unread())
 
     def drop_unwritten_text(self) -> State:
-        """Remove the pending text and all unread text from the output. Return the state CONTENT.
+        """Discard all text that has not been written to the output. Return the state CONTENT.
 
         The message has ended, and this text is an incomplete tool call, such as `<tool_call>{"na`.
         """
@@ -213,7 +213,7 @@ class CallReader:
     # ---- CALL_START and CALL_BODY ----------------------------------------------------------------
 
     def read_start(self) -> State | None:
-        """Read the text of a tool call before its arguments, such as `<tool_call><function=f>`.
+        """Read the start of a tool call, up to the arguments: `<tool_call><function=f>`.
 
         `_expected` is the tool call that may start here, and the unread text decides:
 
@@ -230,7 +230,7 @@ class CallReader:
             return self._read_head(match)
         if match == NEED_MORE:
             return None
-        # No complete start of a tool call matches the unread text.
+        # The unread text does not begin with the complete start of a tool call.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
@@ -365,7 +365,7 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def _start_second_object(self) -> State | None:
-        """Start another tool call if a second JSON object follows, as in `<call>{..}{..}</call>`.
+        """If a second JSON object follows, as in `<call>{..}{..}</call>`, start another tool call.
 
         The first object has been read, so the unread text is `{..}</call>`. The second object is
         another tool call.
@@ -374,9 +374,9 @@ class CallReader:
             The state in which the second object is read, or None if there is no second object.
         """
         call = self._call
-        # A second object is possible only before the closing marker, and only in formats that write
-        # a tool call as a JSON object between two markers. An object after the last closing marker
-        # is a tool call without markers.
+        # This method handles only a second object before the closing marker:
+        # `<call>{..}{..}</call>`. Such objects occur only in formats that write a tool call as a
+        # JSON object between markers.
         is_before_closing_marker = bool(self._closing_markers)
         if not is_before_closing_marker or not call.variant.may_repeat_object:
             return None
@@ -418,5 +418,5 @@ class CallReader:
         return self.treat_as_content(_NO_CALL)
 
     def finish_broken(self) -> None:
-        """At the end of the message, end the open tool call, whose arguments are not valid JSON."""
+        """End the open tool call, whose arguments are not valid JSON, at the end of the message."""
         self._call.finish_broken()

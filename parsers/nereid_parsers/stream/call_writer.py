@@ -79,7 +79,8 @@ class CallWriter:
         "last_index", "num_started", "stores_arguments", "tools",
     )  # fmt: skip
 
-    # The tool call that started last. The methods that use this attribute are called after `start`.
+    # The tool call that started last. `start` sets this attribute. All methods that use the
+    # attribute are called after `start`.
     _call: _StartedCall
 
     def __init__(
@@ -95,9 +96,9 @@ class CallWriter:
         """
         # The settings of the writer. They do not change.
         self.tools = tools
-        # With the policy RAW, arguments that are not valid JSON are returned unchanged. The other
-        # policies repair or discard such arguments, so all arguments are stored until they are
-        # complete.
+        # The policy RAW returns arguments unchanged even if they are not valid JSON. Each other
+        # policy repairs or discards invalid arguments, and must therefore store all arguments until
+        # they are complete.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._policy = policy
         self._events = events
@@ -107,8 +108,9 @@ class CallWriter:
         self.last_index = -1  # The index of the last tool call with events, or -1.
         self.num_started = 0  # The number of tool calls, including discarded tool calls.
         self._num_cuts = 0  # How often text was removed from the end of stored arguments.
-        # Messages about deviations from the model's usual syntax, such as a missing marker. The end
-        # event of the open tool call, or of the next tool call, will contain these messages.
+        # Descriptions of deviations from the model's usual syntax, such as a missing marker. If a
+        # tool call is open, its end event will contain these descriptions. Otherwise, the end event
+        # of the next tool call will contain them.
         self._deviations: list[str] = []
 
     def add_deviation(self, deviation: str) -> None:
@@ -126,7 +128,7 @@ class CallWriter:
         self._deviations = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
-        """Start a call of the tool `name`. Return False if the text of the call is content instead.
+        """Start a call of the tool `name`. If the text must be content instead, return False.
 
         Args:
             name: The name of the function.
@@ -178,7 +180,7 @@ class CallWriter:
         return self._policy.unknown_tool if is_confirmed else UnknownTool.CONTENT
 
     def _append_start(self) -> None:
-        """Increase `last_index`. Append the event for the start of the tool call with this index.
+        """Increase `last_index`, and append the start event of the tool call with this new index.
 
         If the model gave no id to the tool call, a new id is generated.
         """
@@ -210,7 +212,7 @@ class CallWriter:
             self._events.append(ArgumentsDelta(self.last_index, text))
 
     def end(self, fault: str | None = None) -> None:
-        """End the tool call, and append the events that have not been appended yet.
+        """End the open tool call, and append its remaining events.
 
         Args:
             fault: A description of the error in the text of the tool call, or None. The last event
@@ -227,7 +229,7 @@ class CallWriter:
             self._append_last_events()
 
     def _append_last_events(self) -> None:
-        """Append the last events of a tool call whose other events have already been appended.
+        """Append the last events of a tool call. The earlier events have already been appended.
 
         The filter stores arguments such as `{"arguments": {"a": 1}}`, because the outer object may
         be superfluous. If it is superfluous, the appended arguments are `{"a": 1}`. If the model
@@ -251,7 +253,7 @@ class CallWriter:
         self._deviations = []
 
     def _append_stored_call(self) -> None:
-        """Append all events of a tool call whose complete arguments have been stored.
+        """Append all events of a tool call. Its arguments have been stored, and are now complete.
 
         Arguments that are not valid JSON are repaired if possible:
 
@@ -306,7 +308,7 @@ class CallWriter:
         return repaired
 
     def cut_arguments_at(self, marker: str) -> str | None:
-        """Remove the first `marker` and the text after it from the stored arguments.
+        """Find the first `marker` in the stored arguments. Remove the marker and all text after it.
 
         Return the removed text, so that the parser can read this text again. Example: after
         `write('{"a": "1}</call> Hi')`, `cut_arguments_at("</call>")` returns `"</call> Hi"`, and
@@ -349,7 +351,7 @@ class CallWriter:
         return [replace(event, index=0) for event in open_call_events]
 
     def _has_appended_start(self) -> bool:
-        """Return whether a tool call is open, and its start event has been appended.
+        """Return whether a tool call is open and its start event has already been appended.
 
         The start event of an open tool call is missing in two cases: the policy discards the tool
         call, or the writer stores the arguments, so that all events are appended in `end`.

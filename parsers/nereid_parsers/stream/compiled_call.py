@@ -1,4 +1,4 @@
-"""Compiles descriptions of how a model writes a tool call, and matches the start of the call."""
+"""Compiles the declaration of a tool call, and matches the start of a tool call in a text."""
 
 from __future__ import annotations
 
@@ -66,12 +66,14 @@ class CompiledCall:
         self.is_unmarked = not call.trigger
         self.omits_marker = omits_marker
         self.closing_markers = marker_parts(call.close)  # Such as `</f>` and `</call>`.
-        # Between two markers, a model may write several objects: `<call>{..}{..}</call>`.
+        # Between the opening and the closing marker, a model may write several objects:
+        # `<call>{..}{..}</call>`.
         has_both_markers = bool(call.open.strip() and self.closing_markers)
         self.may_repeat_object = has_both_markers and isinstance(call.body, JsonObject)
         # Finds the end of arguments that are not valid JSON.
         self.end_of_broken = Lexer(_markers_after_call(call, section))
-        # These objects match the start of the tool call: `<call><f={name}>` and the text after it.
+        # `_head_pattern` matches the marker and the header, such as `<call><f={name}>`.
+        # `_body_start` and `_tags` match the first characters of the arguments.
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
         self._id_template = call.id
         self._body_start = _compile_body_start(call)
@@ -103,7 +105,7 @@ class CompiledCall:
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
     def body_start_mismatch(self, text: str, head_end: int, is_final: bool) -> Mismatch | None:
-        """Return None if arguments can start at `head_end`, otherwise NEED_MORE or NO_MATCH.
+        """Test whether arguments start at `head_end`. If they do, return None.
 
         The first characters of the text decide. Examples for tool calls in a JSON array: `[{` gives
         None, `[` gives NEED_MORE, because `{` may follow, and `[1` gives NO_MATCH.
@@ -160,7 +162,7 @@ class CompiledCall:
         return isinstance(body, JsonObject | JsonArray)
 
     def body_openings(self) -> tuple[str, ...]:
-        """Return the texts with which a tool call without an opening marker can start, such as `{`.
+        """Return the possible first characters, such as `{`, of a tool call that has no marker.
 
         Examples: `("{",)` for a JSON object, `("[",)` for a JSON array, and `()` for Python calls
         without brackets.
@@ -262,7 +264,7 @@ def _compile_body_start(call: Call) -> _BodyStart:
 
 
 def _first_chars(call: Call) -> tuple[str, ...]:
-    """Return a regex for each of the first visible characters (at most two) of a tool call's body.
+    """Return regexes (at most two) that match the first visible characters of a tool call's body.
 
     The body is the text after the header. Examples:
 

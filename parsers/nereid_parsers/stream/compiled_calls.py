@@ -1,4 +1,4 @@
-"""Compiles all ways in which a model may write a tool call, and groups them by their first text."""
+"""Compiles all ways of writing a tool call, and groups them by the text with which they start."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSe
 # The minimum length, in characters, of a closing marker that the parser recognises in content.
 # Shorter markers, such as "}", are ignored, because such texts often occur in content.
 _MIN_CLOSING_MARKER_CHARS = 4
-# If the opening marker is missing, the parser recognises a tool call by the first text of the tool
-# call, for example `<function=`. This constant is the minimum length of this text, in characters.
-# Shorter texts often occur in content.
+# If the opening marker is missing, the parser recognises a tool call by the beginning of its
+# header, for example by `<function=`. This constant is the minimum length of such a beginning, in
+# characters, because shorter texts often occur in content.
 _MIN_HEAD_MARKER_CHARS = 8
 
 
@@ -52,9 +52,10 @@ class CompiledCalls:
 
         Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
         """
-        # The texts with which tool calls without a marker start, such as `{`.
+        # If a tool call has no marker, it starts with one of these texts, such as `{`.
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
-        # If a text is a key of several dicts, the last of these dicts decides its meaning.
+        # If a marker is in several of these dicts, the last of these dicts determines the meaning
+        # of the marker.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
             **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),
@@ -129,7 +130,7 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return `calls` and further variants: an array for each JSON object, an object for each array.
+    """Return `calls` and their JSON variants: arrays instead of objects, objects instead of arrays.
 
     A model sometimes writes an array, `[{"name": "f", ..}]`, although the format declares an
     object, `{"name": "f", ..}`, or the reverse. Example: if an object is declared, the result
@@ -156,7 +157,7 @@ def _does_head_identify_call(call: Call) -> bool:
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Group the ways to write a tool call by their "trigger", the text with which they start.
+    """Group the variants of a tool call by the text with which they start (the "trigger").
 
     The trigger is the opening marker, such as `<call>`, or the start of the header, such as
     `<function=`. Example: two variants with the marker `<call>` give

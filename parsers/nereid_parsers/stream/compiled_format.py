@@ -51,7 +51,7 @@ class CompiledFormat:
 
     @property
     def tools(self) -> ToolSection | None:
-        """The declaration of tool calls that are not whole messages, or None if there are none."""
+        """The declaration of tool calls inside messages. None if messages contain no calls."""
         return self.layout.tools
 
     @property
@@ -77,8 +77,8 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """
     ends = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)  # Such as `<|end|>`.
     starts = marker_kinds((layout.start,), MarkerKind.START_MESSAGE)  # `<|start|>assistant`
-    # In the layout `Messages`, reasoning is a separate message. Inside reasoning, only the markers
-    # that start or end a message therefore have a meaning.
+    # In the layout `Messages`, reasoning is a separate message. Therefore, the parser searches
+    # reasoning only for the markers that start or end a message.
     message_kinds = ends | starts
     calls = compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
@@ -98,7 +98,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
 
 
 def _compile_message_call(layout: Messages) -> CompiledCall:
-    """Compile the description of a message that calls the function named in its header.
+    """Compile the description of a message that is a tool call. Its header names the function.
 
     The header of such a message contains the function's name. `CompiledCall` requires a tool
     section, because arguments that are not valid JSON end at the closing markers of the section.
@@ -123,14 +123,14 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     calls = compile_calls(layout.tools, allows_unmarked=True)
     opens = marker_kinds(reasoning.opens if reasoning else (), MarkerKind.OPEN_REASONING)
     closes = marker_kinds(reasoning.closes if reasoning else (), MarkerKind.CLOSE_REASONING)
-    # A tool call may start inside the reasoning, without `</think>`.
+    # A model may start a tool call inside the reasoning, without writing `</think>` first.
     interrupts = marker_kinds(_interrupting_markers(reasoning, calls), MarkerKind.INTERRUPT)
     wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # If several of these dicts contain the same marker, the rightmost dict in the expression
-    # decides the meaning of the marker. Example: if one marker both opens and closes the reasoning,
-    # this marker opens the reasoning in `content_kinds`, and closes the reasoning in
+    # If the same marker is in several dicts of an expression such as `a | b`, the rightmost of
+    # these dicts determines the meaning of the marker. Example: if one marker both opens and closes
+    # the reasoning, this marker opens the reasoning in `content_kinds`, and closes the reasoning in
     # `reasoning_kinds`. `outer_kinds` contains the markers that the parser removes even if the rest
     # of the message is content.
     outer_kinds = ends | wrapper_opens | wrapper_closes

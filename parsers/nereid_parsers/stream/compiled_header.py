@@ -42,8 +42,8 @@ class CompiledHeader:
             self._header_pattern = compile_pattern(route.header + layout.header_end)
             self._final_whitespace = ""
         else:  # Such as the line break in `>>>all\nHello`.
-            # A pattern accepts any white space, but exactly the white space in `header_end` must
-            # follow this header. Therefore `match` compares this white space separately.
+            # Exactly the white space in `header_end` must follow this header. A compiled pattern
+            # would accept any white space, so `match` compares this white space separately.
             self._header_pattern = compile_pattern(route.header)
             self._final_whitespace = layout.header_end
 
@@ -90,7 +90,7 @@ class CompiledHeader:
         return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 
     def _final_whitespace_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        r"""Return None if the white space that must follow the header starts at `pos`.
+        r"""Test whether the required white space after the header is at `pos`. If so, return None.
 
         Otherwise return NEED_MORE if more text may complete this white space, or NO_MATCH. Example:
         if the header `>>>all\n` must end with a line break, a space after `>>>all` gives NO_MATCH.

@@ -88,7 +88,7 @@ class ContentReader:
         return self._write_as_content(marker) if next_state is None else next_state
 
     def _close_calls(self, marker: str) -> State | None:
-        """Remove a marker such as `</tool_call>` after a tool call, or after all tool calls.
+        """Remove a marker such as `</call>` that follows a tool call or closes all tool calls.
 
         Example: the second `</call>` in `<call>{..}</call></call>` is removed. Return the next
         state. At any other position, a closing marker is content. Then return None, and leave the
@@ -123,7 +123,8 @@ class ContentReader:
         Returns:
             The state CONTENT_ONLY after such a marker, or None if no marker has arrived.
         """
-        # `outer_markers` finds the markers around the content or the message.
+        # `outer_markers` finds only two kinds of markers: those that enclose the content, and those
+        # that end the message.
         text_end, marker = self._format.outer_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))

@@ -82,8 +82,9 @@ class ExpectedCall:
                 Example: `{` is the start of the tool call `{"name": "f"}`.
         """
         variants = [v for v in self.variants if includes_unmarked or not v.is_unmarked]
-        # Although the message has ended, the match is tried as if more text could follow. The
-        # result NEED_MORE then shows that the unread text is the start of a tool call.
+        # `is_final=False` means that more text could follow, although the message has in fact
+        # ended. With this value, the result NEED_MORE shows that the unread text is the start of a
+        # tool call.
         return any(
             variant.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
             for variant in variants
@@ -91,7 +92,7 @@ class ExpectedCall:
 
 
 def _accepts_name(variant: CompiledCall, name: str, tools: Tools) -> bool:
-    """Return whether a tool call that is written like `variant` may call the function `name`.
+    """Return whether a tool call in the form `variant` may call the function `name`.
 
     If the model has omitted the marker of the tool call, the function must be in `tools`, unless
     the tools are unknown. Otherwise any function is accepted here.
@@ -101,7 +102,7 @@ def _accepts_name(variant: CompiledCall, name: str, tools: Tools) -> bool:
 
 
 class CallStarts:
-    """Decides in which ways a tool call may be written at a position of the message.
+    """Decides which forms of a tool call may start at a position of the message.
 
     Each method returns the expected tool call. The caller then tests whether the text matches.
     """
@@ -131,7 +132,7 @@ class CallStarts:
         return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:
-        """Return a tool call that may start with its header, because its marker is missing.
+        """If the model may have omitted the marker before a header, return the expected tool call.
 
         Example: the model writes `<invoke name="f">` without the marker `<calls>` before this
         header.
@@ -151,7 +152,7 @@ class CallStarts:
         return None
 
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
-        """Return a tool call that may start with `opening`, such as `{`, instead of a marker.
+        """Return a tool call that has no marker and may start with `opening`, for example with `{`.
 
         Example: `{` may start the tool call `{"name": "f", "arguments": {}}`.
 
@@ -164,8 +165,8 @@ class CallStarts:
         """
         has_calls = self._call_writer.num_started > 0
         is_output_start = not has_content and not has_calls
-        # Later in the output, `{` is usually content. A tool call is then possible only if the
-        # request offers tools, and if the format allows tool calls after content.
+        # After content or another tool call, `{` is usually content. It can start a tool call only
+        # if the request offers tools and the format allows tool calls after content.
         if not is_output_start and not self._allows_unmarked_later():
             return None
         # The text is a tool call only if it names a function that the request offers.
@@ -181,7 +182,7 @@ class CallStarts:
         return offers_tools and any(call.may_follow_content() for call in self._calls.unmarked)
 
     def after_call(self, buffer: TextBuffer) -> ExpectedCall | None:
-        """Return a tool call that may follow another tool call without a marker between them.
+        """After a tool call, return another tool call that may start without a marker, or None.
 
         Example: after `{"name": "f", ..}`, the unread text `{"name": "g", ..}` may be another tool
         call, because it starts with `{`. For the unread text `Hello`, the result is None.

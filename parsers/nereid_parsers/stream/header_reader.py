@@ -117,8 +117,8 @@ class HeaderReader:
         is_call = route.stage is Stage.CALLS
         follows_content = self._text_writer.has_content
         if is_call and follows_content and self._calls_first:
-            # The policy CALLS_FIRST allows no tool call after content. The header stays unread, so
-            # that it is read as content.
+            # The policy CALLS_FIRST allows no tool call after content, so this header is content.
+            # The header stays unread here, and the reader of the state CONTENT_ONLY reads it.
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)
@@ -132,7 +132,7 @@ class HeaderReader:
         return any(route.has_started(buffer.text, buffer.pos) for route in self._format.routes)
 
     def finish(self) -> None:
-        """Remove the start marker of a message if the output ends directly after this marker."""
+        """If the output ends directly after the start marker of a message, remove this marker."""
         if self._text_writer.pending:
             self._text_writer.drop_pending()
 

@@ -74,8 +74,8 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         longer_markers = [
             longer for longer in longest_first if longer != marker and longer.startswith(marker)
         ]
-        # If `marker` is also the beginning of longer markers, the incomplete forms of these longer
-        # markers are tried before `marker`.
+        # `marker` may be the beginning of longer markers, as `<a>` is the beginning of `<a><b>`. An
+        # incomplete longer marker, such as `<a><`, is tried before `marker`.
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
     # The incomplete forms of all markers are tried last. A marker of one character has no

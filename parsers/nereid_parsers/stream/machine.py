@@ -142,13 +142,14 @@ class Machine:
         if start_point.stage is None:
             self._enter(State.HEADER)
         elif start_point.prefill:
-            # The prefill is the start of the answer in the prompt. Parsing the prefill changes the
-            # state, for example to REASONING if the prefill is `<think>`.
+            # The prefill is the beginning of the answer, and is already in the prompt. Parsing the
+            # prefill changes the state, for example to REASONING if the prefill is `<think>`.
             prefill_events = self.feed(start_point.prefill)
             self._forget_prompt(prefill_events)
         elif not start_point.is_prompt_known and self._unclassified_reader.is_needed():
             # The first marker will show whether the text before this marker is reasoning or
-            # content. If the message contains no marker, `start_point.stage` decides.
+            # content. If the message contains no marker, the text is of the kind
+            # `start_point.stage`.
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
@@ -164,14 +165,15 @@ class Machine:
             events: All events of the text in the prompt.
         """
         open_call_events = self._call_writer.restart_numbering(events)
-        # The last characters of the prompt may not have been classified yet. The TextWriter must
-        # remove these characters from later events.
+        # The meaning of the last characters of the prompt may depend on later text. If so, these
+        # characters are still stored or unread, and the TextWriter must omit them from later
+        # events.
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         num_unread_chars = len(self._buffer.unread())
         self._text_writer.forget_prompt(num_stored_chars + num_unread_chars)
         if self._state is State.INLINE_REASONING:  # The client receives reasoning as content.
             self._reasoning_reader.repeat_opening_marker()
-        # The next call of `feed` returns these events.
+        # The next call of `feed` returns the events of the open tool call.
         self._events += open_call_events
 
     def set_trace(self, trace: Trace | None) -> None:
@@ -238,7 +240,7 @@ class Machine:
             self._content_reader.drop_incomplete_marker(self._state)
 
     def _finish_interrupted_reasoning(self) -> None:
-        """If no marker such as `</think>` follows a tool call in the reasoning, read the tool call.
+        """At the end of the message, read a tool call that was found inside unclosed reasoning.
 
         In the state INTERRUPTED_REASONING, all text from the tool call on has been stored, because
         a closing marker would have shown that the text is reasoning. `finish_interrupted` puts the
@@ -273,9 +275,9 @@ class Machine:
 
     @property
     def stage(self) -> Stage:
-        """The part of the message to which the next character probably belongs.
+        """The kind of text that probably follows: reasoning, content or tool calls.
 
-        The part is reasoning, content or tool calls. Example: after `<think>`, it is reasoning.
+        Example: after `<think>`, reasoning probably follows.
         """
         if self._state is State.UNCLASSIFIED:
             is_reasoning = self._unclassified_reader.is_reasoning_by_default

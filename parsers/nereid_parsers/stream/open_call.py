@@ -95,7 +95,7 @@ class OpenCall:
         return None if self._body_reader.status is MORE else self._leave_body()
 
     def _classify_part(self, part_start: int, was_call_open: bool) -> None:
-        """Classify the text that was just read, either as a part of a tool call or as pending text.
+        """Classify the text that was just read: it is a part of a tool call, or it may be content.
 
         The text is `buffer.text[part_start : buffer.pos]`. Pending text may still turn out to be
         content. Examples of parts of one body:
@@ -130,7 +130,7 @@ class OpenCall:
         return has_body_ended or has_list_item_ended
 
     def _classify_ended_call(self, part_start: int) -> None:
-        """Classify the text from `part_start` on, which contains the end of a tool call.
+        """Classify `buffer.text[part_start:buffer.pos]`. A tool call ends in this text.
 
         In a list of tool calls, text may follow the end of the tool call. This text is pending text
         until it is certain that another tool call starts. Examples:
@@ -168,8 +168,8 @@ class OpenCall:
             return Outcome.NO_CALL
         writes_model_text = self._body_reader.is_verbatim
         if not writes_model_text:
-            # The body reader converts the arguments to JSON, so this reader can also complete the
-            # JSON text.
+            # The body reader has written the JSON text of the arguments, so it can also add the
+            # missing end of the JSON text, for example closing brackets.
             self._body_reader.end_invalid_call()
             return Outcome.ENDED
         return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN

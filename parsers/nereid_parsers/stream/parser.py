@@ -77,13 +77,13 @@ class StreamParser:
 
     @property
     def stage(self) -> Stage:
-        """The part of the message to which the next character probably belongs."""
+        """The kind of text that probably follows: reasoning, content or tool calls."""
         return self._machine.stage
 
 
 @dataclass(frozen=True, slots=True)
 class OutputStart:
-    """The part of a message to which the first character of the model's output belongs.
+    """Describes where in a message the model's output starts, for example in the reasoning.
 
     Attributes:
         stage: The part of the message: reasoning, content or tool calls. If the output starts in

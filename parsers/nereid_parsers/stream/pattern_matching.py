@@ -26,8 +26,8 @@ def as_mismatch(negative_result: int) -> Mismatch:
     return NEED_MORE if negative_result == NEED_MORE else NO_MATCH
 
 
-# The maximum length, in characters, of the text before the arguments of a tool call, such as
-# `<function=f>`. A longer text does not start a tool call.
+# The maximum length, in characters, of the header of a tool call, such as `<function=f>`. A longer
+# text is not treated as a header.
 MAX_HEAD_CHARS = 2048
 
 _SUPERFLUOUS_CHARS = "}])`"
@@ -48,13 +48,13 @@ _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
 _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
-# Matches the boundary between a tag and the text before or after the tag, with any white space at
-# this boundary.
+# Matches the place before or after a tag, together with any white space at this place. Example: in
+# `<a> b`, the space is matched.
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
-# The field `rest` matches the rest of a line, and this text may be empty. All other fields match at
-# least one character.
+# The field `rest` matches the rest of a line, which may be empty. All other fields match at least
+# one character.
 _OPTIONAL_FIELD = "rest"
 _MAX_WORDS_ON_SECOND_LINE = 2  # The limit for a line break inside the field `rest`.
 # For each field, the characters that the field cannot contain, in the syntax of a regex character
@@ -93,8 +93,9 @@ class FieldStep:
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
-        # A function's name at the end of the text may be incomplete, and could then be the name of
-        # another function. The text of any other field is accepted even if it may be incomplete.
+        # If the message ends directly after a function's name, the name may be incomplete: `sum`
+        # may be the beginning of `summary`. Therefore, such a name is not accepted. The other
+        # fields are accepted even if they may be incomplete.
         may_be_cut_off = is_at_text_end and self.name == "name"
         if may_be_cut_off or not self._accepts(text[pos:end]):
             return NO_MATCH
@@ -104,8 +105,8 @@ class FieldStep:
         """Return whether `value` can be the field's text. Only the field `rest` may be empty."""
         if self.name == _OPTIONAL_FIELD:
             return True
-        # Some models write the number of a tool call, so a number is not accepted as a function's
-        # name.
+        # Some models write the number of a tool call next to the function's name. A field `name`
+        # that consists of digits is probably such a number, so it is not accepted.
         is_call_number = self.name == "name" and value.isdigit()
         return bool(value) and not is_call_number
 
@@ -226,7 +227,7 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
 
 
 def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str, ...]) -> list[str]:
-    """Return copies of `text`. In each copy, one of the `replacements` replaces `match`."""
+    """For each of the `replacements`, return a copy of `text` with this text instead of `match`."""
     before = text[: match.start()]
     after = text[match.end() :]
     return [before + replacement + after for replacement in replacements]

@@ -322,8 +322,8 @@ class ReasoningReader:
         if not self._may_open(marker):
             return None
         if self._is_inline:
-            # The client receives the reasoning and its markers as content. The marker stays in the
-            # buffer, because `read_inline` writes it.
+            # The client receives the reasoning and its markers as content. The marker stays unread
+            # here, because `read_inline` reads it later and writes it as content.
             self._text_writer.drop_whitespace()
         else:
             self._text_writer.drop_markup(self._buffer.take(len(marker)))
@@ -347,7 +347,7 @@ class ReasoningReader:
         return self._text_writer.is_after_marker or is_special_token(marker)
 
     def close_in_content(self, marker: str) -> State | None:
-        """Remove a `</think>` that is outside the reasoning, or return None if it is content.
+        """If a marker such as `</think>` outside the reasoning is not content, remove the marker.
 
         Example: `</think>Hi` becomes `Hi`, because a model that writes no opening marker may still
         write the closing marker. In `Hi</think>`, the marker is a part of the content.

@@ -77,7 +77,7 @@ class TextWriter:
         self._trace = TraceWriter(trace) if trace is not None else None
 
     def _classify(self, classification: str, text: str) -> None:
-        """Pass `text` to the trace function, without the characters that belong to the prompt."""
+        """Remove the prompt's characters from `text`, and pass the rest to the trace function."""
         if self._num_prompt_chars:
             text = self._without_prompt(text)
         if self._trace is not None:
@@ -86,7 +86,7 @@ class TextWriter:
     # ---- reasoning and content -------------------------------------------------------------------
 
     def write_reasoning(self, text: str) -> None:
-        r"""Append an event for the reasoning `text` without trailing white space, which is stored.
+        r"""Append an event for the reasoning `text`, but store its trailing white space for later.
 
         Example: after a marker, `write_reasoning("\n\nHm.\n")` appends `ReasoningDelta("Hm.")`. The
         blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
@@ -103,7 +103,7 @@ class TextWriter:
             self._last_text_type = ReasoningDelta
 
     def write_content(self, text: str) -> None:
-        r"""Append an event for the content `text` without trailing white space, which is stored.
+        r"""Append an event for the content `text`, but store its trailing white space for later.
 
         Example: after a marker, `write_content("\n\nHi\n")` appends `ContentDelta("Hi")`. The blank
         lines before `Hi` belong to the marker, unless content precedes the marker. The line break
@@ -140,7 +140,7 @@ class TextWriter:
         return ready_text
 
     def _without_blank_lines(self, text: str) -> str:
-        r"""Return `text` without blank lines at the start. The trace function receives these lines.
+        r"""Return `text` without blank lines at the start. Pass these lines to the trace function.
 
         Example: `"\n\n  Hello"` gives `"  Hello"`.
         """
@@ -161,8 +161,8 @@ class TextWriter:
             fault: The reason for returning text that looked like a marker as content, or None.
         """
         if self._trace is not None:
-            # The trace function has already received the removed white space, classified as
-            # "markup".
+            # The trace function has already received the restored white space, classified as
+            # "markup". Therefore, it now receives only `text`.
             self._trace.write(CONTENT, text)
         restored_whitespace = self._removed_whitespace
         self._removed_whitespace = ""
@@ -200,7 +200,7 @@ class TextWriter:
         self.is_after_marker = True
 
     def treat_call_as_marker(self) -> None:
-        """Treat the end of a tool call like a marker such as `</think>`.
+        """Handle the text after a tool call like the text after a marker such as `</think>`.
 
         Blank lines after the tool call are removed.
         """

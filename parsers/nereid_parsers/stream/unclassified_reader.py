@@ -11,7 +11,7 @@ from nereid_parsers.stream.state import State
 
 
 class UnclassifiedReader:
-    """Reads the text before the first marker, such as `</think>`, after an unknown prompt.
+    """If the prompt is unknown, reads the text before the first marker, such as `</think>`.
 
     An unknown prompt may end with the opening marker of the reasoning, such as `<think>`. The text
     after the prompt is then reasoning, and otherwise content. The reader therefore stores the text
@@ -31,7 +31,7 @@ class UnclassifiedReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, reasoning: ReasoningReader) -> None:
-        """Create a reader for the text in `context`. The object `reasoning` reads the reasoning."""
+        """Create a reader for the text in `context`. `reasoning` is the reader for reasoning."""
         self._buffer = context.buffer
         self._format = context.format
         self._stray_close = context.policy.stray_close  # The rule for `</think>` without `<think>`.
@@ -48,7 +48,8 @@ class UnclassifiedReader:
         reasoning = self._format.reasoning
         if reasoning is None or reasoning.shown is Shown.INLINE:
             return False  # The client receives all text as content.
-        # Only some templates of the model family write the opening marker at the end of the prompt.
+        # With `Opener.EITHER`, some templates of the model family write the opening marker at the
+        # end of the prompt, and others do not.
         prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
         # If the policy is `StrayClose.REASONING`, the text before `</think>` is reasoning, even if
         # `<think>` is missing.

@@ -94,8 +94,8 @@ from nereid_parsers.template.tools import (
     find_tools,
 )
 
-# The report shows this word instead of a syntax, such as "JSON", if the format of the tool calls
-# was not inferred, but is declared in quarantine.py.
+# If quarantine.py declares the format of the tool calls, the format is not inferred, and the report
+# shows this word. Otherwise, the report shows the inferred syntax, such as "JSON".
 _KNOWN_FORM = "recognised"
 
 

@@ -82,7 +82,7 @@ def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFor
 
 
 def _wrong_call(proofs: list[Proof]) -> Proof | None:
-    """Return the message with one tool call if it was parsed wrongly. Otherwise, return None.
+    """If the message with one tool call was parsed wrongly, return this message, otherwise None.
 
     A proof is a rendered message that was parsed to check the format. The result is also None if
     no message with one tool call was rendered.
@@ -135,7 +135,7 @@ def _visible_markers(reasoning: Reasoning | None) -> list[str]:
 
 
 def _ends_of_format(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
-    """Return the texts, such as `<|end|>`, that the parser removes between messages.
+    """Return the texts between messages, such as `<|end|>`, that the parser must remove.
 
     There are two kinds of such texts:
 

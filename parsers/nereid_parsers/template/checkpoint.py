@@ -116,7 +116,7 @@ def _combine(
     file_format: ChosenFormat,
     combine_sections: Callable[[Sections, Sections], Sections],
 ) -> ChosenFormat:
-    """Take one part, such as reasoning, from the chosen format, and the rest from the checkpoint.
+    """Combine one part of the chosen format, such as reasoning, with the checkpoint's other parts.
 
     Example: the user chose a format only for its reasoning. The tool calls are then written as the
     files of the checkpoint declare.
@@ -141,7 +141,7 @@ def _combine(
 
 
 def _join_formats(chosen: Format, from_files: Format, layout: Sections) -> Format:
-    """Combine two `Format` objects. Join their names, end markers and sources, and use `layout`.
+    """Combine two formats: join their names, end markers and sources, and use the given `layout`.
 
     The ends are the texts that the parser removes because they end a turn. The texts that open a
     turn (`turn`) are those of `from_files`, because the template of the checkpoint writes them.
@@ -183,7 +183,7 @@ def _replace_tools(chosen: Sections, from_files: Sections) -> Sections:
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
-    """Return the `Format` that the files of a checkpoint contain, or infer it from the files.
+    """Return the `Format` that a checkpoint declares, or infer a `Format` from its chat template.
 
     There are three sources, in the order of their priority:
 

@@ -65,7 +65,7 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
 
 
 def _read_templates(path: Path, config: dict[str, Any]) -> object:
-    """Return the chat templates of a checkpoint from the first file that contains templates.
+    """Read the chat templates of a checkpoint from the first file that contains chat templates.
 
     The files are, in this order: the .jinja files, chat_template.json, tokenizer_config.json.
 

@@ -33,8 +33,7 @@ _DESCRIPTION = (
     "it did not, and 2 for wrong arguments."
 )
 
-# For each kind of text in a report, the escape sequence that sets the colour of this text on a
-# terminal.
+# Maps each kind of text in a report to the terminal escape sequence that sets its colour.
 _COLOURS = {
     "title": "\x1b[1m",
     "name": "\x1b[34m",

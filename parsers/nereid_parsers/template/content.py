@@ -108,11 +108,11 @@ def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> 
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
-    """Find the markers that a template writes around content only if a message has tool calls.
+    """Find markers that surround content in messages with tool calls, but not in other messages.
 
-    Such a template writes the markers even if the content of the message is empty. Example: a
-    message without content is rendered as "<say></say><call>..", and a message with content is
-    rendered as "<say>CONTENT</say><call>..". The result is `Wrapper("<say>", "</say>")`.
+    A template with such markers writes the markers even if the content of the message is empty.
+    Example: a message without content is rendered as "<say></say><call>..", and a message with
+    content is rendered as "<say>CONTENT</say><call>..". The result is `Wrapper("<say>", "</say>")`.
 
     Mutates: `turn.prober`. If there are markers, `turn.prober` records the comparison for the
     report, with the label C2.
@@ -197,8 +197,8 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
-    # The loop removes `space_after_close`, the white space after a closing marker, after every
-    # marker. After an opening marker such as `<think>`, white space has no meaning.
+    # `space_after_close` is the white space that belongs to the closing marker. The loop also
+    # removes this white space after the opening marker, because white space has no meaning there.
     rest = text
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
@@ -222,7 +222,7 @@ def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None
 
 
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
-    """Return the markers after the content that end the message. Return [] if there are none.
+    """Return the markers that follow the content and end the message. Return [] if there are none.
 
     Usually, the first marker ends the message, such as `<|im_end|>`. A text that also follows a
     user's message ends a message, too. Examples:
@@ -264,7 +264,7 @@ def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Return the text that ends a message and consists of markers and words: `<|out|>turn<|of|>`.
+    """Return the markers and words that end a message, such as `<|out|>turn<|of|>`, as a list.
 
     The text must follow an answer and also a user's message. If one more marker follows the text in
     both places, the result contains this marker too. Return [] if there is no such text.
@@ -285,14 +285,14 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     next_marker = _shared_first_marker(
         after_content.removeprefix(turn_end), after_user_message.removeprefix(turn_end)
     )
-    # `next_marker` may be a part of the header, which opens the next message. Such a marker does
-    # not end a message. EOS_TOKEN is a placeholder for an unknown token, so it is not returned.
+    # A marker of the header opens the next message, so it is not an end marker. EOS_TOKEN is only a
+    # placeholder for an unknown token, so it is not returned either.
     is_end_marker = next_marker not in ("", EOS_TOKEN, *markers(header))
     return [turn_end, next_marker] if is_end_marker else [turn_end]
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
-    """Return the markers and words that end both an answer and a user's message, or "".
+    """Return the markers and words that end both an answer and a user's message, or "" if none do.
 
     A text that contains the model's header, as in the second example, opens the next message. It is
     not the end of a message.

@@ -1,4 +1,4 @@
-"""Conversations with made-up texts. The analysis renders them with a chat template.
+"""Invented conversations that the analysis renders with a chat template.
 
 The made-up texts are `CONTENT_TEXT`, `FIRST_TOOL`, and so on. No template contains these texts, so
 the analysis can find them in a rendering.
@@ -28,8 +28,8 @@ SECOND_KEY = "zqKeyTwo"
 FIRST_VALUE = "zqValueOne"
 SECOND_VALUE = "zqValueTwo"
 NUMBER_VALUE = 41
-# A string with a line break and with markup characters. Some templates put quotes only around such
-# strings.
+# A string with a line break and markup characters. Some templates write quotes around a string only
+# if the string contains such characters.
 SPECIAL_VALUE = f"{FIRST_VALUE}\n<&> {SECOND_VALUE}"
 EOS_TOKEN = "<|zq-end-of-sequence|>"
 BOS_TOKEN = "<|zq-begin-of-sequence|>"
@@ -71,7 +71,7 @@ TWO_CALLS = (*ONE_CALL, ProbeCall(SECOND_TOOL, ((SECOND_KEY, SECOND_VALUE),)))
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    """The content, reasoning and tool calls of an assistant message. Each of them may be empty."""
+    """An assistant message. Its content, its reasoning and its list of tool calls may be empty."""
 
     content: str = ""
     reasoning: str = ""
@@ -147,14 +147,13 @@ def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversatio
 
 # The fields of an assistant message from which templates read the reasoning.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# `InputForm.reasoning` is either the name of a message field or one of these values.
+# `InputForm.reasoning` is either the name of a message field or one of the following constants.
 ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
 
-# Templates expect a message without content in one of three forms. The keys of this dict are the
-# names of the forms (`InputForm.empty_content`). The values contain the field `content` in each of
-# the three forms.
+# The three forms in which templates expect a message without content. Each key is the name of a
+# form (`InputForm.empty_content`), and its value contains the field `content` in this form.
 _EMPTY_CONTENT: dict[str, dict[str, Any]] = {
     "text": {"content": ""},
     "null": {"content": None},
@@ -344,7 +343,7 @@ def _content_with_thinking(answer: AssistantMessage) -> list[dict[str, str]]:
 
 
 def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
-    """Return an assistant message whose content is a list of objects, which are called blocks.
+    """Return an assistant message whose content contains a list of objects, called blocks.
 
     A few templates expect this form. The first block contains the reasoning. Other blocks contain
     the tool calls and the text, if the answer has tool calls or text.
@@ -366,7 +365,7 @@ def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
 
 
 def forms_of_content() -> Iterator[InputForm]:
-    """Yield the possible forms of content, such as a string or a list. The most common is first.
+    """Yield the forms in which a template may expect content. The most common form is first.
 
     Example: in the first form, `content` is a string. In another form, `content` is a list.
     """
@@ -375,7 +374,7 @@ def forms_of_content() -> Iterator[InputForm]:
 
 
 def forms_of_calls(form: InputForm) -> Iterator[InputForm]:
-    """Yield the possible forms of tool calls in a message. The most common form is first.
+    """Yield the forms in which a template may expect tool calls. The most common form is first.
 
     Example: in the first form, the arguments are a dict. In another form, they are a JSON string.
 

@@ -19,8 +19,8 @@ _TOKEN = re.compile(
     r"|◁[^◁▷\n]*▷|```|\w+|\s|.",
     re.DOTALL,
 )
-# Matches a marker, such as `<think>` or `[TOOL_CALLS]`. The expression `_TOKEN` also matches an
-# unclosed `<tag` and a short `[A]`, which are not markers.
+# Matches a marker, such as `<think>` or `[TOOL_CALLS]`. Unlike `_TOKEN`, this expression does not
+# match an unclosed `<tag` or a short `[A]`, because these texts are not markers.
 MARKER = re.compile(
     r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
     r"|◁[^◁▷\n]*▷"
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def tokens(text: str) -> list[str]:
-    """Split `text` into markers, such as `<think>`, into words, and into single characters.
+    """Split `text` into tokens: markers such as `<think>`, words, and single characters.
 
     >>> tokens("<think>Two words")
     ['<think>', 'Two', ' ', 'words']
@@ -231,7 +231,7 @@ def leading_markers(text: str) -> list[str]:
 
 
 def first_two(found_markers: list[str]) -> tuple[str, str]:
-    """Return the first two members of a list of markers. A missing member is replaced by "".
+    """Return the first two markers of a list. If a marker is missing, return "" in its place.
 
     >>> first_two(["<think>"]), first_two(["<think>", "</think>", "<answer>"])
     (('<think>', ''), ('<think>', '</think>'))
@@ -242,7 +242,7 @@ def first_two(found_markers: list[str]) -> tuple[str, str]:
 
 
 def leading_marker(text: str) -> str:
-    r"""Return the marker at the start of `text`, or "" if `text` starts with other text.
+    r"""Return the marker at the start of `text`, or "" if `text` does not start with a marker.
 
     A marker is a piece of markup such as `<think>`. White space before the marker is ignored.
 
@@ -253,7 +253,7 @@ def leading_marker(text: str) -> str:
 
 
 def trailing_marker(text: str) -> str:
-    r"""Return the marker at the end of `text`, or "" if `text` ends with other text.
+    r"""Return the marker at the end of `text`, or "" if `text` does not end with a marker.
 
     A marker is a piece of markup such as `<think>`. White space after the marker is ignored.
 

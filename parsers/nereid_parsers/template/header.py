@@ -40,8 +40,8 @@ _MAX_USER_HEADER = 80  # the maximum length of the header of a user message, in 
 
 _QUESTION = Conversation()
 _PROMPT = Conversation(generation_prompt=True)
-# Conversations with an assistant message. Their renderings contain the header of this message, such
-# as `<|assistant|>`.
+# Each of these conversations contains an assistant message, so its rendering contains the header of
+# an assistant message, such as `<|assistant|>`.
 _ANSWERED = (
     Conversation(AssistantMessage(CONTENT_TEXT)),
     Conversation(AssistantMessage(CONTENT_TEXT), user_replies=True),
@@ -65,8 +65,8 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
     Returns:
         The header, the rendered prompts, and the text after the user's question.
     """
-    # One rendered prompt for each setting of the thinking switches, such as
-    # `enable_thinking=False`.
+    # For each setting of the thinking switches, such as `enable_thinking=False`, this list contains
+    # one rendered prompt.
     rendered_prompts = _rendered_prompts(prober)
     header = _find_header(prober, [prompt.text for prompt in rendered_prompts])
     prompts = tuple(
@@ -113,7 +113,7 @@ class _RenderedPrompt(NamedTuple):
 
 
 def _rendered_prompts(prober: Prober) -> list[_RenderedPrompt]:
-    """Render a question with a generation prompt for each value of switches like `enable_thinking`.
+    """For each thinking setting, such as `enable_thinking=False`, render a question as a prompt.
 
     A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
     text at the end of a prompt that opens the model's answer. A setting is omitted if the template
@@ -149,8 +149,8 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
         shared_text = _part_in_renderings(generation_prompt, [*answers, *prompt_ends])
     else:
-        # The template ignores `add_generation_prompt`. So only conversations with an answer contain
-        # the header of an assistant message.
+        # The template ignores `add_generation_prompt`. Therefore, only rendered answers contain the
+        # header of an assistant message.
         after_question = text_after_last(question_and_prompt, USER_TEXT)
         shared_text = _prefix_of_all(after_question, answers)
     return _drop_text_after_header(shared_text, answers, _user_header(question))
@@ -228,8 +228,8 @@ def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> st
     """
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # All found prefixes are prefixes of one text, so the longer ones start with the shortest one.
-    # Therefore, the shortest prefix occurs in every rendering in which a prefix was found.
+    # Every found prefix is a prefix of `generation_prompt`, so it starts with the shortest found
+    # prefix. Therefore, the shortest prefix occurs in every rendering that contains a prefix.
     return min(found_prefixes, key=len, default=generation_prompt)
 
 
@@ -326,7 +326,7 @@ def _is_closed_after_header(answer: str, header: str, opening: str) -> bool:
 
 
 def _user_header(question: str) -> str:
-    r"""Return the text that opens the user's message, such as `<|user|>`, or "" if none is found.
+    r"""Return the text, such as `<|user|>`, that opens the user's message, or "" if none is found.
 
     The header starts with a marker, such as `<|start|>`, and contains the role "user". It ends at
     the user's question:
@@ -370,13 +370,13 @@ def _drop_text_after_role(header: str, user_header: str) -> str:
     matches = list(re.finditer(regex, header))
     if not matches:
         return header
-    # The last match is the header of the assistant message. Earlier matches are headers of messages
-    # before this message.
+    # The last match is the header of the assistant message. Earlier matches are the headers of
+    # earlier messages.
     return header[: matches[-1].end()]
 
 
 def _regex_for_any_role(user_header: str) -> str:
-    r"""Return a regular expression for headers like `user_header`, but with any role.
+    r"""Return a regular expression that matches `user_header` with any role instead of "user".
 
     The expression accepts any word in the place of the role "user":
 

@@ -1,4 +1,4 @@
-"""Describe tool calls that models write although their chat templates do not render them.
+"""Describe the tool calls that models write but their chat templates do not render.
 
 - `add_family_variants` adds variants of a tool call that related models write, but that the
   template does not render.
@@ -28,7 +28,7 @@ from nereid_parsers.tool_declarations import Body
 
 
 def add_family_variants(section: ToolSection) -> ToolSection:
-    """Extend a description of tool calls, so that it also covers the tool calls of related models.
+    """Add the tool call variants of related models to the description of a model's tool calls.
 
     A template renders only one way to write a tool call, but models often write others. Example: a
     template renders `<tool_call><function=f>..</function></tool_call>`. Models of this family
@@ -65,7 +65,7 @@ def _families_of(section: ToolSection) -> list[ToolSection]:
     Return [] if no marker starts the tool calls of `section`. Such tool calls of different families
     look alike, so they do not show the family.
     """
-    # A trigger is the text at which a single tool call starts, such as `<tool_call>`.
+    # A trigger is the text that starts a single tool call, such as `<tool_call>`.
     has_marker = bool(section.opens or section.calls[0].trigger)
     if not has_marker:
         return []
@@ -73,7 +73,7 @@ def _families_of(section: ToolSection) -> list[ToolSection]:
 
 
 def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
-    """Return the members of `variants` whose markers or JSON keys are not in `calls` yet.
+    """Return the variants whose combination of markers and JSON keys does not occur in `calls`.
 
     Example: `calls` contains `<call>..</call>`, and `variants` contains `<call>..</call>` and
     `[call]..`. The result contains only `[call]..`.
@@ -103,8 +103,8 @@ def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """
     first_of_family, *others = family.calls
     for variant in others:
-        # If the registry declares the same body for this variant and for the first way, both are
-        # assumed to have the body that was inferred from the template.
+        # If the registry declares the same body for this variant and the first variant, the
+        # analysis assumes that this variant, too, has the body that was inferred from the template.
         has_body_of_first = variant.body == first_of_family.body
         yield replace(variant, body=inferred_call.body) if has_body_of_first else variant
 
@@ -151,7 +151,7 @@ class _Markup(NamedTuple):
 
 
 def _markup_of(call: Call) -> _Markup:
-    """Return the markers and the JSON keys of a tool call, for comparing two tool calls.
+    """Return the markers and JSON keys of a tool call in a form that can be compared.
 
     White space around the markers is removed, because the comparison ignores white space.
 
@@ -169,7 +169,7 @@ def _markup_of(call: Call) -> _Markup:
 
 
 def _keys_or_tags(call: Call) -> tuple[str, ...]:
-    """Return the JSON keys of a tool call, or the tags of its arguments if it has no JSON keys.
+    """Return the JSON keys of a tool call or, if there are none, the tags around its arguments.
 
     A JSON body gives the keys of the function's name and of the arguments. A body that writes each
     argument between two tags gives these tags. Any other body gives ().
@@ -196,7 +196,7 @@ def _keys_of(call: Call) -> Keys | None:
 
 
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
-    """Extend `call`, so that it also accepts the JSON keys that the model families use.
+    """Return a copy of `call` that also accepts the JSON keys of the given model families.
 
     Example: `call` writes the arguments under the key "arguments", and a family also writes them
     under the key "parameters". The result accepts both keys (`Keys.also`). The result also accepts
@@ -243,7 +243,7 @@ _MARKERS_OF_PHRASES = {
 
 
 def markers_of_phrases(text: str) -> list[str]:
-    """Return the tool call markers that belong to the known phrases in `text`.
+    """Return the tool call markers of every model family whose known phrase occurs in `text`.
 
     >>> markers_of_phrases("List of tools: [")
     ['<|tool_call_start|>', '<|tool_call_end|>']

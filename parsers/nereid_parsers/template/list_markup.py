@@ -1,4 +1,4 @@
-"""The texts around and between the items of a list, such as the tool calls of one message."""
+"""The texts before, between and after the items of a list, such as the tool calls of a message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nereid_parsers.template.difference import common_prefix, common_suffix
 
 @dataclass(frozen=True, slots=True)
 class ListMarkup:
-    """The texts around and between the items of a list, such as the tool calls of one message.
+    """The texts before, between and after the items of a list, such as the tool calls of a message.
 
     A list with two items is written as
 

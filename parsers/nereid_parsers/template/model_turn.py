@@ -107,12 +107,12 @@ class ModelTurn:
         rendering = self.prober.render(conversation, form)
         if rendering is None:
             return None
-        # The text after the user's question or the tool's result.
+        # This text follows the user's question or the tool's result.
         after_input = _text_after_input(rendering, conversation)
         header = _header_in(after_input, self.header)
         if not header:
-            # If messages have no header, the answer starts after the markup that ends the user's
-            # message.
+            # If the text contains no header, the answer starts directly after the markup that ends
+            # the user's message.
             end_of_user_message = common_prefix(after_input, self.after_user_message)
             return after_input.removeprefix(end_of_user_message)
         _, _, after_header = after_input.partition(header)
@@ -154,7 +154,7 @@ def prompt_after_header(prompt: str, header: str) -> str:
 
 
 def _text_after_input(rendering: str, conversation: Conversation) -> str:
-    """Return the text after the last input. This input is a user's question or a tool's result.
+    """Return the text after the last input, which is a user's question or a tool's result.
 
     If the conversation contains a tool's result, the last input is the result. Otherwise, the last
     input is the user's question. Example: the rendering "<user>QUESTION</user><assistant>Hello"
@@ -169,7 +169,7 @@ def _text_after_input(rendering: str, conversation: Conversation) -> str:
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Return the form of `header` that `text` contains: with or without the white space around it.
+    r"""Return `header` as `text` contains it: with or without the surrounding white space.
 
     A header is the text that opens a message. Some templates omit the white space around the header
     in some messages. In this example, the line break is missing in `text`:
@@ -222,7 +222,7 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the header that a model writes after a tool's result, such as `<|assistant|>`, or "".
+    """Return the header, such as `<|assistant|>`, that a model writes after a tool's result, or "".
 
     A message header is the text that opens an assistant message, such as `<|assistant|>`. Usually
     the prompt ends with the header, so the model starts directly with the answer. Some templates
@@ -280,18 +280,19 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if not markers(header):
         return ()
     prompt_end = _prompt_end_after_result(turn.prober)
-    # If the template does not render tools' results, the header opens every answer.
+    # If the prompt contains the header after a tool's result, or if the template renders no tool
+    # results, the header opens every answer.
     if prompt_end is None or header in prompt_end:
         return (header,)
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
     # The prompt contains no header after the tool's result, so the marker at the end of the prompt
-    # must open the answer. If there is no such marker, the result is empty. If the result contained
-    # only the header, the parser would find the header of an earlier message in the prompt.
+    # must open the answer. If there is no marker either, the result is empty, because a search for
+    # the header would find the header of an earlier message.
     return (header, other_marker) if other_marker else ()
 
 
 def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) -> str:
-    """Return the marker that opens an answer to a tool's result, such as `<|answer|>`, or "".
+    """Return the marker, such as `<|answer|>`, that opens an answer to a tool's result, or "".
 
     The marker is at the end of the prompt, or precedes the markers of reasoning there:
 

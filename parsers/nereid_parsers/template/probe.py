@@ -135,15 +135,16 @@ class Prober:
             "add_generation_prompt": conversation.generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
-            # If several of these dicts contain the same variable, the value in the last dict is
-            # used. The template would fail if a variable in `_blank_variables` were undefined.
+            # If several of the following dicts contain a variable, the last of these dicts
+            # determines its value. Blank variables are set to "", because the template fails if
+            # they are undefined.
             **dict.fromkeys(self._blank_variables, ""),
             **self.kwargs,
             **dict(conversation.switches.variables),  # Such as enable_thinking=False.
         }
 
     def _undefined_variable(self, error_message: str) -> str | None:
-        """Return the name of the undefined variable in an error message of the template, or None.
+        """If the error message reports an undefined variable, return the name of the variable.
 
         Example: the message "UndefinedError: 'today' is undefined" gives "today". The caller sets
         this variable to "" and renders the conversation again. The result is None for any other
@@ -194,7 +195,7 @@ class Prober:
         self.record(name, UNCHANGED, left=question, right=question, finding=finding)
 
     def record_undecided(self, sentence: str) -> None:
-        """Add a sentence to `undecided` that states what could not be inferred, and why.
+        """Add to `undecided` a sentence that states what could not be inferred, and why.
 
         The report shows the sentence under the heading "Not decided".
         """
@@ -203,7 +204,7 @@ class Prober:
     # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> InputForm | None:
-        """Return the first form of content that the template renders, or None if all forms fail.
+        """Return the first form of content that the template can render, or None if all forms fail.
 
         For example, `content` is a string or a list. The method renders a question and an answer in
         all possible forms. The result is the first form for which the rendered text contains the
@@ -217,7 +218,7 @@ class Prober:
         return None
 
     def find_call_form(self) -> InputForm | None:
-        """Return the first form of tool calls that the template renders, or None if all forms fail.
+        """Return the first form of tool calls that the template can render, or None if all fail.
 
         For example, the arguments of a tool call are an object or a JSON string. The attribute
         `form`, which contains the form of the content, is combined with each form of tool calls.

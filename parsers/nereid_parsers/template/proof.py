@@ -173,8 +173,8 @@ class _AnswerRenderer:
         if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
             return None
         answer = rendering.removeprefix(prompt)
-        # The markup that follows a user's message is `turn.after_user_message`. Some templates
-        # write the same markup after an answer.
+        # `turn.after_user_message` is the markup after a user's message. Some templates also write
+        # this markup after an answer.
         without_trailing_text = drop_common_suffix(answer, self.turn.after_user_message)
         return self.turn.without_end_markers(without_trailing_text)
 
@@ -231,7 +231,7 @@ def _conversations(
 
 
 def _drop_prompt_end(answer: str, prompt_end: str) -> str:
-    r"""Remove `prompt_end` from the start of a rendered answer, if the answer starts with it.
+    r"""If a rendered answer starts with `prompt_end`, remove `prompt_end` from the answer.
 
     A prompt may end with the start of the answer, such as `<think>`. The model continues after this
     start, and does not write the start again.
@@ -248,7 +248,7 @@ def _drop_prompt_end(answer: str, prompt_end: str) -> str:
 
 
 def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
-    """Remove the closing marker of reasoning from `answer`, if `prompt_end` ends with this marker.
+    """If `prompt_end` ends with the closing marker of reasoning, remove this marker from `answer`.
 
     A prompt may end with empty reasoning, such as `<think></think>`. Then the model does not write
     the marker `</think>` again. But some templates write `</think>` before the content of each
@@ -268,7 +268,7 @@ def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
-    """Put the closing marker of reasoning before `text` if `prompt` ends with the opening marker.
+    """If `prompt` ends with the opening marker of reasoning, put the closing marker before `text`.
 
     If a prompt ends with `<think>`, and the rendered answer contains no reasoning, a model would
     first write the closing marker:
@@ -314,7 +314,7 @@ def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]
 
 
 def _has_arguments(call: ProbeCall, arguments: str) -> bool:
-    """Return whether the JSON text `arguments` is equal to the arguments of a tool call.
+    """Return whether the JSON text `arguments` contains exactly the arguments of `call`.
 
     Return False if `arguments` is not valid JSON.
     """

@@ -71,8 +71,8 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
-    # `opener` states whether the template or the model writes the opening marker. A template writes
-    # this marker at the end of the prompt.
+    # `opener` states whether the model writes the opening marker, or whether the template has
+    # already written this marker at the end of the prompt.
     part = replace(markup.part, opener=_infer_opener(turn, markup.part))
     if findings.conversation is not None:
         # The opening marker of a tool call, such as `<tool_call>`, may end the reasoning instead of
@@ -110,7 +110,7 @@ def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> Reasonin
 
 
 def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
-    r"""Find out whether the prompt or the model writes the opening marker of reasoning.
+    r"""Find out whether the template or the model writes the opening marker of reasoning.
 
     Return `Opener.PROMPT` if the default prompt opens reasoning and does not close the reasoning,
     as in "<|im_start|>assistant\n<think>\n". Otherwise, return `Opener.MODEL`.
@@ -167,7 +167,7 @@ def _without_reasoning(conversation: Conversation) -> Conversation:
 
 
 class _TextAroundReasoning(NamedTuple):
-    """The texts before, between and after the reasoning and the content of a rendered message.
+    """The texts around the reasoning and around the content of a rendered message.
 
     Example: "<think>REASONING</think><answer>CONTENT</answer>" has `before` "<think>",
     `after_reasoning` "</think><answer>" and `after_content` "</answer>".
@@ -207,7 +207,7 @@ def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroun
 def _wrapper_after_reasoning(
     around: _TextAroundReasoning, closing: str, header: str
 ) -> Wrapper | None:
-    """Return the markers around the content after the reasoning, or None if there are no markers.
+    """Return the markers around the content that follows the reasoning, or None if there are none.
 
     Example: in "<think>REASONING</think><|assistant|><answer>CONTENT</answer>", the content is
     between `<answer>` and `</answer>`. The closing marker `</think>` and the header `<|assistant|>`
@@ -228,7 +228,7 @@ def _wrapper_after_reasoning(
 
 
 def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> MarkerPair:
-    """Return the opening marker and the closing marker of reasoning. A missing marker is "".
+    """Return the opening and the closing marker of reasoning. A missing marker is returned as "".
 
     Example: if the rendered message is "<think>REASONING</think>CONTENT", the markers are `<think>`
     and `</think>`.
@@ -240,7 +240,8 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
     opening = _opening_before_reasoning(turn, around.before)
     closing = closing_marker(around.after_reasoning, opening)
     if not opening:
-        # The opening marker may be derived from the closing marker: `<think>` from `</think>`.
+        # The opening marker is derived from the closing marker, for example `<think>` from
+        # `</think>`.
         opening = first_occurring(turn, opening_spellings(closing.strip()))
     return MarkerPair(opening, closing)
 

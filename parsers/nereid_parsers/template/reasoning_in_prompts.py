@@ -59,7 +59,7 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """Return the closing marker of the reasoning that `prompt` opens, or "" if it opens none.
+    """If `prompt` opens reasoning, return the marker that closes this reasoning, otherwise "".
 
     Examples of the text after the header, such as `<|assistant|>`:
 
@@ -147,14 +147,14 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
         return []  # The analysis itself added a system message, so the text is no instruction.
     added_instructions = difference(default.text, prompt.text).right
     pairs = empty_pairs(added_instructions)
-    # The text that a switch has added to the prompt describes reasoning only if the name of the
-    # first pair refers to thinking.
+    # The added text describes reasoning only if the name of the first pair of tags refers to
+    # thinking, as in `<think></think>`.
     is_about_thinking = bool(pairs) and is_thinking_marker(pairs[0].opening)
     return pairs if is_about_thinking else []
 
 
 def first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
-    """Return the first of `candidates` that occurs in the template or in a prompt, or "".
+    """Return the first candidate that occurs in the template or in a prompt, or "" if none occurs.
 
     Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only
     "</think>". The result is "</think>".

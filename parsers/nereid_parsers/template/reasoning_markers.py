@@ -154,7 +154,7 @@ def _marker_or_words_at_start(text: str) -> str:
 
 
 def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> ReasoningMarkup:
-    """Describe the markers around the reasoning, and a header that follows the reasoning.
+    """Describe the markers around the reasoning, and a header after the reasoning, if found.
 
     A header is the text that opens an assistant message. Some templates write the header a second
     time, between the reasoning and the content. The model then writes the second header itself, and
@@ -178,7 +178,7 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
 
 
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the last marker of `opening`. Some models omit the markers before this marker.
+    """Return the last of several opening markers, because some models write only this marker.
 
     The result is () if only one marker opens the reasoning, or if the last marker does not show
     that reasoning starts. Example: `<|sep|>` also occurs at the end of the reasoning.
@@ -202,7 +202,7 @@ def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
-    r"""Return the markers around the content after the reasoning, or None if there are no markers.
+    r"""Return the markers around the content that follows the reasoning, or None if there are none.
 
     In the second example, no marker closes the content, because `<|im_end|>` is not the closing
     marker of `<answer>`.
@@ -222,8 +222,8 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
         return None
     first_after, _ = first_two(markers(after_content))  # A missing marker is "".
     closing = first_after if first_after in closing_spellings(opening) else ""
-    # White space before the opening marker of the content, such as `<answer>`, belongs to the end
-    # of the reasoning, so it is removed. White space after this marker is kept.
+    # `lstrip` removes the white space before the opening marker, such as `<answer>`, because this
+    # white space belongs to the end of the reasoning. White space after the opening marker is kept.
     return Wrapper(before_content.lstrip(), closing)
 
 
@@ -247,7 +247,7 @@ def empty_pairs(text: str) -> list[MarkerPair]:
 
 
 def named_pair(literal: str) -> MarkerPair | None:
-    """Return the markers of reasoning, such as `<think>`, in a string constant, or return None.
+    """Return the markers of reasoning that a string constant contains, such as `<think>`, or None.
 
     The name of such a marker refers to thinking, as in `<think>`. The constant may contain both
     markers, or consist of the closing marker alone. In the second case, the opening marker is
@@ -281,7 +281,7 @@ def _thinking_pair_in(literal: str) -> MarkerPair | None:
 
 
 def _pair_of_closing(text: str) -> MarkerPair | None:
-    """Return a pair of markers if `text` is a closing marker such as `</think>`, otherwise None.
+    """If `text` is a closing marker such as `</think>`, return this marker with its opening marker.
 
     >>> _pair_of_closing("</think>")
     MarkerPair(opening='<think>', closing='</think>')
@@ -305,7 +305,7 @@ def _possible_openings(marker: str) -> list[str]:
 
 
 def markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
-    r"""Describe the markers around the reasoning, and the markers around the content, if any.
+    r"""Describe the markers around the reasoning and, if found, the markers around the content.
 
     The pairs come from an instruction, such as "Write <think></think> and <answer></answer>". An
     instruction does not show the white space around the markers of reasoning. The function assumes

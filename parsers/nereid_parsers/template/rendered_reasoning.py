@@ -29,8 +29,8 @@ _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
 _MAX_SWITCHES_TRIED = 6
 
 # Three assistant messages with reasoning. The first message also has content, the second has a tool
-# call, and the third has content and a tool call. Some templates render reasoning only in messages
-# with tool calls.
+# call, and the third has content and a tool call. Some templates render the reasoning of a message
+# only if the message has a tool call.
 _ANSWERS = (
     AssistantMessage(CONTENT_TEXT, REASONING_TEXT),
     AssistantMessage("", REASONING_TEXT, ONE_CALL),

@@ -208,8 +208,8 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
-    # The appended text ends with a space. If this space is missing in the rendered text, the
-    # template removes white space at the end of a message. So the white space at the end of the
-    # original message is removed here, too.
+    # A missing space after `_END_WORD` shows that the template removes white space at the end of a
+    # message. The white space before `_END_WORD` is the end of the original message, so it must be
+    # removed, too.
     keeps_whitespace = after_end_word.startswith(" ")
     return up_to_message_end if keeps_whitespace else up_to_message_end.rstrip()

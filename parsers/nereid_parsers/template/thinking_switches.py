@@ -20,8 +20,9 @@ _NO_SWITCH_NAME = re.compile(
 )
 _EFFORTS = ("high", "low", "none", "enabled", "disabled")
 _SYSTEM_SWITCHES = ("/think", "/no_think")
-# The maximum number of switches, such as `enable_thinking`, of values for each switch, and of
-# settings. These limits keep an analysis within its time limit.
+# An analysis tries at most `_MAX_NAMES` switches, such as `enable_thinking`, at most `_MAX_VALUES`
+# values of each switch, and at most `_MAX_SETTINGS` settings. Otherwise, it could exceed its time
+# limit.
 _MAX_NAMES = 4
 _MAX_VALUES = 6
 _MAX_SETTINGS = 20
@@ -86,20 +87,21 @@ def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
     compared_values = [value for value in constants if isinstance(value, str | int)]
     is_effort = "effort" in name or "mode" in name  # such as `reasoning_effort`
     usual_values: tuple[Any, ...] = _EFFORTS if is_effort else (True, False)
-    # The dict removes duplicates. The keys are texts, because True and 1 would be equal keys.
+    # The dict removes duplicates. Its keys are the texts of the values, because the values True and
+    # 1 would be the same key.
     value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
     return list(value_by_text.values())[:_MAX_VALUES]
 
 
 def _all_on_and_all_off(names: list[str]) -> list[Switches]:
-    """Return two settings: all variables are True in the first, and False in the second."""
+    """Return two settings: one in which all variables are True, and one in which all are False."""
     all_on = Switches(tuple((name, True) for name in names))
     all_off = Switches(tuple((name, False) for name in names))
     return [all_on, all_off]
 
 
 def _system_messages(template: CompiledTemplate) -> list[Switches]:
-    """Return the settings that turn thinking on or off with a word such as "/think".
+    """Return the settings that turn thinking on or off with a system message such as "/think".
 
     The words are "/think" and "/no_think". The result contains one setting for each of these words
     that the template contains.

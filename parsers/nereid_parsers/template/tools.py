@@ -115,8 +115,8 @@ def find_tools(
         with_content=content_before_call.is_rendered,
         inner_headers=content_before_call.inner_headers,
     )
-    # The numbers of the tool calls are masked, so that two tool calls differ only in their names
-    # and arguments.
+    # A placeholder replaces the number of each tool call, so that two tool calls differ only in
+    # their names and arguments.
     inference = infer_call_format(mask_call_numbers(texts))
     turn.prober.undecided += inference.problems
     if inference.call_format is None:
@@ -281,7 +281,7 @@ def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the markers between content and a tool call that end one message and open another.
+    """Return the markers that separate the content and the tool call into two turns.
 
     A template may write the content and the tool call as two turns. Then an end marker closes the
     first turn, and the header opens the second turn. The result contains the header and the first

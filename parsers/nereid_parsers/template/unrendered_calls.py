@@ -23,7 +23,7 @@ _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 
 
 def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
-    """Guess how the model writes tool calls if the template renders no complete tool call.
+    """If the template renders no complete tool call, guess how the model writes tool calls.
 
     A tool section declares how a model writes tool calls, for example between
     `<|tool_call_start|>` and `<|tool_call_end|>`. The registry of formats contains the tool
@@ -74,15 +74,15 @@ def _describe_unrendered_calls(section: ToolSection | None) -> str:
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:
-    """Return texts that may be the markers of tool calls that the template does not render.
+    """Return the texts that may be tool call markers, although the template renders no tool calls.
 
     There are three kinds of such texts: the markers in the template, the added tokens of the
     tokenizer, and markers that are derived from a marker in the template. Example: the template
     contains `<|tool_list_start|>`, so the result contains this marker and `<|tool_call_start|>`.
     """
     literal_text = "\n".join(prober.template.literals)
-    # Some model families are identified by a phrase, such as "List of tools: [". The markers of
-    # these families are known.
+    # Some templates contain a phrase, such as "List of tools: [", that identifies the model family.
+    # The tool call markers of these families are known.
     template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
     derived_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
     return {*prober.added_tokens, *template_markers, *derived_markers}

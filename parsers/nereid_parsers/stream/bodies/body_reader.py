@@ -71,7 +71,7 @@ class BodyReader:
         self.is_final = False
 
     def begin(self) -> None:
-        """Start the tool call if the text before the arguments is enough to recognise a tool call.
+        """If the text before the arguments is enough to recognise a tool call, start the tool call.
 
         If the tool call cannot start, set the status BROKEN. The parser then returns the text of
         the tool call as content. Most readers do nothing in `begin`, because they start the tool

@@ -23,9 +23,9 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.values.argument_types import Tools
 from nereid_parsers.tool_declarations import TaggedArguments
 
-# A value may contain a marker that normally ends a tool call. The marker is a part of the value if
-# the closing marker of the value follows. The search for this closing marker ends after
-# `_MAX_UNDECIDED_CHARS` characters.
+# A value may contain a marker that normally ends a tool call, such as `</function>`. To decide
+# whether the marker belongs to the value, the parser searches for the closing tag of the value,
+# such as `</parameter>`, in the next `_MAX_UNDECIDED_CHARS` characters.
 _MAX_UNDECIDED_CHARS = 2048
 _NEVER = "(?!)"  # A regex that never matches.
 
@@ -157,7 +157,7 @@ def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
 
 
 def _any_of(markers: Iterable[str]) -> str:
-    """Return a regex that matches any of `markers`. Without markers, the regex never matches.
+    """Return a regex that matches any of `markers`. If `markers` is empty, the regex never matches.
 
     White space before and after the tags of a marker is optional, see `spaced_marker_regex`.
     """
@@ -165,7 +165,7 @@ def _any_of(markers: Iterable[str]) -> str:
 
 
 def _first_char_lookahead(texts: Iterable[str]) -> str:
-    """Return a regex look-ahead that accepts any character with which one of the texts starts.
+    """Return a regex look-ahead that accepts the first character of each of `texts`.
 
     Example: `("</p>", "[x]")` gives the look-ahead for `<` and `[`.
     """
@@ -254,7 +254,7 @@ class CompiledTags:
         return NO_MATCH
 
     def start_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        """Return None if arguments can start at `text[pos]`, otherwise NEED_MORE or NO_MATCH.
+        """Return None if arguments can start at `text[pos]`. If not, return NEED_MORE or NO_MATCH.
 
         The caller has matched the header of the tool call, such as `<function=f>`, before `pos`.
         Examples for arguments that start with `<parameter={key}>`:

@@ -104,7 +104,8 @@ class ArrayReader(BodyReader):
             # The caller needs the position at which the last tool call ends, because content may
             # follow the tool call.
             self.last_call_end = pos
-            # One complete tool call shows that the other members of the array are tool calls, too.
+            # After one complete tool call, the other members of the array are treated as tool
+            # calls, too.
             self._is_confirmed = True
         return pos
 

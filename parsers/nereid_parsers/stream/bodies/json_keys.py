@@ -165,10 +165,11 @@ class KeyRoles:
         if is_object and self._may_deviate():
             deviation = _deviation_of(path, keys, has_name=self._parts.name is not None)
             if deviation is not None:
-                # The client receives the description of the wrong key with the tool call.
+                # Together with the tool call, the client receives a description of the wrong key.
                 self._writer.add_deviation(deviation.description)
                 return deviation.role
-        # A marker, an earlier tool call or the name has shown that the object is a tool call.
+        # The object is certainly a tool call if a marker or an earlier tool call has confirmed
+        # this, or if the tool call has already started.
         is_known_call = self._is_confirmed or self._writer.is_open
         is_harmless_key = _last_key(path) in keys.extra  # Such as `type`, which the format names.
         return KeyRole.IGNORED if is_known_call or is_harmless_key else KeyRole.INVALID

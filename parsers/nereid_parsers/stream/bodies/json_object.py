@@ -242,7 +242,7 @@ class ObjectReader(StepReader):
         return end
 
     def _continue_after_scan(self) -> None:
-        """Select the next step after `_scanner` has read a piece of a value.
+        """After `_scanner` has read a piece of a value, select the step that reads the next text.
 
         If the value is complete, the next step reads the next key. If the value is not valid JSON,
         `status` becomes BROKEN. If the value is incomplete, the current step also reads the next
@@ -256,7 +256,7 @@ class ObjectReader(StepReader):
     # ---- name, id and arguments ------------------------------------------------------------------
 
     def _set_name(self, name: str) -> None:
-        """Store the function's name, and start the tool call if possible. Expect the next key.
+        """Store the function's name. If the tool call can already start, start the tool call.
 
         The tool call starts if its arguments precede the name, or if a marker has confirmed that
         the object is a tool call. Otherwise the tool call starts later, with the arguments. If the
@@ -298,7 +298,7 @@ class ObjectReader(StepReader):
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int:
-        """Start the tool call if its name is known, and select the method that reads the arguments.
+        """Select the method that reads the arguments. If the name is known, start the tool call.
 
         The arguments start at `pos`. Example: `{"name": "Ann", "arguments": 3}` without a marker
         such as `<tool_call>` is content, because `3` is not an object. The status becomes BROKEN.

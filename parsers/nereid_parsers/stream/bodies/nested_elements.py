@@ -12,7 +12,8 @@ from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.values.argument_types import to_json
 
-# An element for which the schema declares no type is an array if its first child is called `item`.
+# If the schema declares no type for an element, and the first child of the element is called
+# `item`, the element is an array.
 _ARRAY_ITEM = "item"
 _CONTAINER_TYPES = frozenset({"array", "object"})
 
@@ -102,7 +103,7 @@ class Element:
         return to_json(text, self.types)
 
     def delays_value_of(self, child: str) -> bool:
-        """Return whether values of earlier children named `child` have not been written yet."""
+        """Return whether values of earlier children named `child` are stored, but not written."""
         return child == self.last_child and bool(self.delayed_values)
 
     def add_key(self, child: str) -> str:

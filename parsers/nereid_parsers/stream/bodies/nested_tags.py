@@ -68,7 +68,7 @@ class NestedReader(StepReader):
         self._stop_marker = stop_marker
         self._root_schema: Mapping[str, object] = writer.tools.parameters.get(head.name, {})
         # The elements whose closing tags have not been read, from the outermost to the innermost.
-        # The outermost element contains all arguments, and has no tags of its own.
+        # The outermost element contains all arguments, and is not enclosed in tags.
         self._elements = [Element("", self._root_schema, types=None, kind=ElementKind.OBJECT)]
         # Finds the prefix of a tag, or an incomplete prefix at the end of the text.
         self._find_prefix = re.compile(
@@ -234,8 +234,8 @@ class NestedReader(StepReader):
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if child_tag is None and may_be_completed:
             return False
-        # A malformed tag is treated like an opening tag here, because `_read_tag` will reject the
-        # tag.
+        # A malformed tag is treated like an opening tag here. `_read_tag` then rejects the
+        # malformed tag.
         first_child = child_tag.group(2) if child_tag is not None else ""
         self._open_container(element, first_child)
         return True
@@ -262,9 +262,10 @@ class NestedReader(StepReader):
             element: The innermost open element.
             first_child: The name of the element's first child.
         """
-        # In `~<a>1~</a>~<a>~<b>`, no key has been written for the second `a`, because two elements
-        # with the same name usually become one array. The second `a` contains child elements, so it
-        # cannot be an item of this array and needs a key.
+        # Two successive elements with the same name usually become one array, so the key of the
+        # second element is omitted at first. An element that contains child elements cannot become
+        # an item of this array. Its key is therefore written now. Example: the second `a` in
+        # `~<a>1~</a>~<a>~<b>`.
         if not element.is_key_written:
             self._write_omitted_key(element)
         element.kind = element.container_kind(first_child)

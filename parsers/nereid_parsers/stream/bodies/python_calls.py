@@ -75,7 +75,7 @@ class PythonCallsReader(StepReader):
         return pos
 
     def _need_more_or_reject(self, text: str, pos: int) -> int:
-        """Return NEED_MORE if the rest of the name or keyword at `pos` may still arrive.
+        """If the rest of the name or keyword at `pos` may still arrive, return NEED_MORE.
 
         Otherwise set the status BROKEN, and return `pos`. The rest cannot arrive if the message has
         ended, or if `text[pos:]` is already too long for a name.
@@ -202,7 +202,7 @@ class PythonCallsReader(StepReader):
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
         self.last_call_end = call_end
-        # One complete tool call shows that the next members of the list are tool calls, too.
+        # After one complete tool call, the next members of the list are treated as tool calls, too.
         self._is_confirmed = True
         self._next_step = self._read_between_calls
         # If the format declares neither a closing bracket nor a separator, no other tool call can

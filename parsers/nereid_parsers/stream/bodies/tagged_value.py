@@ -40,7 +40,7 @@ class TaggedValue:
         return "".join(self.pieces)
 
     def to_json(self) -> str:
-        """Return the stored text as JSON text, of an allowed type if possible.
+        """Return the stored text as JSON text. If possible, the JSON value has an allowed type.
 
         Example: for the text `12`, the result is `12` if a number is allowed, and `"12"` if only a
         string is allowed.
@@ -106,7 +106,7 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
 
 
 def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:
-    """Return the JSON types that an opening tag declares. Return None if the tag declares none.
+    """Return the JSON types that an opening tag declares, or None if the tag declares no type.
 
     Examples: `<p name="days" string="true">` declares a string, `<p name="days" type="integer">`
     declares any type except a string, and `<p name="days">` declares nothing.

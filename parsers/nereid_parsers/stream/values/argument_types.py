@@ -139,7 +139,7 @@ def _declared_types(
 
 
 def _implied_type(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the JSON type if a keyword of the schema, such as `items`, determines the type.
+    """If a keyword of the schema, such as `items`, determines the JSON type, return this type.
 
     Example: `{"items": {}}` gives `{"array"}`. Without such a keyword, the result is None.
     """
@@ -227,7 +227,7 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may contain any type
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """Convert an argument's text to JSON text, if possible to a type that the schema allows.
+    """Convert an argument's text to JSON text. If possible, the result has one of the `types`.
 
     If the text is JSON of an allowed type other than "string", only the surrounding white space is
     removed. Text that is neither JSON nor a Python literal becomes a JSON string.

@@ -128,8 +128,9 @@ class LiteralReader:
         if self._expected is Expected.VALUE:
             return "null"
         if self._expected in (Expected.FIRST_KEY, Expected.COLON):
-            # The `{` is written when the colon after the first key is read. Before the colon,
-            # `{'a'` may also be the start of a set, which becomes an array.
+            # `{'a'` may be the start of an object or of a set, which becomes a JSON array.
+            # Therefore, `{` is written only after the colon that follows the first key has been
+            # read.
             is_brace_missing = not self._containers[-1].num_items
             return "{" if is_brace_missing else ""
         if self._string is None:
@@ -220,8 +221,8 @@ class LiteralReader:
         if text[pos] == container.close:
             self._close_container()
         elif text[pos] == ",":
-            # The comma is written together with the next item or key. So `[1,]` becomes `[1]`,
-            # because JSON does not allow a comma before a closing bracket.
+            # The comma is not written here, but together with the next item or key. JSON allows no
+            # comma before a closing bracket, so `[1,]` must become `[1]`.
             is_object = container.json_close == "}"
             self._expected = Expected.KEY if is_object else Expected.ITEM
         else:

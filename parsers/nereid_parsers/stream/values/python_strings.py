@@ -23,11 +23,12 @@ _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
-# These regexes match the texts that can follow the closing quote of a string. They also match at
-# the end of the received text (`\Z`), because more characters may still arrive.
+# These regexes match the texts that can follow the closing quote of a string. They also match if
+# the received text ends before such a text is complete (`\Z`), because the missing characters may
+# still arrive.
 _match_after_key = re.compile(r"\s*(?:[:,}]|\Z)").match
 _match_after_item = re.compile(r"\s*(?:[,\])}]|\Z)").match
-# If a quote or another parenthesis follows the `)`, the regex does not match. Example: in
+# The `)` after an argument cannot be followed by a quote or by another `)`. Example: in
 # `f(a='g('x')')`, the quote before `)'` is a part of the string.
 _match_after_argument = re.compile(
     r"""\s*(?:\Z|,\s*(?:\Z|\)|[^\W\d]\w*\s*(?:\Z|=))|\)\s*(?:\Z|[^\s)"'`]))"""
@@ -138,8 +139,8 @@ class StringReader:
             The position after the piece. It is `pos` if more text is required. After the closing
             quote, `is_closed` is true.
         """
-        # The match is the whole quote, a backslash, or the first characters of the quote if `text`
-        # ends after these characters.
+        # The match is the whole quote or a backslash. If `text` ends inside a quote such as `'''`,
+        # the match is the beginning of this quote.
         match = self._find_end(text, pos)
         end = match.start() if match else len(text)
         if end > pos:

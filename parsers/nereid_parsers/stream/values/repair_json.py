@@ -67,7 +67,8 @@ def _complete_object(text: str) -> str | None:
 
     Example: `{"a": [1` gives `{"a": [1]}`.
     """
-    # Most messages need no repair, so partial_json_parser is imported only here.
+    # Most messages need no repair, so partial_json_parser is imported only when this function is
+    # called.
     from partial_json_parser import loads as loads_partial
 
     try:

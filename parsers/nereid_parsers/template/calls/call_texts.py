@@ -118,8 +118,8 @@ def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
     """
     after_calls = markup.close
     matches = list(MARKER.finditer(after_calls))
-    # Each marker that opens the list of tool calls has one closing marker. All markers after these
-    # closing markers end the message.
+    # `after_calls` starts with one closing marker for each marker that opens the list of tool
+    # calls. All further markers end the message.
     turn_ends = matches[_num_closing_markers(markup.open) :]
     if not turn_ends:
         return TextAfterCalls(after_calls, [])
@@ -245,7 +245,7 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
 
 
 def _mask_digit(text: str, index: int) -> str:
-    r"""Replace the character at the given index with COUNTER_MARK, if the character is a digit.
+    r"""If the character at the given index is a digit, replace the digit with COUNTER_MARK.
 
     >>> _mask_digit("0 zqFirstTool", 0)
     '\ue010 zqFirstTool'

@@ -197,7 +197,7 @@ def _infer_value_tags(
 
 
 def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> str:
-    """Return the closing tag after a number. Return "" if strings have the same closing tag.
+    """Return the closing tag after a number. If strings have the same closing tag, return "".
 
     The text after a value consists of the closing tag and of the end of the tool call. The end of
     the tool call is equal after a number and after a string, so it is removed.
@@ -226,8 +226,8 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
-    # `after_name` consists of `arguments.open` and the text before the key. If the text before the
-    # key is empty here, the text before the key of a string is used instead.
+    # The text before the key is the rest of `after_name`, after `arguments.open`. If this rest is
+    # empty, the text before the key is assumed to be `arguments.item_open`, as for a string.
     before_key = after_name.removeprefix(arguments.open) or arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 
@@ -268,8 +268,9 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
     # In the example, the words "string" (`left`) and "number" (`right`) differ between the common
     # texts `" type="` (`prefix`) and `">` (`suffix`).
     parts = difference(string.before_value, number.before_value, split=_split_into_words)
-    # The tag before a string and the tag before a number differ in one word. If these words are
-    # "true" and "false", the field is `{string}`. For other words, the field is `{type}` or None.
+    # The tag before a string and the tag before a number differ in one word. If this word is a
+    # type, such as "number", the field is `{type}`. If it is "true" or "false", the field is
+    # `{string}`. For any other word, the field is None.
     field = _type_field(string_word=parts.left, number_word=parts.right)
     if field is None:
         return None
@@ -355,8 +356,8 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
-    # The attribute `also` of the result lists all alternatives, including `unquoted`. So the
-    # attribute `also` of `unquoted` itself is empty.
+    # `unquoted` is one of the alternatives in the attribute `also` of the result. All other
+    # alternatives are in this attribute, too, so `unquoted.also` is empty.
     unquoted = replace(tags, also=())
     return TaggedArguments(
         open=tags.open + escape_braces(quotes.open),

@@ -1,4 +1,4 @@
-"""Find the JSON keys under which a tool call contains its name, its arguments and its id."""
+"""Find the JSON keys of the name, the arguments and the id in a rendered tool call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _MemberPaths(NamedTuple):
 
 
 def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
-    """Find the JSON keys under which a tool call contains its name, its arguments and its id.
+    """Find the JSON keys of the name, the arguments and the id in a rendered tool call.
 
     The object is a rendered call of the function "zqFirstTool" with the argument "zqKeyOne". Two
     examples of an object and the result:
@@ -42,7 +42,8 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         return NameIsKey()
     paths = _MemberPaths(
         name=name_path,
-        # If no key contains the arguments, the usual key "arguments" is assumed.
+        # If the object contains no arguments, their key is assumed to be "arguments", the usual
+        # key.
         arguments=find_path(call, _has_first_argument) or ("arguments",),
         id=_find_id_path(call, name_path),
     )
@@ -56,7 +57,7 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
 
 def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
-    """Return the keys of a tool call's JSON object that the parser ignores, such as "type".
+    """Return the keys, such as "type", that the parser ignores in the JSON object of a tool call.
 
     The result always contains the key "type".
 
@@ -70,7 +71,7 @@ def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
 
 
 def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
-    """Return the order of the name, the arguments and the id in the JSON object of a tool call.
+    """Return the order in which the name, the arguments and the id occur in a tool call's JSON.
 
     If the output of a model is constrained, the model must write these members in this order.
 
@@ -86,12 +87,12 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
     if paths.id is not None:
-        # The id may be inside the same inner object as the name or the arguments. The key of this
-        # object is then already in `member_by_key`, so `setdefault` changes nothing.
+        # If the id is in the same inner object as the name or the arguments, `member_by_key`
+        # already contains the key of this object. `setdefault` then keeps the existing entry.
         member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
-    # If the id is the last member, it is omitted from the order, because a constraint can only
-    # require an id that precedes the arguments.
+    # An id at the end is omitted from the order, because a constraint on the model's output can
+    # require an id only before the arguments.
     return order[:-1] if order[-1] == "id" else order
 
 
@@ -132,7 +133,7 @@ def _has_first_argument(value: object) -> bool:
 
 
 def find_path(value: dict[str, Any], is_wanted: Callable[[object], bool]) -> tuple[str, ...] | None:
-    """Find the first value for which `is_wanted` returns True. Return the keys that lead to it.
+    """Search a JSON object for a value that `is_wanted` accepts. Return the keys to this value.
 
     `value` is a JSON object. Its inner objects are searched too, but arrays are not searched.
     Return None if there is no such value.

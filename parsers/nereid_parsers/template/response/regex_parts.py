@@ -34,7 +34,7 @@ _TOKEN = re.compile(
 )
 _QUANTIFIER = re.compile(r"[*+?]\??|\{\d+(?:,\d*)?\}\??")
 _NAMED_GROUP = re.compile(r"\(\?P<(\w+)>")
-# Matches a character class if all its members are white space, such as `[\s\n]`.
+# Matches a character class, such as `[\s\n]`, if all its members are white space.
 _WHITE_SPACE_CLASS = re.compile(r"\[(?:\\[sntr]| )+\]")
 _MAX_ALTERNATIVES = 16
 _MAX_CHARACTERS = 4000  # Splitting a longer expression into tokens may take long.
@@ -299,7 +299,7 @@ class _Reader:
                 return [(token,)]
 
     def read_group(self, opening: str) -> list[Pieces]:
-        """Read a group after its opening parenthesis, and return the alternatives of the group.
+        """Read the rest of a group after its opening parenthesis, and return its alternatives.
 
         A group has the alternatives between its parentheses. A named group instead has one
         alternative, which is variable text with the name of the group:

@@ -35,13 +35,13 @@ from nereid_parsers.template.response.regex_parts import (
 from nereid_parsers.template.response.response_transform import keys_of_transform
 from nereid_parsers.tool_declarations import Body
 
-# The keys are the names of groups in a regular expression. In a pattern such as `<f {name}>`, each
-# group is replaced with its placeholder. A group with any other name is replaced with `{word}`.
+# Maps the name of a group in a regular expression to the placeholder that replaces the group in a
+# pattern such as `<f {name}>`. A group with any other name is replaced with `{word}`.
 _PLACEHOLDERS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
 class _CallStart(NamedTuple):
-    """The text before the arguments of a tool call, such as `<call><f={name}>`, in two parts.
+    """The start of a tool call, such as `<call><f={name}>`, divided into a marker and a header.
 
     The body contains the arguments. Example: the text `<call><f=save>` is declared by the marker
     `<call>` and the header `<f={name}>`.
@@ -72,7 +72,7 @@ def tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    r"""Return each text, such as `<call>`, that may precede the arguments of a tool call.
+    r"""Return the possible starts of a tool call: the texts before its arguments, such as `<call>`.
 
     `field` is the declaration of the field `tool_calls`. The member `open` contains the marker that
     opens a tool call, or a list of such markers. Instead of `open`, a declaration may contain the
@@ -99,7 +99,7 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 
 
 def _split_call_start(pieces: Pieces) -> _CallStart:
-    r"""Split the text before a tool call's arguments into a marker and a header with the name.
+    r"""Split the start of a tool call into a marker and a header with the function's name.
 
     The marker is `<call>` in the first example, and is missing in the second example. The header is
     missing in the third example. In a header, optional white space becomes a line break.
@@ -180,8 +180,8 @@ def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Ca
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if is_name_in_body:
-        # The body contains the function's name, so the `Call` is declared without a header. The
-        # text `start.head` becomes a part of the opening marker. Braces are doubled in a header,
+        # The body contains the function's name, so the `Call` is declared without a header, and
+        # `start.head` becomes a part of the opening marker. A literal brace is doubled in a header,
         # but not in a marker.
         return Call(body, open=start.marker + unescape_braces(start.head), close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
@@ -270,7 +270,7 @@ def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
 
 
 def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
-    r"""Describe arguments that are enclosed in two tags, such as `<a=path>x</a>`.
+    r"""Describe arguments that are each written between two tags, such as `<a=path>x</a>`.
 
     The option `tag_pattern` is a regular expression that matches one argument with its tags. The
     group `key` matches the name of the argument, and the group `value` matches the value.

@@ -50,7 +50,7 @@ def keys_of_transform(transform: object) -> Keys:
 
 
 def _function_of_rule(rule: object) -> str | Mapping[str, Any]:
-    """Return the member `function` of a rule. Return the whole rule if it has no such member.
+    """Return the member `function` of a rule. If this member is missing, return the whole rule.
 
     A rule describes how transformers builds a tool call from the JSON that a model writes. The
     result describes the called function. It is one placeholder, or an object with placeholders for
@@ -103,7 +103,7 @@ def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
 
 
 def _default_keys_in(function_path: str) -> Keys:
-    """Return two paths: `function_path` plus the key `name`, and `function_path` plus `arguments`.
+    """Append the keys `name` and `arguments` to `function_path`. Return the two resulting paths.
 
     A path consists of the keys that lead to a value in nested JSON objects, joined by dots. The
     path "" leads to the whole JSON object.
@@ -116,7 +116,7 @@ def _default_keys_in(function_path: str) -> Keys:
 
 
 def _path(placeholder: object) -> str:
-    """Return the path in a placeholder, such as `tool.name` in `{content.tool.name}`.
+    """Extract the path from a placeholder: `tool.name` from `{content.tool.name}`.
 
     A path consists of the keys that lead to a value in nested JSON objects, joined by dots.
     transformers replaces the placeholder with this value. In a placeholder, "content" refers to the

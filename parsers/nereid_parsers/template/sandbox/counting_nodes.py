@@ -49,7 +49,7 @@ class Generation(ext.Extension):
 
 
 class AddCounting(NodeTransformer):
-    """Changes a template's syntax tree to count operations, and records constants and variables.
+    """Adds counting filters to a syntax tree, and records the template's constants and variables.
 
     Example: `{% for m in messages %}` becomes `{% for m in messages | _count_items %}`. The class
     `LimitedEnvironment` defines the filters. jinja2 calls the method `visit_X` for each node of
@@ -63,7 +63,7 @@ class AddCounting(NodeTransformer):
     """
 
     def __init__(self, budget: Budget) -> None:
-        """Create a node transformer, which calls `budget.check_time` at each node."""
+        """Create a node transformer that calls `budget.check_time` at each node."""
         self._budget = budget
         self.literals: list[str] = []
         self.literal_size = 0
@@ -80,8 +80,9 @@ class AddCounting(NodeTransformer):
         self.generic_visit(node)
         node.iter = _apply_filter(node.iter, "_count_items")
         if node.recursive:
-            # In a recursive loop, the template calls `loop(items)`. The filter `_count_items` is
-            # not applied to these items. So a statement at the start of the loop counts each step.
+            # A recursive loop calls `loop(items)` with inner items, to which the filter
+            # `_count_items` is not applied. Therefore, a statement at the start of the loop body
+            # counts one step for each item.
             step = _apply_filter(nodes.Const(0, lineno=node.lineno), "_count_step")
             node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return node
@@ -159,7 +160,7 @@ def _constants(node: nodes.Expr) -> list[nodes.Const]:
 
 
 class TimedCodeGenerator(CodeGenerator):
-    """The code generator of jinja2 with a time limit.
+    """The code generator of jinja2, extended with a time limit.
 
     The generator raises LimitError if generating the Python code of a template takes too long.
     """

@@ -72,7 +72,7 @@ class CompiledTemplate:
         self._code, recorded = _compile(env, source)
         self.names = frozenset(recorded.names)  # The variables that the template reads.
         self.literals = tuple(recorded.literals)  # The string constants and the literal texts.
-        # For each variable, the constants with which the template compares the variable.
+        # Maps each variable to the constants with which the template compares the variable.
         self.compared = {
             name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
         }

@@ -18,7 +18,7 @@ class SafeNamespace(Namespace):
     """A Jinja namespace that rejects attributes whose names start with an underscore."""
 
     def __setitem__(self, name: str, value: object) -> None:
-        """Set an attribute. Raise SecurityError if its name starts with an underscore."""
+        """Set an attribute. Raise SecurityError if the name of the attribute starts with "_"."""
         if str(name).startswith("_"):
             raise jinja2.exceptions.SecurityError(
                 f"a name in a namespace must not start with an underscore, but {name!r} does"

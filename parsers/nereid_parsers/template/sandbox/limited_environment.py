@@ -32,12 +32,13 @@ from nereid_parsers.template.sandbox.operations import (
     check_operator,
 )
 
-# Filters that are slow or random, or that no chat template needs.
+# The sandbox removes these filters, because they are slow or random, or because no chat template
+# needs them.
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
-# The filters that make one value from all items of a list or an iterator.
+# These filters combine all items of a list or an iterator into one value.
 _SUMMING_FILTERS = ("join", "sum")
-# A template may write values of these types. The text of any other object may contain a memory
-# address.
+# A template may write values of these types as text. For any other object, only the name of its
+# type is written, because the text of the object may contain a memory address.
 _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
 
 
@@ -85,7 +86,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         )
 
     def _allowed_filters(self) -> dict[str, Callable[..., Any]]:
-        """Return a dict that maps names to the filters that a template may use.
+        """Return the filters that a template may use, as a dict that maps names to functions.
 
         A filter is a function that a template calls as in `items | join(", ")`. The returned
         functions count each call as one step, and reject large results.
@@ -100,7 +101,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def _counting_filters(self) -> dict[str, Callable[..., Any]]:
-        """Return a dict that maps names to the filters that `AddCounting` adds to each template.
+        """Return the filters that `AddCounting` adds to templates. The keys are the filter names.
 
         The filters count the operations of a rendering, for example the items of a loop. The names
         start with an underscore, so they do not collide with the filters that templates use.
@@ -128,7 +129,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         raise LimitError(f"the template accesses {name}, which the sandbox does not allow")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
-        """Return the result of an operation such as `2 ** 8`, in which `operator` is "**".
+        """Return the result of a binary operation. Example: in `2 ** 8`, `operator` is "**".
 
         Raises:
             LimitError: The result would be too large.
@@ -154,13 +155,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
-        # A macro call is counted as if it wrote all literal text of the template, which is the
-        # maximum. Other functions are written in Python and write none of this text.
+        # A macro call is counted as if it wrote all literal text of the template, because it can
+        # write at most this text. Other functions are written in Python and write no literal text.
         budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
         if isinstance(owner, str | bytes | int | float):
-            # If the method is `join`, `check_method` needs the number of the items. An iterator has
-            # no length, so each iterator is replaced with a list.
+            # `check_method` needs the number of items that the method `join` combines. An iterator
+            # has no length, so iterators are converted to lists.
             args = tuple(__self._with_length(argument) for argument in args)
             check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
@@ -228,7 +229,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             yield item
 
     def _count_step(self, _: object = None) -> None:
-        """Count one step of a loop, as if this step wrote all literal text of the template.
+        """Count one step of a loop, and assume that it writes all literal text of the template.
 
         `AddCounting` also inserts this method as a filter into templates. Each filter takes a
         value, so the method takes an argument, which it ignores.
@@ -267,6 +268,7 @@ def _owner_of_method(function: object) -> object:
     >>> _owner_of_method("abc".replace), _owner_of_method(tojson)
     ('abc', None)
     """
-    # jinja2 wraps the method `str.format` in a function, so the method itself must be found first.
+    # jinja2 wraps the method `str.format` in a function. The attribute `__wrapped__` of this
+    # function is the method itself.
     method = getattr(function, "__wrapped__", function)
     return getattr(method, "__self__", None)

@@ -15,9 +15,9 @@ from nereid_parsers.template.sandbox.limits import Budget, LimitError, size_of
 
 MAX_NUMBER = 10_000  # the largest length or width that an operation may demand
 _TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
-# In the budget, each bit of the number `base ** exponent` counts as 200 characters, because
-# computing a large power takes long. In an analysis, a value may have 300_000 characters, so powers
-# of more than 1500 bits are rejected.
+# The budget counts each bit of the number `base ** exponent` as 200 characters, because computing a
+# large power takes long. An analysis allows values of up to 300_000 characters, so it rejects
+# powers of more than 1500 bits.
 _CHARACTERS_PER_BIT_OF_POWER = 200
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
 # Matches a field of a format string whose width is given by an argument, as in `{:{}}`.
@@ -199,7 +199,7 @@ def _check_join(budget: Budget, items: Any, separator: Any) -> None:  # noqa: AN
 
 
 def check_numbers(values: Iterable[object]) -> None:
-    """Raise LimitError if one of the arguments of an operation is a very large number.
+    """Raise LimitError if an argument of an operation is a very large number.
 
     The operation may use the number as the length of a text. Example: `'%*d' % (99999, 1)` would
     write 99999 characters. The largest allowed absolute value is MAX_NUMBER.
@@ -255,7 +255,7 @@ def _total_width(text: str) -> int:
 
 
 def _num_characters(option: object) -> int:
-    """Return the number of characters of all strings in an option of the filter `tojson`.
+    """Return the total number of characters of the strings in an option of the filter `tojson`.
 
     >>> _num_characters((", ", ": ")), _num_characters(4)
     (4, 0)

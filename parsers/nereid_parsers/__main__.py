@@ -137,7 +137,7 @@ def _run_parse(options: argparse.Namespace) -> int:
 
 
 def _print_whole_text(paint: Paint, options: argparse.Namespace) -> None:
-    """Parse the text in one piece. Print the text in colour, and then the parsed message."""
+    """Parse the whole text. Print the text in colour, and then print the parsed message."""
     coloured_pieces: list[str] = []
     parser = _create_stream_parser(
         options,

@@ -1,4 +1,4 @@
-"""Builds the grammar (a structural tag) with which xgrammar 0.2.8 constrains one response.
+"""Builds structural tags: the grammars with which xgrammar 0.2.8 constrains a model's output.
 
 The structural tag has the form `{"type": "structural_tag", "format": ...}` and describes the whole
 output after the prompt. The reasoning is free text up to its closing marker. Content or tool calls
@@ -59,15 +59,15 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# Matches one character other than `[` and white space. Free text starts with this node, because `[`
-# would start a list of tool calls.
+# Matches one character that is neither `[` nor white space. Free text must start with such a
+# character, because `[` would start a list of tool calls.
 _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
 
 
 def structural_tag(
     fmt: FormatData, request: Request, reasoning: ReasoningState
 ) -> dict[str, Any] | None:
-    """Return a grammar for xgrammar as a dict, or None if the request allows any output.
+    """Return the structural tag for a request, or None if the request allows any output.
 
     A structural tag is the JSON object from which xgrammar builds the grammar of the output. The
     grammar forces the model to write valid tool calls, or an answer of the requested form. If
@@ -115,7 +115,7 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
         return None
     opening, closing = markers
     is_open = start.stage is Stage.REASONING
-    # If the prompt does not contain any reasoning yet, the model may still open the reasoning.
+    # If the prompt contains no reasoning, the model itself may write the opening marker.
     may_open = not is_open and not start.has_reasoned
     return ReasoningGate(opening, closing, is_open=is_open, may_open=may_open)
 
@@ -219,7 +219,7 @@ def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
     }
     options = [reasoning]
     if declaration.is_opened_by_model:
-        # A model that normally writes `<think>` may instead write only `</think>`, which skips the
+        # A model that normally starts with `<think>` may write only `</think>` to skip the
         # reasoning.
         options.append(const(close))
     # White space around the markers is optional, because some models omit the white space.

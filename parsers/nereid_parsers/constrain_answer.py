@@ -13,10 +13,10 @@ from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The types of grammar nodes in xgrammar 0.2.8. A node is a dict. Nodes with a type in `_LEAF_TYPES`
-# contain no other nodes. For the other types, these two dicts map the type of a node to the key of
-# the inner node or nodes. Example: a node of type `star` stores its inner node under the key
-# `content`.
+# The types of grammar nodes (dicts) in xgrammar 0.2.8. A node with a type in `_LEAF_TYPES` contains
+# no other nodes. The two dicts below map each of the other types to a key. A node of such a type
+# stores its inner nodes under this key. Example: a node of type `star` stores its inner node under
+# the key `content`.
 _LEAF_TYPES = frozenset({
     "const_string", "json_schema", "any_text", "token", "exclude_token", "any_tokens", "grammar",
     "regex", "qwen_xml_parameter", "dispatch", "token_dispatch",
@@ -218,7 +218,7 @@ def _check_node(node: object, path: str) -> None:
 def _inner_nodes(
     node: Mapping[str, Any], node_type: str, path: str
 ) -> Iterator[tuple[object, str]]:
-    """Yield each child of a grammar node, together with the path of the child in the request.
+    """Yield a pair for each child of a grammar node: the child, and its path in the request.
 
     Examples for children `a` and `b`, and the path `$`:
 
@@ -276,7 +276,7 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _required_triggers(value: object) -> list[str]:
-    """Return `value` unchanged, or raise ConstraintError if it is not a list of non-empty strings.
+    """Return `value`, a list of non-empty strings. Raise ConstraintError for any other value.
 
     Raises:
         ConstraintError: `value` is not a list of non-empty strings, or the list is empty.
@@ -290,7 +290,7 @@ def _required_triggers(value: object) -> list[str]:
 
 
 def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
-    """Convert a member of the request's list `structures` to a grammar node of type `tag`.
+    """Convert one member of the request's `structures` list to a grammar node of type `tag`.
 
     Example: `{"begin": "<f>", "schema": {}, "end": "</f>"}` gives a tag that matches `<f>`, any
     JSON value and `</f>`.

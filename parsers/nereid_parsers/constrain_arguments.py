@@ -30,19 +30,19 @@ from nereid_parsers.tool_declarations import (
     TaggedArguments,
 )
 
-# xgrammar supports nested XML elements as arguments only if this prefix precedes each tag, as in
-# `]<]minimax[><city>Paris]<]minimax[></city>`.
+# Some models write arguments as XML elements, such as `<city>Paris</city>`. xgrammar supports this
+# form only with this prefix before each tag: `]<]minimax[>[<city>Paris]<]minimax[>[</city>`.
 _NESTED_PREFIX = "]<]minimax[>["
 _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
-# The regular expression for single-quoted strings cannot enforce these keywords. If the schema of a
-# string has one of these keywords, the model must write the string in double quotes.
+# Schema keywords that restrict a string. If a schema has one of these keywords, the grammar allows
+# no single-quoted strings, because the regex `_SINGLE_QUOTED` cannot enforce the keyword.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
 # If all arguments of a tool are optional, a grammar that enforces their order grows with the square
-# of the number of arguments. For more than `_MAX_ORDERED_MEMBERS` arguments, the grammar therefore
-# allows any order.
+# of the number of arguments. If a tool has more than `_MAX_ORDERED_MEMBERS` such arguments, the
+# grammar allows any order.
 _MAX_ORDERED_MEMBERS = 6
 
 
@@ -116,9 +116,9 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
         opening = pattern_node(declaration.open, field_values)
         value = one_of(*(const(choice) for choice in choices))
         return sequence(opening, value, const(declaration.close))
-    # Some formats declare tags that contain quotes or CDATA, as in `<p><![CDATA[..]]></p>`. A model
-    # may omit the quotes or the CDATA. The shorter form, `<p>..</p>`, is listed in
-    # `declaration.also`.
+    # Some formats declare tags that contain quotes or CDATA, as in `<p><![CDATA[..]]></p>`. If a
+    # model may omit the quotes or the CDATA, `declaration.also` contains the shorter form
+    # `<p>..</p>`.
     unquoted = [form for form in declaration.also if _is_quoted_form_of(declaration, form)]
     options = [
         _text_until(pattern_node(form.open, field_values), form.close)
@@ -149,7 +149,7 @@ def _text_until(opening: Node, close: str) -> Node:
 
 
 def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bool:
-    """Return whether `quoted.open` starts with `unquoted.open`, and contains additional text.
+    """Return whether `quoted.open` is the text of `unquoted.open`, followed by more text.
 
     Some templates write a string in quotes or in CDATA only if the string contains special
     characters, so there are two forms of an argument. Example: `<p><![CDATA[..]]></p>` is the
@@ -197,13 +197,13 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
 
 
 def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return the `forms` in which models write an argument that is a number, a boolean or null.
+    """Return the members of `forms` that models use to write numbers, booleans and null.
 
     Example: of the forms `<p>3</p>` and `<p><![CDATA[3]]></p>`, only the form without quotes is
     returned, because models quote only values with special characters.
     """
-    # The opening tag of some forms declares the type of the value (`{type}`). To keep the grammar
-    # small, these forms are used only if all forms declare a type.
+    # Some forms declare the type of the value in the opening tag (`{type}`). To keep the grammar
+    # small, these forms are omitted if at least one form does not declare a type.
     untyped = tuple(form for form in forms if "{type}" not in form.open)
     candidates = untyped if untyped else forms
     # A form is quoted if its opening text starts with the complete opening text of another form.
@@ -372,5 +372,5 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """Return, for each member, an optional node that matches `separator` and then the member."""
+    """For each member, return an optional node that matches `separator` and then the member."""
     return [optional(sequence(const(separator), member)) for member in members]

@@ -42,12 +42,12 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# These types describe a list of tool calls, such as `[f(), g()]`. The other types of `Call.body`
-# describe one tool call, or the arguments of one tool call.
+# The types of `Call.body` that describe a list of tool calls, such as `[f(), g()]`. Every other
+# type describes one tool call, or only the arguments of one tool call.
 ListBody = JsonArray | PythonCalls
 
-# Maps a field in the text before a tool call's arguments, such as `{id}`, to the regular expression
-# for the text of this field.
+# The text before the arguments of a tool call may contain fields, such as `{id}`. This dict maps
+# the name of each field to the regular expression that the text of the field must match.
 _HEAD_FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
 _QUOTED_ID: Node = {"type": "regex", "pattern": '"[a-zA-Z0-9_.:-]{1,40}"'}
 # Matches the white space inside an array. Models write arrays on one line or on several lines.
@@ -74,7 +74,7 @@ def section_node(section: ToolSection, request: Request) -> Node:
     call = section.calls[0]
     if isinstance(call.body, ListBody):
         items = [_list_or_object(section, call.body, request)]
-        # Several lists can follow each other only if each list has its own markers, as in
+        # A message can contain several lists only if each list is enclosed in markers, as in
         # `<call>[f()]</call><call>[g()]</call>`.
         may_repeat = bool(call.open.strip() and call.close.strip())
     else:
@@ -169,8 +169,7 @@ def list_node(call: Call, body: ListBody, request: Request) -> Node:
         request: The tools that the model may call, and whether the list must have exactly one
             member.
     """
-    # The list itself contains the names of the functions, so the text before the list contains no
-    # name.
+    # The text before the list contains no function name, because the names are inside the list.
     head = _head_node(call.head, name="")
     return sequence(const(call.open), head, _list_body_node(body, request), const(call.close))
 
@@ -285,7 +284,7 @@ def _is_id_optional(keys: Keys, id_path: str) -> bool:
 
 
 def _members_node(keys: Keys, name: Node, arguments: Node) -> Node:
-    """Return the grammar node for the required members of a JSON object that is a tool call.
+    """Return the grammar node for the required members of a tool call's JSON object.
 
     The braces around the members do not belong to the node. Example of matching text:
     `"name": "f", "arguments": {"a": 1}`. `keys.order` defines the order of the members. If this

@@ -28,7 +28,7 @@ from nereid_parsers.tool_declarations import TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the declaration of the header that marks a message as `stage`, such as reasoning.
+    """Return the declaration of a message header for a stage, such as `Stage.REASONING`.
 
     The header, such as `<|channel|>final`, shows the stage of a message: reasoning, content or tool
     calls. If several routes have the stage, the first route whose header has no fields (`{name}`)
@@ -75,7 +75,7 @@ def header_text(layout: Messages, route: Route, name: str = "") -> str:
 
 
 def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) -> Node:
-    """Return the grammar node for a reasoning message, followed by the start of the next message.
+    """Return the grammar node for a reasoning message and the start of the next message.
 
     The state of the reasoning at the start of the output determines which text the node matches:
 
@@ -177,8 +177,8 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
         sequence(_call_header(layout, routes, tool.name), _call_body(layout, tool))
         for tool in request.tools
     ]
-    # Some models write a special end marker, such as `<|call|>`, only after a tool call. This
-    # marker also ends the model's answer, so no second tool call can follow.
+    # Some models write a special marker, such as `<|call|>`, after a tool call. This marker ends
+    # the whole output, so no second tool call can follow.
     has_only_one_call = request.is_single or bool(layout.call_end)
     return one_of(*calls) if has_only_one_call else one_or_more(calls, _message_boundary(layout))
 
@@ -204,8 +204,8 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
         name: The name of the function.
     """
     first, *others = routes
-    # The first header is always used. Each further header is used only if the format declares its
-    # exact text (`Route.written`). Without this declaration, the header may contain unknown text.
+    # The grammar always allows the first header. It allows another header only if `Route.written`
+    # contains the exact text of that header.
     exact_others = [route for route in others if route.written]
     headers = [header_text(layout, route, name) for route in (first, *exact_others)]
     return one_of(*(const(header) for header in headers))

@@ -17,13 +17,14 @@ NOTHING: Node = {"type": "const_string", "value": ""}
 # space forever.
 WHITESPACE: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
-# The keywords of a JSON schema that describe a value for readers, but do not restrict the value.
+# Schema keywords for human readers. These keywords do not restrict the value.
 _DESCRIPTIONS = ("title", "description", "$comment")
-# The keywords of a JSON schema whose values are JSON data, not schemas.
+# Schema keywords that contain plain JSON data instead of other schemas.
 _DATA_KEYWORDS = ("enum", "const", "default", "examples")
 
-# The grammar `item (separator item)*` contains the alternatives for `item` twice. If there are more
-# than `_MAX_DUPLICATED_ITEMS` alternatives, `one_or_more` returns a smaller grammar.
+# Usually, `one_or_more` returns the grammar `item (separator item)*`, which contains all
+# alternatives for `item` twice. If there are more than `_MAX_DUPLICATED_ITEMS` alternatives,
+# `one_or_more` tries to build a smaller grammar.
 _MAX_DUPLICATED_ITEMS = 8
 
 
@@ -132,12 +133,12 @@ def one_or_more(items: list[Node], separator: Node) -> Node:
     and `b`, and the separator matches `,`, the node matches `a`, `b,a` and `a,a,b`.
     """
     item = one_of(*items)
-    # The usual node, `item (separator item)*`, contains each node of `items` twice. For many items,
-    # a smaller node is returned, which contains each node once.
+    # The usual node, `item (separator item)*`, contains all members of `items` twice. If there are
+    # many members, the next two branches return a smaller node, which contains each member once.
     has_many_items = len(items) > _MAX_DUPLICATED_ITEMS
     if has_many_items and separator == WHITESPACE:
-        # The node `(item separator)+` requires a separator after the last item, too. This is
-        # harmless, because the separator is `WHITESPACE`, which also matches the empty text.
+        # The node `(item separator)+` requires a separator after the last item as well. This is
+        # harmless, because the separator `WHITESPACE` also matches the empty text.
         return {"type": "plus", "content": sequence(item, separator)}
     if has_many_items and _is_const(separator):
         return separated_tags(items, separator["value"])
@@ -180,7 +181,7 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_whitespace(node: Node) -> Node:
-    r"""Return a copy of `node` without constant white space at its start and at its end.
+    r"""Copy a node, and strip white space from the constants at its start and at its end.
 
     White space is removed only from constants at the start and at the end of `node`. Example:
     `const("\n<a>\n")` gives `const("<a>")`.

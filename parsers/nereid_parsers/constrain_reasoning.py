@@ -1,4 +1,4 @@
-"""Determines whether the output that xgrammar constrains starts inside the reasoning."""
+"""Determines the state of the reasoning at the start of the constrained output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
 
 
 def unclosed_reasoning_error(fmt: FormatData) -> ConstraintError:
-    """Return the error for a prompt with open reasoning that no marker can close."""
+    """Return the error for a prompt that opens reasoning in a format without a closing marker."""
     return ConstraintError(
         f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
         "ends the reasoning. The output after such a prompt cannot be constrained."

@@ -1,4 +1,4 @@
-"""Reads and validates those fields of an OpenAI request that constrain the output."""
+"""Reads and validates the fields with which an OpenAI request constrains the output."""
 
 from __future__ import annotations
 

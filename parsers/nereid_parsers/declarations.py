@@ -156,7 +156,7 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Declares whether messages with a certain header contain reasoning, content or a tool call.
+    """Declares what messages with a certain header contain: reasoning, content or a tool call.
 
     Attributes:
         stage: The stage of the message's body.
@@ -179,7 +179,7 @@ class Route:
 
     @property
     def written_header(self) -> str:
-        """The header, such as `<|channel|>final`, that constrained output must contain."""
+        """The header that constrained output contains, for example `<|channel|>final`."""
         return self.written or self.header
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-# Keywords, such as `title`, that do not restrict the values that a schema accepts. If two schemas
-# with different titles are merged, the result has the title of the first schema.
+# Schema keywords that do not restrict the value, such as `title`. If two schemas with different
+# titles are merged, the merged schema has the title of the first schema.
 ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -82,9 +82,9 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
     if not all(is_number(bound) and abs(bound) < _LIMIT_OF_BOUNDS for bound in bounds):
         return []
-    # A factor is the integer `n` in `n * multiple`. `lowest` contains one factor for each of the
-    # keywords `minimum` and `exclusiveMinimum` in the schema. `highest` contains one factor for
-    # each of the keywords `maximum` and `exclusiveMaximum` in the schema.
+    # A multiple has the form `n * multiple`. `lowest` contains the smallest `n` for `minimum` and
+    # for `exclusiveMinimum`. `highest` contains the largest `n` for `maximum` and for
+    # `exclusiveMaximum`. Keywords that the schema does not contain are omitted.
     lowest = _lowest_factors(schema, multiple)
     highest = _highest_factors(schema, multiple)
     if not lowest or not highest:
@@ -96,7 +96,7 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
 
 
 def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
-    """Return, for each lower bound, the smallest `n` for which the bound allows `n * multiple`.
+    """For each lower bound, return the smallest `n` such that the bound allows `n * multiple`.
 
     The list contains no integer for a keyword that the schema does not contain. Examples for the
     multiple 5: the bound `{"minimum": 10}` gives [2], because 2 * 5 is allowed. The bound
@@ -111,7 +111,7 @@ def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
 
 
 def _highest_factors(schema: Schema, multiple: int) -> list[int]:
-    """Return, for each upper bound, the largest `n` for which the bound allows `n * multiple`.
+    """For each upper bound, return the largest `n` such that the bound allows `n * multiple`.
 
     The list contains no integer for a keyword that the schema does not contain. Examples for the
     multiple 5: the bound `{"maximum": 10}` gives [2], because 2 * 5 is allowed. The bound

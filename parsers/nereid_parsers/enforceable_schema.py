@@ -34,7 +34,7 @@ class _Scope(NamedTuple):
 
 
 class _SchemaInScope(NamedTuple):
-    """A schema, and the references (`$ref`) that were replaced by their definitions in the schema.
+    """A schema, and the references (`$ref`) that were replaced to build the schema.
 
     Attributes:
         schema: The schema.
@@ -65,7 +65,7 @@ def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
 
 
 def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 - JSON
-    """Rewrite a schema and all schemas inside the schema, so that xgrammar enforces more keywords.
+    """Rewrite a schema and its inner schemas, so that xgrammar enforces more of their keywords.
 
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}]}` gives `{"minimum": 1, "maximum": 5}`.
 
@@ -91,7 +91,7 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
 
 
 def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
-    """Merge the schemas in `schema["allOf"]`, and all other keywords of `schema`, into one schema.
+    """Merge the schemas in `allOf` and the other keywords of a schema into one schema.
 
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
     `{"type": "integer", "minimum": 1, "maximum": 5}`. A schema without `allOf`, or with parts that
@@ -108,7 +108,8 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     try:
         return _merge_parts([other_keywords, *parts], scope)
     except (CannotMergeError, TypeError, AttributeError):
-        # A keyword whose value has a wrong type causes a TypeError or an AttributeError.
+        # If the value of a keyword has a wrong type, merging raises a TypeError or an
+        # AttributeError.
         return _SchemaInScope(schema, scope)
 
 

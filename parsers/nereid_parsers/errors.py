@@ -28,7 +28,7 @@ class UnknownFormatError(FormatError, KeyError):
 
 
 class ConstraintError(NereidParsersError, ValueError):
-    """The output of a model cannot be constrained in the way that a request demands."""
+    """The output of a model cannot be constrained as the request demands."""
 
 
 class TemplateError(NereidParsersError, ValueError):

@@ -43,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """The next part of one tool call's arguments. The parts, joined in order, are JSON text."""
+    """The next part of a tool call's arguments. Joined in order, the parts form JSON text."""
 
     index: int
     text: str
@@ -90,8 +90,8 @@ def fold(events: Iterable[Event]) -> Message:
     """
     reasoning: list[str] = []
     content: list[str] = []
-    # `starts[0]` is the start of the first tool call. `arguments[0]` contains the parts of this
-    # call's arguments, in order.
+    # `starts[i]` and `arguments[i]` belong to the same tool call: `starts[i]` is its start event,
+    # and `arguments[i]` contains the pieces of its arguments.
     starts: list[ToolCallStart] = []
     arguments: list[list[str]] = []
     for event in events:

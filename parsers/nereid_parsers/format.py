@@ -109,7 +109,7 @@ class Format(FormatData):
         return replace(self, policy=policy)
 
     def stage(self, prompt: str | None) -> Stage:
-        r"""Return the part of the message in which the output starts, such as `Stage.REASONING`.
+        r"""Return the stage in which the output starts, such as reasoning (`Stage.REASONING`).
 
         Example: a format with the opening marker `<think>` returns `Stage.REASONING` for the prompt
         `"<|im_start|>assistant\n<think>\n"`. If the output starts in the header of a message, the
@@ -131,7 +131,7 @@ class Format(FormatData):
         prompt: str | None = None,
         skip_reasoning: bool = False,
     ) -> dict[str, Any] | None:
-        """Return a grammar for xgrammar as a dict, or None if the request allows any output.
+        """Return the structural tag for a request, or None if the request allows any output.
 
         A structural tag is the JSON object from which xgrammar builds the grammar of the output.
         The grammar allows only valid tool calls, and answers of the requested form.

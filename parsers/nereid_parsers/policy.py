@@ -21,7 +21,7 @@ class TextRule(Enum):
 
 
 class StrayClose(Enum):
-    """What the parser does if a closing marker of reasoning, `</think>`, has no opening marker.
+    """What the parser does if a closing marker, such as `</think>`, has no opening marker.
 
     The rule applies only if the prompt is not known.
 

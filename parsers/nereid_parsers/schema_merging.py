@@ -12,8 +12,8 @@ from typing import Any, Literal
 from nereid_parsers.enforceable_multiple import ANNOTATIONS, Schema, is_integer, is_number
 from nereid_parsers.stream.values.argument_types import json_type_of
 
-# Maps the keyword of a bound, such as `minimum`, to the function, `max` or `min`, that returns the
-# stricter one of two bounds.
+# Maps the keyword of a bound to the function that returns the stricter of two bounds. Example:
+# `minimum` is mapped to `max`, because the larger minimum is stricter.
 _STRICTER = {
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
@@ -85,10 +85,11 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
 
 
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
-    """Merge two values of a schema keyword into one value that enforces the restrictions of both.
+    """Merge two values of a schema keyword into one value: 5 and 9 for `maxLength` give 5.
 
-    Examples: the values 5 and 9 of `maxLength` give 5. The values `["a", "b"]` and `["b", "c"]` of
-    `enum` give `["b"]`. An annotation, such as `title`, enforces nothing, so `first` is returned.
+    The result enforces the restrictions of both values. Example: the values `["a", "b"]` and
+    `["b", "c"]` of `enum` give `["b"]`. An annotation, such as `title`, enforces nothing, so
+    `first` is returned.
 
     Raises:
         CannotMergeError: No single value of the keyword has the effect of both values.
@@ -111,7 +112,7 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
 
 
 def _common_types(first: object, second: object) -> str | list[str]:
-    """Return the types that both values of the keyword `type` allow.
+    """Intersect two values of the keyword `type`: return the types that both values allow.
 
     The type "number" also allows integers. Example: `"number"` and `["integer", "null"]` have the
     type `"integer"` in common.
@@ -129,7 +130,7 @@ def _common_types(first: object, second: object) -> str | list[str]:
 
 
 def _allowed_types(value: object) -> set[Any]:
-    """Return the types that a value of the keyword `type` allows.
+    """Convert a value of the keyword `type` to the set of allowed types.
 
     Example: `["number", "null"]` allows "number", "null" and "integer".
     """
@@ -159,12 +160,12 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     merged = {
         name: _merge_or_forbid(_schema_of(name, first), _schema_of(name, second)) for name in names
     }
-    # The schema of a property is False if one of the two schemas forbids the property.
+    # The merged schema of a property is False if one of the two schemas forbids the property.
     allowed = {name: schema for name, schema in merged.items() if schema is not False}
     if any(name in required for name in merged.keys() - allowed.keys()):
         raise CannotMergeError("a required property is forbidden")
-    # `first_others` and `second_others` are the schemas (`additionalProperties`) for all properties
-    # that `properties` does not name.
+    # `first_others` and `second_others` are the two values of `additionalProperties`, the schema
+    # for all properties that are missing from `properties`.
     first_others, second_others = _schema_of_others(first), _schema_of_others(second)
     if first_others is True and second_others is True:
         return {"properties": allowed}
@@ -213,7 +214,7 @@ def _has_type(value: object, name: str) -> bool:
 
 
 def _has_ignored_keyword(schema: Schema) -> bool:
-    """Return whether a schema combines keywords in such a way that xgrammar ignores some of them.
+    """Return whether xgrammar would ignore a keyword of a schema because of another keyword.
 
     Examples: the result is True for `{"minLength": 1, "pattern": "a"}`, because xgrammar then
     ignores `minLength`. It is also True for `{"anyOf": [..], "minimum": 1}`, because xgrammar
@@ -222,8 +223,8 @@ def _has_ignored_keyword(schema: Schema) -> bool:
     has_length = "minLength" in schema or "maxLength" in schema
     if has_length and "pattern" in schema:
         return True
-    # Annotations, such as `title`, do not restrict the value. If the schema has the keyword `enum`,
-    # `type` does not restrict the value either, because `enum` contains only values of this type.
+    # Annotations, such as `title`, restrict nothing. If the schema has `enum`, the keyword `type`
+    # restricts nothing either, because values of other types have already been removed from `enum`.
     restrictions = schema.keys() - ANNOTATIONS
     if "enum" in restrictions and isinstance(schema.get("type"), str):
         restrictions -= {"type"}

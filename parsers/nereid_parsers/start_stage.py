@@ -1,4 +1,4 @@
-"""Decides from the end of the prompt whether the output starts with reasoning or with content."""
+"""Determines from the prompt whether the output starts with reasoning or with content."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     if prefill is None:  # The format does not declare the text that starts an answer.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        # The prefill is the start of the answer, at the end of the prompt. The parser reads the
+        # The prompt ends with the beginning of the answer, the "prefill". The parser reads the
         # prefill before the output. If the prefill ends with `<think>`, the output starts in the
         # reasoning.
         return StartPoint(Stage.CONTENT, prefill)
@@ -95,7 +95,7 @@ def _stage_without_prefill(layout: Sections, *, is_prompt_known: bool) -> Stage:
 
 
 def _marker_at_end(layout: Sections, prompt: str) -> str:
-    r"""Return the marker at the end of the prompt, or "" if the prompt ends with other text.
+    r"""Return the marker with which the prompt ends, or "" if the prompt ends with other text.
 
     The end of the prompt is compared with the markers of the reasoning, of the content and of the
     tool calls. Markers elsewhere in the prompt are ignored, because the texts of users and system
@@ -127,8 +127,8 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
         return StartPoint(stage=None, is_prompt_known=False)
     prefill = _open_message(fmt, layout, prompt)
     if prefill.strip():
-        # The prefill is the start of a message, at the end of the prompt. The parser reads the
-        # prefill before the output, because the prefill decides how the output starts.
+        # The prompt ends with the beginning of a message, the "prefill". The parser reads the
+        # prefill before the output, because the output continues this message.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(stage=None)  # None means that the output starts with a header.
 

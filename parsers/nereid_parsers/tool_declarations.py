@@ -60,7 +60,10 @@ class Keys:
                 )
 
     def _check_order(self) -> None:
-        """Check that `order` contains "name" and "arguments", but no "id" if `id` is None."""
+        """Check the names in `order`: "name" and "arguments" are required, and "id" is optional.
+
+        If the attribute `id` is None, `order` must not contain "id".
+        """
         members_without_id = set(self.order) - {"id"}
         if members_without_id != {"name", "arguments"}:
             raise FormatError(
@@ -76,7 +79,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class NameIsKey:
-    """A JSON object whose only member maps the function's name to the arguments.
+    """A JSON object with one member, which maps the function's name to the arguments.
 
     Example: `{"f": {"a": 1}}` calls the function f.
     """
@@ -148,7 +151,7 @@ class BareKeyArguments:
 
 @dataclass(frozen=True, slots=True)
 class NestedTags:
-    """Arguments that are written as nested XML elements, with `tag_prefix` before each tag.
+    """Arguments that are written in nested tags. Before each tag, the model writes `tag_prefix`.
 
     Example with the prefix `~`: `~<city>Paris~</city>~<days>~<item>1~</item>~</days>`. The tool's
     schema determines the types of the values. An element with inner elements is an array if the
@@ -277,7 +280,7 @@ class ToolSection:
     also_close: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that `calls` is not empty, and that `close` is not used without `open`."""
+        """Check that `calls` is not empty, and that a section with `close` also has `open`."""
         if not self.calls:
             raise FormatError("ToolSection.calls must contain at least one Call, but is empty")
         if self.close.strip() and not self.open.strip():

@@ -93,7 +93,8 @@ def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[
     if isinstance(all_of, list) and len(all_of) > 1:
         yield f"allOf of {len(all_of)} parts at {path}"
     one_of = schema.get("oneOf")
-    # `oneOf` accepts the same values as `anyOf` if each value matches at most one of the schemas.
+    # xgrammar treats `oneOf` as `anyOf`. This is correct if each value matches at most one of the
+    # schemas.
     if isinstance(one_of, list) and not _are_disjoint(one_of):
         yield f"oneOf whose parts may overlap at {path}"
 

@@ -1,4 +1,4 @@
-"""Describes models that write a marker and then tool calls as a JSON array or a JSON object.
+"""Describes models that write a marker, and then tool calls as a JSON array or JSON object.
 
 The module also declares the reasoning of Apertus. No other model family has this form of reasoning.
 """

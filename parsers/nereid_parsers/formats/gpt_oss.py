@@ -15,7 +15,7 @@ _MESSAGES = Messages(
     header_end="<|message|>",
     ends=("<|end|>", "<|call|>", "<|return|>"),
     call_end="<|call|>",
-    # A model writes the recipient of a message (`to=..`) before or after the channel
+    # In a header, the recipient of the message (`to=..`) either precedes or follows the channel
     # (`<|channel|>..`).
     routes=(
         Route(
@@ -28,15 +28,15 @@ _MESSAGES = Messages(
             " to=functions.{name}{rest}",
             written=" to=functions.{name}<|channel|>commentary json",
         ),
-        # A model sometimes writes a message to itself, marked with `to=assistant`. The channel
-        # after `to=assistant` then shows whether the message is reasoning or content.
+        # A model sometimes addresses a message to itself with `to=assistant`. In this case, the
+        # channel after `to=assistant` shows whether the message is reasoning or content.
         Route(Stage.CONTENT, "<|channel|>{word} to=assistant<|channel|>final{rest}"),
         Route(Stage.REASONING, "<|channel|>{word} to=assistant<|channel|>analysis{rest}"),
         Route(Stage.CALLS, "<|channel|>{word} to={name}{rest}"),
         Route(Stage.CALLS, " to={name}{rest}"),
         Route(Stage.REASONING, "<|channel|>analysis{rest}", written="<|channel|>analysis"),
-        # If none of the routes above matches the recipient of a message, the message is not for the
-        # user. The text of such a message is treated as reasoning.
+        # A message with any other recipient is not meant for the user, so its text is treated as
+        # reasoning.
         Route(Stage.REASONING, "<|channel|>{word} to={word}{rest}"),
         Route(Stage.REASONING, " to={word}{rest}"),
         Route(Stage.CONTENT, "<|channel|>final{rest}", written="<|channel|>final"),

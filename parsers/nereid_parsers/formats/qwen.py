@@ -1,4 +1,4 @@
-"""Describes the output of Qwen models, and of models that write tool calls as Qwen3-Coder does.
+"""Describes the output of Qwen models, and of models that use Qwen3-Coder's tool call syntax.
 
 The tool calls of the other Qwen models are declared in hermes.py.
 """

@@ -128,8 +128,7 @@ def get_format(
         reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
         tool_entry = _find_tools(tools) if tools is not None else None
     if reasoning_entry is None and tool_entry is not None:
-        # If no description of the reasoning was found, use the description that belongs to the tool
-        # format. This description (`tool_entry.reasoning`) may be None.
+        # No reasoning entry was found. Use the reasoning that the tool entry declares, if any.
         reasoning_entry = tool_entry.reasoning
     return _combine(normalize(format_name), reasoning_entry, tool_entry, policy)
 
@@ -167,7 +166,7 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Convert the name or the alias of a chat format, in any spelling, to the registered name.
+    """Return the registered name for a name or an alias: the alias `Qwen25` gives `hermes`.
 
     Example: `_key("Qwen-2.5", {"qwen_2_5": "hermes"})` gives `hermes`. A name that is not a key of
     `aliases` is only normalised, so the result may be a name that is not registered.
@@ -220,7 +219,7 @@ class ListedName:
 
 
 def listing() -> list[ListedName]:
-    """Return all reasoning formats and then all tool call formats, both sorted by name."""
+    """Return all reasoning formats and then all tool call formats, each group sorted by name."""
     reasoning = [
         ListedName(name, "reasoning", _aliases_of(name, REASONING_ALIASES), entry.source)
         for name, entry in sorted(REASONING.items())
@@ -253,7 +252,7 @@ def _combine(
     tools: ToolEntry | None,
     policy: Policy,
 ) -> Format:
-    """Return the `Format` that combines a description of reasoning and a description of tool calls.
+    """Combine a description of reasoning and a description of tool calls into one `Format`.
 
     An entry of the registry declares how a model family writes its reasoning or its tool calls. The
     parser reads a model's output according to the format.

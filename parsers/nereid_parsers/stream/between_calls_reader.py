@@ -14,7 +14,8 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# If no tool call follows a marker such as `<tool_calls>`, the content event has this `reason`.
+# If no tool call follows a marker such as `<tool_calls>`, the parser may return the marker as
+# content. This text is then the `reason` of the content event.
 _EMPTY_SECTION = "the tool section contains no call"
 
 
@@ -44,7 +45,7 @@ class BetweenCallsReader:
         self._calls_first = context.calls_first  # Whether no tool call may follow content.
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self._section = calls.section
-        # Decides in which ways a tool call may start at a position of the text.
+        # Decides which forms of a tool call may come next in the text.
         self._starts = CallStarts(context.format.calls, writer)
 
     def read(self) -> State | None:
@@ -77,7 +78,7 @@ class BetweenCallsReader:
         return self._expect_call_or_content()
 
     def _match_section_close(self) -> int:
-        """Test whether the unread text starts with the closing marker of all calls (`</calls>`).
+        """Test whether the unread text starts with the marker after all tool calls (`</calls>`).
 
         Return the position after the marker, NEED_MORE or NO_MATCH.
         """
@@ -86,7 +87,7 @@ class BetweenCallsReader:
         return self._section.match_close(self._buffer, is_empty=self._is_section_empty())
 
     def _is_section_empty(self) -> bool:
-        """Return whether no tool call has been read since a marker such as `<tool_calls>`.
+        """Return whether the section after a marker such as `<tool_calls>` has no tool calls yet.
 
         The opening marker of a section is pending text until the first tool call of the section
         starts. Between two tool calls, no other text is pending.
@@ -104,7 +105,7 @@ class BetweenCallsReader:
         return self._section.match_separator(self._buffer)
 
     def _expect_call_or_content(self) -> State:
-        """Decide whether the unread text may be a tool call (CALL_START) or is content (CONTENT).
+        """Return CALL_START if the unread text may be a tool call, otherwise CONTENT.
 
         Examples: after `<tool_calls>`, only a tool call can follow. After a tool call without such
         a marker, `{"name"` may start another tool call, and `Hello` is content.
@@ -118,7 +119,7 @@ class BetweenCallsReader:
         return State.CONTENT if expected is None else self._call_reader.expect(expected)
 
     def _end_section(self, close: str) -> State:
-        """Read the marker `close`, such as `</calls>`, after all tool calls. Return the next state.
+        """Read `close`, the marker after all tool calls, such as `</calls>`. Return the next state.
 
         If a tool call precedes `close`, the marker is removed from the output. If no tool call
         precedes `close`, the opening marker is still pending, and `_end_empty_section` decides
@@ -149,7 +150,7 @@ class BetweenCallsReader:
         return State.CONTENT
 
     def finish(self) -> None:
-        """Remove a marker such as `<tool_calls>` if the message ends before the first tool call.
+        """If the message ends before the first tool call, remove a marker such as `<tool_calls>`.
 
         Until the first tool call starts, the marker is pending text. Examples: the marker
         `<tool_calls>` is removed, because it is a tag. The marker `TOOLS:` is written as content,

@@ -31,7 +31,7 @@ class ClosingMarker:
 
 @dataclass(frozen=True, slots=True)
 class IncompleteMarker:
-    """The beginning of a closing marker, such as `</tool_c`, at the end of the text.
+    """An incomplete closing marker, such as `</tool_c`, at the end of the text.
 
     Attributes:
         prefix: The characters of the marker that have arrived, for example `</func`. "" if the text
@@ -44,7 +44,7 @@ class IncompleteMarker:
 def match_closing_marker(
     markers: tuple[str, ...], text: str, pos: int
 ) -> ClosingMarker | IncompleteMarker | None:
-    """Match a marker that closes a tool call. Return None if none of the markers matches.
+    """Match one of the `markers` that close a tool call. If none of them matches, return None.
 
     The text at `pos` follows the arguments of the tool call. White space and superfluous brackets
     may precede the marker. A model may omit any of the markers, but the model does not change the
@@ -74,7 +74,7 @@ def match_closing_marker(
 def _match_first_marker(
     markers: tuple[str, ...], text: str, pos: int
 ) -> ClosingMarker | IncompleteMarker | None:
-    """Return the match of the first marker that matches the text at `pos`, or None.
+    """Find the first marker in `markers` that matches at `pos`. Return the match, or None.
 
     Examples for the markers `</f>` and `</call>`, and `pos=0`: the text `</call>` gives
     `ClosingMarker(7, later_markers=())`, and `</c` gives `IncompleteMarker("</c")`.
@@ -103,7 +103,7 @@ class CallSection:
     __slots__ = ("_separator", "closes", "is_open")
 
     def __init__(self, tools: ToolSection | None) -> None:
-        """Store the closing markers and the separator of `tools`, such as `</calls>` and `, `.
+        """Store the closing markers and the separator, for example `</calls>` and `, `.
 
         If `tools` is None, the format declares no tool calls, so no text matches.
         """
@@ -112,7 +112,7 @@ class CallSection:
         self._separator = tools.separator.strip() if tools is not None else ""
 
     def match_close(self, buffer: TextBuffer, *, is_empty: bool) -> int:
-        """Test whether the unread text starts with the closing marker of all calls (`</calls>`).
+        """Test whether the unread text starts with the marker after all tool calls (`</calls>`).
 
         Examples for the marker `</calls>`: the unread text `</calls>Hi` gives the position of `Hi`,
         `</ca` gives NEED_MORE, and `Hi` gives NO_MATCH.
@@ -124,8 +124,8 @@ class CallSection:
         Returns:
             The position after the marker, NEED_MORE or NO_MATCH.
         """
-        # If the message ends with `<calls></ca`, the incomplete closing marker is not matched here,
-        # because the caller handles `<calls>` and `</ca` together.
+        # If the message ends with `<calls></ca`, the incomplete marker `</ca` is not matched here.
+        # The caller handles the whole text `<calls></ca` instead.
         accepts_incomplete = not (is_empty and buffer.is_final)
         for close in self.closes:  # The spellings of the marker.
             end = match_marker(close, buffer.text, buffer.pos)
@@ -157,6 +157,6 @@ class CallSection:
             return buffer.pos + len(separator)
         if not buffer.is_prefix_of(separator):
             return NO_MATCH
-        # The unread text is the beginning of the separator, such as `<se` of `<sep>`.
+        # The unread text is an incomplete separator, for example `<se` if the separator is `<sep>`.
         may_be_content = buffer.is_final and not looks_like_markup(buffer.unread())
         return NO_MATCH if may_be_content else NEED_MORE

@@ -1,4 +1,4 @@
-"""Reads tool calls, from a marker such as `<tool_call>` to `</tool_call>`."""
+"""Reads tool calls, including the markers around each call: `<tool_call>{..}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup,
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# If the model deviates from its usual syntax, the `reason` of an event is one of these texts.
+# Texts for the `reason` of an event. They describe how the model's text deviates from its usual
+# syntax.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _MISSING_MARKER = "the opening marker of the tool call is missing"
 
 
 class CallReader:
-    """Reads each tool call from its opening marker, such as `<tool_call>`, to its closing marker.
+    """Reads tool calls, including the markers around each tool call: `<call>{..}</call>`.
 
     A `BetweenCallsReader` reads the text between two tool calls.
 
@@ -51,8 +52,8 @@ class CallReader:
         "_format", "_starts", "_text_writer", "section",
     )  # fmt: skip
 
-    # The tool call that was read last. This attribute is set when the text before the arguments of
-    # the tool call has been read.
+    # The current tool call, or the last tool call if none is open. This attribute is set when the
+    # arguments of a tool call start.
     _call: OpenCall
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
@@ -67,11 +68,13 @@ class CallReader:
         self._call_writer = writer
         self._format = context.format
         self._calls_first = context.calls_first  # Whether no tool call may follow content.
-        # Decides in which ways a tool call may start at a position of the text.
+        # Decides how a tool call may start: with a marker, with a header, or with its first
+        # character.
         self._starts = CallStarts(context.format.calls, writer)
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self.section = CallSection(context.format.tools)
-        # The tool call that may start next. The method `expect` replaces this initial value.
+        # Describes the tool call that may start next. The method `expect` replaces this initial
+        # value.
         self._expected = self._starts.in_section()
         # The markers, such as `</tool_call>`, that may still follow the last tool call.
         self._closing_markers: tuple[str, ...] = ()
@@ -79,7 +82,7 @@ class CallReader:
     # ---- transitions from content and headers ----------------------------------------------------
 
     def open_section(self, marker: str) -> State:
-        """Read the marker before all tool calls, such as `<tool_calls>`. Return BETWEEN_CALLS.
+        """Read a marker that precedes all tool calls (`<tool_calls>`). Return BETWEEN_CALLS.
 
         The marker becomes pending text: it is removed from the output when a tool call starts, and
         is content if no tool call follows.
@@ -89,14 +92,14 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def open_call(self, marker: str) -> State:
-        """Expect a tool call that starts with the marker `marker`, for example `<tool_call>`.
+        """Prepare to read a tool call that starts with `marker`, for example with `<tool_call>`.
 
         The marker stays unread, because `read_start` reads the marker. Return the state CALL_START.
         """
         return self.expect(self._starts.at_marker(marker))
 
     def open_call_at_head(self, marker: str) -> State | None:
-        """Expect a tool call whose opening marker the model has omitted.
+        """Prepare to read a tool call whose opening marker the model has omitted.
 
         Example: the model writes `<function=f>` instead of `<tool_call><function=f>`. The text is
         not read here, but in the state CALL_START, by `read_start`.
@@ -112,7 +115,7 @@ class CallReader:
         return None if expected is None else self.expect(expected)
 
     def open_unmarked_call(self, opening: str) -> State | None:
-        """Expect a tool call that starts with `opening`, such as `{`, instead of an opening marker.
+        """Prepare to read a tool call without a marker. It starts with `opening`, for example `{`.
 
         Return the state CALL_START. Return None if no tool call can start here, so that the caller
         writes `opening` as content.
@@ -122,7 +125,7 @@ class CallReader:
         return None if expected is None else self.expect(expected)
 
     def expect(self, expected: ExpectedCall) -> State:
-        """Store `expected` as the tool call that may start next, and return the state CALL_START.
+        """Store the tool call that may start next, and return the state CALL_START.
 
         In this state, `read_start` compares the unread text with the stored tool call.
         """
@@ -130,7 +133,7 @@ class CallReader:
         return State.CALL_START
 
     def start_message_call(self, head: Head) -> State:
-        """Create the reader for the arguments of a tool call that is a whole message.
+        """Create the reader for the arguments of a message that is a tool call.
 
         The message header `head` has been read. The header names the function (`head.name`).
         """
@@ -140,7 +143,7 @@ class CallReader:
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
-        """Return whether `marker`, such as `</tool_calls>`, ends the section of all tool calls.
+        """Return whether `marker`, such as `</tool_calls>`, closes the open section of tool calls.
 
         If so, set `section.is_open` to False.
         """
@@ -150,7 +153,7 @@ class CallReader:
         return closes_section
 
     def is_after_call(self) -> bool:
-        """Return whether only markup, such as `</tool_call>`, follows the last tool call."""
+        """Return whether only markup, such as `</tool_call>`, has followed the last tool call."""
         return self.has_calls() and self._text_writer.is_after_marker
 
     def has_calls(self) -> bool:
@@ -158,7 +161,7 @@ class CallReader:
         return self._call_writer.num_started > 0
 
     def add_deviation(self, deviation: str) -> None:
-        """Store a message that says how the text deviates from the model's usual syntax.
+        """Store a description of how the text deviates from the model's usual syntax.
 
         See `CallWriter.add_deviation`.
         """
@@ -167,7 +170,7 @@ class CallReader:
     # ---- text that is not a tool call ------------------------------------------------------------
 
     def treat_as_content(self, fault: str, *, num_unread_chars: int = 0) -> State:
-        """Write text as content, because the text looked like a tool call but is not one.
+        """Write text as content. The text looked like a tool call, but is not a tool call.
 
         The text consists of the pending text, which has been read but not written, and of the next
         `num_unread_chars` characters of the buffer. Example: `<tool_call>` is pending, and ` is` is
@@ -180,11 +183,11 @@ class CallReader:
         Returns:
             The state in which the text after this content is read.
         """
-        # The stored messages describe deviations in a tool call. They are deleted, because the text
-        # is content and not a tool call.
+        # The stored descriptions of deviations apply only to a tool call. This text is content, so
+        # the descriptions are deleted.
         self._call_writer.clear_deviations()
-        # If no tool call has started, a marker before all tool calls, such as `<tool_calls>`, is
-        # also content. The marker therefore opens no section.
+        # If no tool call has started, a marker that precedes all tool calls, such as
+        # `<tool_calls>`, is also content. It then opens no section of tool calls.
         if not self.has_calls():
             self.section.is_open = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
@@ -192,7 +195,7 @@ class CallReader:
         return State.CONTENT_ONLY if is_rest_content else State.CONTENT
 
     def has_tag_in_unwritten_text(self) -> bool:
-        """Return whether the text that has not been written contains a tag, such as `<tool_call>`.
+        """Return whether the unwritten text contains a tag, such as `<tool_call>`.
 
         The message has ended inside a tool call. The unwritten text consists of the pending text
         and the unread text. No client can use a part of a tool call with a tag, so the caller
@@ -213,7 +216,7 @@ class CallReader:
     # ---- CALL_START and CALL_BODY ----------------------------------------------------------------
 
     def read_start(self) -> State | None:
-        """Read the start of a tool call, up to the arguments: `<tool_call><function=f>`.
+        """Read the start of a tool call, such as `<tool_call><function=f>`, but not the arguments.
 
         `_expected` is the tool call that may start here, and the unread text decides:
 
@@ -230,14 +233,14 @@ class CallReader:
             return self._read_head(match)
         if match == NEED_MORE:
             return None
-        # The unread text does not begin with the complete start of a tool call.
+        # The unread text does not start a tool call, or contains only an incomplete start.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars)
 
     def _is_start_cut_off(self) -> bool:
-        """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.
+        """Return whether the message ends before a tool call has started, as in `<tool_call>{`.
 
         Example: `<tool_call>{` is incomplete, because `{"` would start a JSON object. Inside a tool
         section, a tool call may lack its opening marker, so `{` alone is incomplete, too.
@@ -261,8 +264,8 @@ class CallReader:
         self._begin_body(match)  # Creates the reader of the arguments.
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # Some readers start the tool call before its arguments arrive. `read_body` is called now,
-        # so that the client receives the start of the tool call without delay.
+        # Some readers start the tool call before its arguments arrive. `read_body` is called at
+        # once, so that the client receives the start of the tool call without delay.
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
@@ -277,9 +280,9 @@ class CallReader:
         body.begin()
 
     def read_body(self) -> State | None:
-        """Read the next part of the text between markers such as `<tool_call>` and `</tool_call>`.
+        """Read the next part of a tool call's body, which is the text between the markers.
 
-        This text is the body of the tool call. Examples after the marker `<tool_call>`:
+        Examples after the marker `<tool_call>`:
 
             `{"name": "f", "arguments": {}}`         The state becomes CALL_END.
             `{"name": "f", "argu`                    None, because the body continues.
@@ -300,7 +303,7 @@ class CallReader:
         return self.treat_as_content(_NO_CALL)
 
     def read_broken(self) -> State | None:
-        """Read the rest of arguments that are not valid JSON, up to the next marker.
+        """Read the rest of the invalid arguments, up to the next marker.
 
         Example: in `{"a": x}`, `x` is not valid. Return the next state, or None if the marker has
         not arrived. See `OpenCall.read_broken`.
@@ -328,7 +331,7 @@ class CallReader:
     # ---- CALL_END --------------------------------------------------------------------------------
 
     def read_end(self) -> State | None:
-        """Read the next marker that may follow a tool call's arguments, such as `</tool_call>`.
+        """Read the next closing marker after a tool call's arguments, such as `</tool_call>`.
 
         `_closing_markers` contains the markers that may follow. Examples for the markers `</f>` and
         `</call>`:
@@ -374,9 +377,9 @@ class CallReader:
             The state in which the second object is read, or None if there is no second object.
         """
         call = self._call
-        # This method handles only a second object before the closing marker:
-        # `<call>{..}{..}</call>`. Such objects occur only in formats that write a tool call as a
-        # JSON object between markers.
+        # A second object is read here only if it precedes the closing marker:
+        # `<call>{..}{..}</call>`. The format must write each tool call as a JSON object between
+        # markers.
         is_before_closing_marker = bool(self._closing_markers)
         if not is_before_closing_marker or not call.variant.may_repeat_object:
             return None
@@ -384,14 +387,14 @@ class CallReader:
         if not self._buffer.text.startswith("{", object_start):
             return None
         self._text_writer.store_whitespace(self._buffer.take_until(object_start))
-        # No marker precedes the second object. Therefore the object is a tool call only if the
-        # request offers the function that the object names.
+        # No marker directly precedes the second object, so it may be ordinary text. It is treated
+        # as a tool call only if the request offers the function that it names.
         return self._read_head(MatchedCall(call.variant, Head(object_start), is_confirmed=False))
 
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_body(self) -> State:
-        """End the open tool call, because the message has ended inside this tool call.
+        """Handle a tool call that is incomplete at the end of the message.
 
         The code tries four cases in this order:
 
@@ -418,5 +421,5 @@ class CallReader:
         return self.treat_as_content(_NO_CALL)
 
     def finish_broken(self) -> None:
-        """End the open tool call, whose arguments are not valid JSON, at the end of the message."""
+        """At the end of the message, end an open tool call whose arguments are not valid JSON."""
         self._call.finish_broken()

@@ -1,4 +1,4 @@
-"""Converts tool calls into events, according to the policy for unknown tools and invalid JSON."""
+"""Converts tool calls into events. A policy decides about unknown tools and invalid arguments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nereid_parsers.stream.values.wrapped_arguments import WrapperFilter, may_be
 log = logging.getLogger(__name__)
 
 _EMPTY_ARGUMENTS = "{}"
-# Descriptions of repaired or invalid arguments. The event for the end of a tool call contains the
-# descriptions that apply to the tool call.
+# Descriptions of repaired or invalid arguments, for the event at the end of a tool call.
 _WRAPPED_ARGUMENTS = "an object that encloses the arguments was removed"
 _REPAIRED_ARGUMENTS = "the arguments were not valid JSON and have been repaired"
 _BROKEN_ARGUMENTS = "the arguments are not valid JSON"
-# `cut_arguments_at` removes text at most `_MAX_CUTS` times in one message. The removed text is read
-# again, so without this limit the parsing time could grow with the square of the text's length.
+# The maximum number of times that `cut_arguments_at` may remove text in one message. The parser
+# reads removed text again, so without this limit the parsing time could grow with the square of the
+# text's length.
 _MAX_CUTS = 16
 
 
@@ -33,7 +33,7 @@ def generate_call_id() -> str:
 
 @dataclass(slots=True)
 class _StartedCall:
-    """The tool call that started last. This tool call may already have ended.
+    """The most recently started tool call, which may already have ended.
 
     Attributes:
         name: The name of the function.
@@ -79,8 +79,8 @@ class CallWriter:
         "last_index", "num_started", "stores_arguments", "tools",
     )  # fmt: skip
 
-    # The tool call that started last. `start` sets this attribute. All methods that use the
-    # attribute are called after `start`.
+    # The most recently started tool call. `start` sets this attribute, and must be called before
+    # all methods that use it.
     _call: _StartedCall
 
     def __init__(
@@ -94,11 +94,10 @@ class CallWriter:
             policy: The rules for unknown functions and for arguments that are not valid JSON.
             new_id: A function that generates an id for a tool call to which the model gave no id.
         """
-        # The settings of the writer. They do not change.
+        # The settings of the writer, which do not change during the message.
         self.tools = tools
-        # The policy RAW returns arguments unchanged even if they are not valid JSON. Each other
-        # policy repairs or discards invalid arguments, and must therefore store all arguments until
-        # they are complete.
+        # With the policy RAW, invalid arguments are returned unchanged. With any other policy, they
+        # are repaired or discarded, so the writer stores all arguments until they are complete.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._policy = policy
         self._events = events
@@ -109,12 +108,12 @@ class CallWriter:
         self.num_started = 0  # The number of tool calls, including discarded tool calls.
         self._num_cuts = 0  # How often text was removed from the end of stored arguments.
         # Descriptions of deviations from the model's usual syntax, such as a missing marker. If a
-        # tool call is open, its end event will contain these descriptions. Otherwise, the end event
-        # of the next tool call will contain them.
+        # tool call is open, they are returned in its end event. Otherwise they are returned in the
+        # end event of the next tool call.
         self._deviations: list[str] = []
 
     def add_deviation(self, deviation: str) -> None:
-        """Store a message that says how the text of a tool call deviates from the usual syntax.
+        """Store a description of how a tool call deviates from the model's usual syntax.
 
         The description becomes a part of the end event of the open tool call. If no tool call is
         open, the description becomes a part of the end event of the next tool call. Example:
@@ -124,11 +123,11 @@ class CallWriter:
             self._deviations.append(deviation)
 
     def clear_deviations(self) -> None:
-        """Delete the stored messages about deviations, because the text is not a tool call."""
+        """Delete the stored descriptions of deviations. The described text is not a tool call."""
         self._deviations = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
-        """Start a call of the tool `name`. If the text must be content instead, return False.
+        """Start a call of the tool `name` and return True. If the text is content, return False.
 
         Args:
             name: The name of the function.
@@ -147,7 +146,7 @@ class CallWriter:
         self.is_open = True
         self.num_started += 1
         is_discarded = treatment is UnknownTool.DROP  # No events are appended for this call.
-        # Removes a superfluous object around the arguments: `{"arguments": {"a": 1}}`.
+        # Removes a superfluous outer object: `{"arguments": {"a": 1}}` becomes `{"a": 1}`.
         wrapper_filter = WrapperFilter(is_passing=not may_be_wrapped(name, self.tools))
         self._call = _StartedCall(name, call_id, is_discarded, wrapper_filter)
         if is_discarded:
@@ -180,7 +179,7 @@ class CallWriter:
         return self._policy.unknown_tool if is_confirmed else UnknownTool.CONTENT
 
     def _append_start(self) -> None:
-        """Increase `last_index`, and append the start event of the tool call with this new index.
+        """Increase `last_index` by 1, and append the start event of the tool call with this index.
 
         If the model gave no id to the tool call, a new id is generated.
         """
@@ -198,9 +197,9 @@ class CallWriter:
         if self.stores_arguments:
             call.stored_arguments.append(text)
         elif not call.is_discarded:
-            # The filter removes a superfluous object around the arguments, as in `{"arguments":
-            # {"a": 1}}`. Until it is certain whether the text starts with such an object, the
-            # filter stores the text and returns "".
+            # The filter changes `{"arguments": {"a": 1}}` to `{"a": 1}`. It stores the beginning of
+            # the text, and returns "", until it can decide whether there is an outer object to
+            # remove.
             wrapper_filter = call.wrapper_filter
             ready_text = text if wrapper_filter.is_passing else wrapper_filter.add(text)
             self._append_arguments(ready_text)
@@ -244,16 +243,16 @@ class CallWriter:
         self._append_end()
 
     def _append_end(self) -> None:
-        """Append the event for the end of a tool call, with the stored messages about deviations.
+        """Append the event for the end of a tool call, with the stored descriptions of deviations.
 
-        Then delete these messages.
+        Then delete these descriptions.
         """
         description = "; ".join(self._deviations) if self._deviations else None
         self._events.append(ToolCallEnd(self.last_index, description))
         self._deviations = []
 
     def _append_stored_call(self) -> None:
-        """Append all events of a tool call. Its arguments have been stored, and are now complete.
+        """Append all events of a tool call whose stored arguments are complete.
 
         Arguments that are not valid JSON are repaired if possible:
 
@@ -277,7 +276,7 @@ class CallWriter:
         self._append_end()
 
     def _repair_and_unwrap(self, text: str) -> str | None:
-        """Return the arguments `text` as a valid JSON object, without a superfluous outer object.
+        """Repair the arguments in `text` if necessary, and remove a superfluous outer object.
 
         If the arguments are repaired, or an outer object is removed, `add_deviation` stores a
         description of this change for the end event. Examples:
@@ -296,10 +295,10 @@ class CallWriter:
         return inner_object
 
     def _repair_if_broken(self, text: str) -> str | None:
-        """Return the arguments `text` as a valid JSON object, or None if a repair is impossible.
+        """Return `text` if it is a valid JSON object. Otherwise return a repaired object, or None.
 
-        Valid text is returned unchanged, and `{"a": 1` gives `{"a": 1}`. If `text` is not valid,
-        `add_deviation` stores a description for the end event, even if a repair is impossible.
+        Example: `{"a": 1` gives `{"a": 1}`. If `text` is not valid, `add_deviation` stores a
+        description for the end event, even if a repair is impossible.
         """
         if is_json_object(text):
             return text
@@ -308,7 +307,7 @@ class CallWriter:
         return repaired
 
     def cut_arguments_at(self, marker: str) -> str | None:
-        """Find the first `marker` in the stored arguments. Remove the marker and all text after it.
+        """Remove the first `marker`, and all text after this marker, from the stored arguments.
 
         Return the removed text, so that the parser can read this text again. Example: after
         `write('{"a": "1}</call> Hi')`, `cut_arguments_at("</call>")` returns `"</call> Hi"`, and
@@ -329,7 +328,7 @@ class CallWriter:
         return found_marker + after
 
     def restart_numbering(self, events: list[Event]) -> list[Event]:
-        """Restart the numbering of tool calls from 0 at the end of the prompt.
+        """Restart the numbering, so that the first tool call of the output has the index 0.
 
         A prompt may end with the start of the message that the model continues. The client receives
         no tool call that has ended in the prompt. Example: if the prompt ends with a call of `f`
@@ -360,7 +359,7 @@ class CallWriter:
 
 
 def _events_of_call(index: int, events: list[Event]) -> list[ToolCallStart | ArgumentsDelta]:
-    """Return the start event and the arguments of the tool call whose index is `index`."""
+    """Return the start event and all arguments events of the tool call with this `index`."""
     return [
         event
         for event in events

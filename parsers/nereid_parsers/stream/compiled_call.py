@@ -1,4 +1,4 @@
-"""Compiles the declaration of a tool call, and matches the start of a tool call in a text."""
+"""Compiles the declaration of a tool call, and matches the start of a tool call."""
 
 from __future__ import annotations
 
@@ -66,11 +66,10 @@ class CompiledCall:
         self.is_unmarked = not call.trigger
         self.omits_marker = omits_marker
         self.closing_markers = marker_parts(call.close)  # Such as `</f>` and `</call>`.
-        # Between the opening and the closing marker, a model may write several objects:
-        # `<call>{..}{..}</call>`.
+        # A model may write several objects between one pair of markers: `<call>{..}{..}</call>`.
         has_both_markers = bool(call.open.strip() and self.closing_markers)
         self.may_repeat_object = has_both_markers and isinstance(call.body, JsonObject)
-        # Finds the end of arguments that are not valid JSON.
+        # Finds the marker after invalid arguments. The arguments end before this marker.
         self.end_of_broken = Lexer(_markers_after_call(call, section))
         # `_head_pattern` matches the marker and the header, such as `<call><f={name}>`.
         # `_body_start` and `_tags` match the first characters of the arguments.
@@ -105,7 +104,7 @@ class CompiledCall:
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
     def body_start_mismatch(self, text: str, head_end: int, is_final: bool) -> Mismatch | None:
-        """Test whether arguments start at `head_end`. If they do, return None.
+        """Return None if arguments start at `head_end`. Otherwise return NEED_MORE or NO_MATCH.
 
         The first characters of the text decide. Examples for tool calls in a JSON array: `[{` gives
         None, `[` gives NEED_MORE, because `{` may follow, and `[1` gives NO_MATCH.
@@ -151,7 +150,7 @@ class CompiledCall:
         return TaggedReader(writer, head, self._tags)
 
     def may_follow_content(self) -> bool:
-        """Return whether a tool call that has no marker may follow content.
+        """Return whether a tool call without a marker is recognised after content.
 
         JSON can be distinguished from content. Python calls can be distinguished from content only
         if they are between brackets.
@@ -162,7 +161,7 @@ class CompiledCall:
         return isinstance(body, JsonObject | JsonArray)
 
     def body_openings(self) -> tuple[str, ...]:
-        """Return the possible first characters, such as `{`, of a tool call that has no marker.
+        """Return the texts with which a tool call that has no marker may start, for example `{`.
 
         Examples: `("{",)` for a JSON object, `("[",)` for a JSON array, and `()` for Python calls
         without brackets.
@@ -184,15 +183,15 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
         `<call>`    the opening marker of the next tool call
     """
     close_parts = marker_parts(call.close)
-    # Only the last tag of the closing marker is used, because arguments that are not valid may
-    # contain the other tags, such as `</function>`.
+    # Only the last tag of the closing marker is used. Invalid arguments may contain the other tags,
+    # such as `</function>`, so those tags do not show the end.
     last_close_part = close_parts[-1] if close_parts else ""
     markers = (last_close_part, *section.closes, call.open.strip())
     return tuple(marker for marker in markers if marker)
 
 
 def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
-    """Compile the tags of arguments such as `<p=city>Paris</p>`, if `call` has such tags.
+    """If the arguments are enclosed in tags, as in `<p=city>Paris</p>`, compile these tags.
 
     Return None if the format writes arguments in another way, for example as JSON. The comments
     show the markers of this example: `<calls><call><f={name}>ARGUMENTS</f></call></calls>`.
@@ -221,7 +220,7 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
 
 @dataclass(frozen=True, slots=True)
 class _BodyStart:
-    """The regexes that match the start of a tool call's arguments, or of a list of tool calls.
+    """Two regexes that match the start of a tool call's body, which is the text after the header.
 
     Attributes:
         complete: Matches the first characters of a body, for example `[{`.
@@ -244,7 +243,7 @@ class _BodyStart:
 
 
 def _compile_body_start(call: Call) -> _BodyStart:
-    """Return regexes that recognise the start of the arguments, or of a list of tool calls.
+    """Return regexes for the first characters of the arguments, or of a list of tool calls.
 
     Example: a JSON array of tool calls starts with `[{` or `[]`, and white space may separate the
     two characters. The text `[` is an incomplete start, because `{` or `]` may follow.
@@ -264,7 +263,7 @@ def _compile_body_start(call: Call) -> _BodyStart:
 
 
 def _first_chars(call: Call) -> tuple[str, ...]:
-    """Return regexes (at most two) that match the first visible characters of a tool call's body.
+    """Return up to two regexes. They match the first visible characters of a tool call's body.
 
     The body is the text after the header. Examples:
 
@@ -291,7 +290,7 @@ def _first_chars(call: Call) -> tuple[str, ...]:
 
 
 def _header_proves_call(call: Call) -> bool:
-    """Return whether text such as `[TOOL_CALLS]f[ARGS]` proves that arguments follow this text.
+    """Return whether a header such as `[TOOL_CALLS]f[ARGS]` is always followed by arguments.
 
     The result is True if the tool call has an opening marker and the last part of the header is a
     literal. Example: the result is True for the marker `[TOOL_CALLS]` and the header
@@ -303,7 +302,7 @@ def _header_proves_call(call: Call) -> bool:
 
 
 def _fill_in_id(template: str, fields: dict[str, str]) -> str:
-    """Return the id of a tool call: `template` with each field replaced by its value in `fields`.
+    """Create the id of a tool call: insert the values of `fields` into `template`.
 
     The result is "" if a field of `template` is missing in `fields`. Example:
     `_fill_in_id("functions.{name}:{number}", {"name": "f", "number": "0"})` returns

@@ -1,4 +1,4 @@
-"""Compiles all ways of writing a tool call, and groups them by the text with which they start."""
+"""Compiles the forms of a tool call, and groups them by their first text, such as `<call>`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSe
 # The minimum length, in characters, of a closing marker that the parser recognises in content.
 # Shorter markers, such as "}", are ignored, because such texts often occur in content.
 _MIN_CLOSING_MARKER_CHARS = 4
-# If the opening marker is missing, the parser recognises a tool call by the beginning of its
-# header, for example by `<function=`. This constant is the minimum length of such a beginning, in
-# characters, because shorter texts often occur in content.
+# If the opening marker is missing, the parser recognises a tool call by the first text of its
+# header, for example `<function=`. Header texts with fewer characters than this are ignored,
+# because short texts often occur in content.
 _MIN_HEAD_MARKER_CHARS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledCalls:
-    """The compiled ways to write a tool call, grouped by the text with which they start.
+    """The compiled forms of a tool call, grouped by their first text, such as `<call>`.
 
     A variant is one of several ways in which the model may write a tool call. The parser searches
     for the first text of each variant, and then tries the variants that start with this text.
@@ -48,14 +48,13 @@ class CompiledCalls:
 
     @property
     def kinds(self) -> dict[str, MarkerKind]:
-        """The markers of tool calls that the parser searches for in content, with their meanings.
+        """The meaning of each tool call marker that the parser searches for in content.
 
         Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
         """
-        # If a tool call has no marker, it starts with one of these texts, such as `{`.
+        # A tool call without a marker starts with one of these texts, for example `{`.
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
-        # If a marker is in several of these dicts, the last of these dicts determines the meaning
-        # of the marker.
+        # If several of these dicts contain the same marker, the last dict determines its meaning.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
             **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),
@@ -92,7 +91,7 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     return CompiledCalls(
         all=tuple(variants),
         by_trigger=by_trigger,
-        # If a text is both a declared marker and the start of a header, the text is treated as the
+        # If a text is both a declared marker and the start of a header, the text is treated as a
         # marker.
         by_head={text: group for text, group in by_head.items() if text not in by_trigger},
         unmarked=tuple(unmarked),
@@ -116,7 +115,7 @@ def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> li
 
 
 def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
-    """For each tool call whose marker a model may omit, yield the variant without the marker.
+    """Yield variants of tool calls without an opening marker, because a model may omit the marker.
 
     A model may omit the opening marker of a tool call or of a tool section, and start with the
     header. Example: the declaration `<tool_call><function={name}>..</tool_call>` gives the variant
@@ -130,7 +129,7 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return `calls` and their JSON variants: arrays instead of objects, objects instead of arrays.
+    """Return `calls`, and add variants with JSON arrays instead of objects, and the reverse.
 
     A model sometimes writes an array, `[{"name": "f", ..}]`, although the format declares an
     object, `{"name": "f", ..}`, or the reverse. Example: if an object is declared, the result
@@ -147,7 +146,7 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _does_head_identify_call(call: Call) -> bool:
-    """Return whether text such as `<function=` in `call.head` shows that a tool call starts.
+    """Return whether the first text of the header, such as `<function=`, identifies a tool call.
 
     Examples: the result is True for `<function={name}>`, and False for `{name}`.
     """
@@ -157,7 +156,7 @@ def _does_head_identify_call(call: Call) -> bool:
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Group the variants of a tool call by the text with which they start (the "trigger").
+    """Group the variants of a tool call by their first text, which is called the "trigger".
 
     The trigger is the opening marker, such as `<call>`, or the start of the header, such as
     `<function=`. Example: two variants with the marker `<call>` give
@@ -167,14 +166,15 @@ def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[Compi
     for variant in variants:
         if variant.is_unmarked:
             continue
-        # A model may change the white space in a marker: `<invoke name=` or `<invokename=`.
+        # A model may change the white space in a marker, for example `<invoke name=` to
+        # `<invokename=`.
         for spelling in marker_spellings(variant.call.trigger):
             by_trigger[spelling] = (*by_trigger.get(spelling, ()), variant)
     return by_trigger
 
 
 def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
-    """Return all closing markers of tool calls, such as `</call>`, except short ones like `}`.
+    """Return the closing markers of tool calls, such as `</call>`. Omit short ones such as `}`.
 
     A marker is short if it has fewer than `_MIN_CLOSING_MARKER_CHARS` characters. In content, a
     short text often occurs without closing a tool call.

@@ -1,4 +1,4 @@
-"""Compiles the description of a model's output into the markers and regexes of the parser."""
+"""Compiles a model's output format into the markers and regexes that the parser needs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CompiledFormat:
 
 @lru_cache(maxsize=512)
 def compile_format(fmt: FormatData) -> CompiledFormat:
-    """Compile the format of a model's output. A cache returns the same object for equal formats."""
+    """Compile the format of a model's output. The result is cached for equal formats."""
     if isinstance(fmt.layout, Messages):
         return _compile_messages(fmt, fmt.layout)
     return _compile_sections(fmt, fmt.layout)
@@ -77,8 +77,8 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """
     ends = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)  # Such as `<|end|>`.
     starts = marker_kinds((layout.start,), MarkerKind.START_MESSAGE)  # `<|start|>assistant`
-    # In the layout `Messages`, reasoning is a separate message. Therefore, the parser searches
-    # reasoning only for the markers that start or end a message.
+    # In formats with message headers, reasoning is a separate message. Inside reasoning, the parser
+    # therefore searches only for the markers that start or end a message.
     message_kinds = ends | starts
     calls = compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
@@ -98,12 +98,11 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
 
 
 def _compile_message_call(layout: Messages) -> CompiledCall:
-    """Compile the description of a message that is a tool call. Its header names the function.
+    """Compile the declaration of messages that are tool calls. Their headers name the function.
 
-    The header of such a message contains the function's name. `CompiledCall` requires a tool
-    section, because arguments that are not valid JSON end at the closing markers of the section.
-    Messages are not in a section, so the end markers of messages are passed as the closing markers
-    of a section.
+    `CompiledCall` requires a tool section, because arguments that are not valid JSON end at the
+    closing markers of the section. Messages are not in a section, so the end markers of messages
+    are passed as the closing markers of a section.
     """
     section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
     call = Call(layout.body, head="{name}", open=layout.start, close=layout.call_end)
@@ -128,11 +127,11 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # If the same marker is in several dicts of an expression such as `a | b`, the rightmost of
-    # these dicts determines the meaning of the marker. Example: if one marker both opens and closes
-    # the reasoning, this marker opens the reasoning in `content_kinds`, and closes the reasoning in
-    # `reasoning_kinds`. `outer_kinds` contains the markers that the parser removes even if the rest
-    # of the message is content.
+    # If several dicts in an expression such as `a | b` contain the same marker, the last of these
+    # dicts determines its meaning. Example: one marker may both open and close the reasoning. In
+    # `content_kinds`, this marker opens the reasoning. In `reasoning_kinds`, it closes the
+    # reasoning. The parser removes the markers in `outer_kinds` even if the rest of the message is
+    # content.
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
@@ -158,9 +157,9 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
         return []
     declared_markers = list(reasoning.interrupted_by)
     if _shares_closing_marker(reasoning, calls):
-        # One marker, such as `<|end|>`, closes both reasoning and tool calls. After
-        # `<think>Hm<call>..`, this marker would not show whether the tool call or the reasoning
-        # ends.
+        # The same marker, such as `<|end|>`, closes reasoning and tool calls. In
+        # `<think>Hm<call>..<|end|>`, the marker could therefore close the tool call or the
+        # reasoning.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]

@@ -42,13 +42,13 @@ class CompiledHeader:
             self._header_pattern = compile_pattern(route.header + layout.header_end)
             self._final_whitespace = ""
         else:  # Such as the line break in `>>>all\nHello`.
-            # Exactly the white space in `header_end` must follow this header. A compiled pattern
-            # would accept any white space, so `match` compares this white space separately.
+            # The white space after this header must be exactly `header_end`. A compiled pattern
+            # would accept any white space, so `match` compares the white space separately.
             self._header_pattern = compile_pattern(route.header)
             self._final_whitespace = layout.header_end
 
     def has_started(self, text: str, pos: int) -> bool:
-        """Return whether the text at `pos` starts like the header, for example with `<|channel|>`.
+        """Return whether the text at `pos` starts with the header's first literal (`<|channel|>`).
 
         If the message ends inside a header, the caller uses the result to distinguish the header
         from content. Example: the header `<|channel|>{word}<|message|>` starts with the literal
@@ -71,8 +71,8 @@ class CompiledHeader:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        # In formats whose headers do not end with white space, white space before a header is
-        # skipped.
+        # If the headers of the format need not end with white space, skip white space before a
+        # header.
         if not self._final_whitespace:
             pos = skip_whitespace(text, pos)
         match = self._header_pattern.match(text, pos, is_final)
@@ -90,7 +90,7 @@ class CompiledHeader:
         return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 
     def _final_whitespace_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        r"""Test whether the required white space after the header is at `pos`. If so, return None.
+        r"""Return None if the white space that must follow the header is at `pos`.
 
         Otherwise return NEED_MORE if more text may complete this white space, or NO_MATCH. Example:
         if the header `>>>all\n` must end with a line break, a space after `>>>all` gives NO_MATCH.

@@ -32,7 +32,7 @@ class ContentReader:
         headers: HeaderReader,
         reasoning: ReasoningReader,
     ) -> None:
-        """Create a reader for the content of a message, which finds the markers in the content.
+        """Create a reader for the content of a message. The other readers handle most markers.
 
         Args:
             context: The format, the text and the writers, which all readers share.
@@ -46,8 +46,8 @@ class ContentReader:
         self._call_reader = calls
         self._header_reader = headers
         self._calls_first = context.calls_first  # Whether no tool call may follow content.
-        # Maps each kind of marker to a method that reads the marker and returns the next state. The
-        # method returns None if the marker has no meaning at the current position and is therefore
+        # Maps each kind of marker to a method that handles the marker and returns the next state.
+        # If the marker has no meaning at its position, the method returns None, and the marker is
         # content. Example: `<tool_call>` has the kind OPEN_CALL, so `open_call("<tool_call>")` is
         # called.
         self._marker_handlers: dict[MarkerKind, Callable[[str], State | None]] = {
@@ -88,7 +88,7 @@ class ContentReader:
         return self._write_as_content(marker) if next_state is None else next_state
 
     def _close_calls(self, marker: str) -> State | None:
-        """Remove a marker such as `</call>` that follows a tool call or closes all tool calls.
+        """Remove a closing marker that follows a tool call, such as `</call>` or `</calls>`.
 
         Example: the second `</call>` in `<call>{..}</call></call>` is removed. Return the next
         state. At any other position, a closing marker is content. Then return None, and leave the
@@ -114,7 +114,7 @@ class ContentReader:
         return State.CONTENT_ONLY if self._calls_first else State.CONTENT
 
     def read_content_only(self) -> State | None:
-        """Read content that no tool call and no reasoning can follow (state CONTENT_ONLY).
+        """Read the rest of a message that can only be content (state CONTENT_ONLY).
 
         Markers of tool calls and of reasoning are then content. Only markers around the content or
         the message are removed. Example: from `Hi <tool_call><|im_end|>`, the text
@@ -134,7 +134,7 @@ class ContentReader:
         return State.CONTENT_ONLY
 
     def read_plain_message(self) -> State | None:
-        """Read the content of a message without tool calls, up to the end of the message.
+        """Read the content of a message that cannot contain tool calls, up to the message's end.
 
         Markers of tool calls have no meaning in this message, so they are written as content.
         Example: from `Write <tool_call>.<|end|>`, the text `Write <tool_call>.` is written as
@@ -144,7 +144,7 @@ class ContentReader:
             HEADER if the next message starts, CONTENT if the message ends, or None if no marker has
             arrived.
         """
-        # In this format, reasoning is a message, too. Therefore `reasoning_markers` finds only the
+        # In this format, reasoning is a separate message, so `reasoning_markers` finds only the
         # markers that start or end a message.
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
@@ -155,7 +155,7 @@ class ContentReader:
         return self._header_reader.start(marker) if starts_next_message else self._remove(marker)
 
     def drop_incomplete_marker(self, state: State) -> None:
-        """If the message ends inside a marker that has several tags, remove the incomplete marker.
+        """If the message ends with an incomplete marker of several tags, remove this marker.
 
         Examples for the marker `<|message|><|text|>`: the text `<|message|><|te` is removed,
         because it contains the complete first tag. The text `<|mess` stays unread and becomes

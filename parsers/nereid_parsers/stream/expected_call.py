@@ -1,4 +1,4 @@
-"""Decides which tool calls may start at a position, and tests whether one of them starts there."""
+"""Decides how a tool call may start at a position, and tests whether one starts there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ExpectedCall:
     is_confirmed: bool
 
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | Mismatch:
-        """Return the first of the `variants` that matches the unread text.
+        """Return the first variant in `variants` that matches the unread text.
 
         A variant is one of several ways to write a tool call. Examples for a tool call that is
         written as an object or as an array, after the marker `<call>`:
@@ -63,14 +63,14 @@ class ExpectedCall:
             match = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if match == NEED_MORE:
                 return NEED_MORE
-            # If the model has omitted the marker of a tool call, the text is a tool call only if it
-            # names a function that the request offers.
+            # If the model has omitted the declared marker of a tool call, the text must name a
+            # function that the request offers. Otherwise it is not a tool call.
             if isinstance(match, Head) and _accepts_name(variant, match.name, tools):
                 return MatchedCall(variant, match, self.is_confirmed)
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
-        """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.
+        """Return whether the message ends before a tool call has started, as in `<tool_call>{`.
 
         The caller removes such an incomplete start from the output. Examples: at the end of the
         message, `<tool_call>{` gives True, because `"name"` could follow. The text `<tool_call>x`
@@ -82,9 +82,8 @@ class ExpectedCall:
                 Example: `{` is the start of the tool call `{"name": "f"}`.
         """
         variants = [v for v in self.variants if includes_unmarked or not v.is_unmarked]
-        # `is_final=False` means that more text could follow, although the message has in fact
-        # ended. With this value, the result NEED_MORE shows that the unread text is the start of a
-        # tool call.
+        # The message has ended, but `is_final=False` is passed. If the result is NEED_MORE, more
+        # text could have completed the start of a tool call, so the start is incomplete.
         return any(
             variant.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
             for variant in variants
@@ -92,7 +91,7 @@ class ExpectedCall:
 
 
 def _accepts_name(variant: CompiledCall, name: str, tools: Tools) -> bool:
-    """Return whether a tool call in the form `variant` may call the function `name`.
+    """Return whether the tool call `variant` is accepted if it calls the function `name`.
 
     If the model has omitted the marker of the tool call, the function must be in `tools`, unless
     the tools are unknown. Otherwise any function is accepted here.
@@ -102,7 +101,7 @@ def _accepts_name(variant: CompiledCall, name: str, tools: Tools) -> bool:
 
 
 class CallStarts:
-    """Decides which forms of a tool call may start at a position of the message.
+    """Decides how a tool call may start at a position of the message.
 
     Each method returns the expected tool call. The caller then tests whether the text matches.
     """
@@ -110,7 +109,7 @@ class CallStarts:
     __slots__ = ("_call_writer", "_calls")
 
     def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
-        """Create an object that decides how a tool call of one message may start.
+        """Create an object that decides how the tool calls of one message may start.
 
         Args:
             variants: The ways in which the model may write a tool call.
@@ -132,7 +131,7 @@ class CallStarts:
         return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:
-        """If the model may have omitted the marker before a header, return the expected tool call.
+        """Return the tool call that may start with its header, without the opening marker.
 
         Example: the model writes `<invoke name="f">` without the marker `<calls>` before this
         header.
@@ -144,7 +143,7 @@ class CallStarts:
             The tool call, or None if the header is ordinary text.
         """
         offers_tools = bool(self._call_writer.tools.parameters)
-        # Ordinary text does not contain a special token such as `<|invoke|>`.
+        # Ordinary text does not contain special tokens such as `<|invoke|>`.
         is_special_token = marker.startswith(_SPECIAL_TOKEN_STARTS)
         if offers_tools or is_special_token:
             # A header such as `<invoke name=` shows that the text is a tool call.
@@ -152,7 +151,7 @@ class CallStarts:
         return None
 
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
-        """Return a tool call that has no marker and may start with `opening`, for example with `{`.
+        """Return the tool call that may start with `opening`, such as `{`, instead of a marker.
 
         Example: `{` may start the tool call `{"name": "f", "arguments": {}}`.
 
@@ -182,7 +181,7 @@ class CallStarts:
         return offers_tools and any(call.may_follow_content() for call in self._calls.unmarked)
 
     def after_call(self, buffer: TextBuffer) -> ExpectedCall | None:
-        """After a tool call, return another tool call that may start without a marker, or None.
+        """Return the tool call that may follow a tool call without a marker in between, or None.
 
         Example: after `{"name": "f", ..}`, the unread text `{"name": "g", ..}` may be another tool
         call, because it starts with `{`. For the unread text `Hello`, the result is None.

@@ -10,7 +10,8 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# If no header follows the start marker of a message, the content event has this `reason`.
+# If no header follows a message start marker, such as `<|start|>`, the content event has this
+# `reason`.
 _NO_HEADER = "no header follows the marker"
 
 
@@ -34,12 +35,12 @@ class HeaderReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._calls_first = context.calls_first
-        # Whether a marker that starts a message, such as `<|start|>assistant`, has been read in the
-        # output. If the prompt ends with such a marker, the output may start with a header.
+        # Whether a message start marker, such as `<|start|>assistant`, has been read in the output.
+        # The first such marker may be in the prompt. The output then starts with a header.
         self._has_read_marker = False
 
     def start(self, marker: str) -> State:
-        """Read the marker before a message header, and return the state that reads the header.
+        """Read the start marker of a message, and return the state HEADER.
 
         The TextWriter stores the marker as pending text. The marker is removed from the output if a
         header follows.
@@ -93,7 +94,7 @@ class HeaderReader:
         return self._call_reader.treat_as_content(_NO_HEADER)
 
     def _drop_incomplete_header(self) -> State:
-        """At the end of the output, remove an incomplete message header and the marker before it.
+        """At the end of the output, remove an incomplete message header and the preceding marker.
 
         Return the next state. Example: of `<|start|>assistant<|channel|>fin`, the marker
         `<|start|>assistant` is the pending text, and `<|channel|>fin` is unread. Both are removed.
@@ -103,7 +104,7 @@ class HeaderReader:
         return State.CONTENT
 
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
-        """Remove a message header and the marker before the header. Return the next state.
+        """Remove a message header and the preceding start marker. Return the next state.
 
         In the next state, the text after the header is read. Example: `<|start|>assistant` and
         `<|channel|>final<|message|>` are removed, and the next state is CONTENT.
@@ -118,13 +119,13 @@ class HeaderReader:
         follows_content = self._text_writer.has_content
         if is_call and follows_content and self._calls_first:
             # The policy CALLS_FIRST allows no tool call after content, so this header is content.
-            # The header stays unread here, and the reader of the state CONTENT_ONLY reads it.
+            # It is not read here, but in the state CONTENT_ONLY.
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)
 
     def _has_header_started(self) -> bool:
-        """Return whether the unread text starts like a message header, for example `<|channel|>`.
+        """Return whether the unread text starts with the first literal of a header (`<|channel|>`).
 
         Example: `<|channel|>fin` starts with `<|channel|>`, the first literal of a header.
         """
@@ -132,13 +133,13 @@ class HeaderReader:
         return any(route.has_started(buffer.text, buffer.pos) for route in self._format.routes)
 
     def finish(self) -> None:
-        """If the output ends directly after the start marker of a message, remove this marker."""
+        """If the output ends directly after a message start marker, remove this marker."""
         if self._text_writer.pending:
             self._text_writer.drop_pending()
 
 
 def _body_state(route: CompiledHeader) -> State:
-    """Return the state that reads the text after a message header that matches `route`.
+    """Return the state in which the text after a message header is read.
 
     The body is reasoning, content in which tool calls may start, or content without tool calls.
     """

@@ -12,7 +12,7 @@ _Search = Callable[[str, int], re.Match[str] | None]
 
 
 def marker_prefix_regex(marker: str) -> str:
-    r"""Return a regex that matches the beginning of `marker`, such as `<th`, at the end of a text.
+    r"""Return a regex that matches an incomplete `marker`, such as `<th`, at the end of a text.
 
     Example: `marker_prefix_regex("<a>")` returns `"<(?:a)?\Z"`. This regex matches the last
     character of `x<`, and the last two characters of `x<a`.
@@ -24,7 +24,7 @@ def marker_prefix_regex(marker: str) -> str:
 
 
 def spaced_marker_regex(marker: str) -> str:
-    r"""Return a regex that matches `marker` with optional white space between its tags and words.
+    r"""Return a regex for `marker` that allows white space between its tags and words.
 
     Example: the regex of `<|close|>call<|sep|>` also matches `<|close|> call\n<|sep|>`.
     """
@@ -74,8 +74,8 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         longer_markers = [
             longer for longer in longest_first if longer != marker and longer.startswith(marker)
         ]
-        # `marker` may be the beginning of longer markers, as `<a>` is the beginning of `<a><b>`. An
-        # incomplete longer marker, such as `<a><`, is tried before `marker`.
+        # `marker` may be the beginning of a longer marker, as `<a>` is the beginning of `<a><b>`.
+        # The incomplete longer marker, such as `<a><`, is tried first.
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
     # The incomplete forms of all markers are tried last. A marker of one character has no
@@ -122,13 +122,13 @@ class Lexer:
         # Finds only complete markers. This function is used if no more text follows.
         exact_regexes = [re.escape(marker) for marker in longest_first]
         self._find_marker = _search_function(longest_first, exact_regexes)
-        # Also finds an incomplete marker at the end of the text, such as `<thi`, because the next
-        # piece of text may complete the marker.
+        # Finds complete markers, and also an incomplete marker at the end of the text, such as
+        # `<thi`. The next piece of text may complete this marker.
         possible_regexes = _possible_regexes(longest_first)
         self._find_marker_or_prefix = _search_function(longest_first, possible_regexes)
 
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
-        """Find the next marker in the unread text. Return the marker's position and its text.
+        """Return the position and the text of the next marker in the unread text.
 
         If no complete marker is found, return "" instead of the marker. The position is then the
         end of the text that cannot be a part of a marker. Examples for a lexer that finds `<a>`:
@@ -145,7 +145,7 @@ class Lexer:
         if match is None:
             return len(text), ""
         marker_or_prefix = match.group()
-        # More text can change the match only if the match ends at the end of the text.
+        # Only a match at the very end of the text can change when more text arrives.
         is_at_text_end = match.end() == len(text)
         if is_at_text_end and not buffer.is_final and self._is_proper_prefix(marker_or_prefix):
             return match.start(), ""

@@ -1,4 +1,4 @@
-"""The state machine of the stream parser. The machine consists of nine objects.
+"""The state machine of the stream parser. It consists of the following nine objects.
 
 TextBuffer          stores the text that has not been read.
 UnclassifiedReader  reads the first text if it may be reasoning or content.
@@ -94,7 +94,7 @@ class Machine:
         self._enter(State.CONTENT)
 
     def _methods_by_state(self) -> dict[State, Callable[[], State | None]]:
-        """Return the table that contains, for each state, the method that reads text in this state.
+        """Return a dict that maps each state to the method that reads text in this state.
 
         Each method reads text from the buffer, and returns the next state, or None if more text is
         required. Example: in the state HEADER, the HeaderReader reads the header of a message.
@@ -118,8 +118,8 @@ class Machine:
     def _enter(self, state: State) -> None:
         """Change the state to `state`, and select the method that reads text in this state."""
         self._state = state
-        # The method is looked up here, and not for each piece of text, because the state changes
-        # rarely.
+        # The method is looked up here once, and not again for each piece of text. This is faster,
+        # because the state changes rarely.
         self._read = self._read_methods[state]
 
     def start(self, start_point: StartPoint) -> None:
@@ -142,21 +142,20 @@ class Machine:
         if start_point.stage is None:
             self._enter(State.HEADER)
         elif start_point.prefill:
-            # The prefill is the beginning of the answer, and is already in the prompt. Parsing the
+            # The prompt already contains the beginning of the answer (the "prefill"). Parsing the
             # prefill changes the state, for example to REASONING if the prefill is `<think>`.
             prefill_events = self.feed(start_point.prefill)
             self._forget_prompt(prefill_events)
         elif not start_point.is_prompt_known and self._unclassified_reader.is_needed():
             # The first marker will show whether the text before this marker is reasoning or
-            # content. If the message contains no marker, the text is of the kind
-            # `start_point.stage`.
+            # content. If the message contains no marker, `start_point.stage` decides.
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
             self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Discard the events for the part of the message that is in the prompt, such as `<think>`.
+        """Discard the events for text that the prompt already contains, such as `<think>`.
 
         The client receives only text that the model generates, with two exceptions: the start of a
         tool call that the output continues, and the marker `<think>` if reasoning is content.
@@ -165,8 +164,8 @@ class Machine:
             events: All events of the text in the prompt.
         """
         open_call_events = self._call_writer.restart_numbering(events)
-        # The meaning of the last characters of the prompt may depend on later text. If so, these
-        # characters are still stored or unread, and the TextWriter must omit them from later
+        # Later text may still change the meaning of the last characters of the prompt. The parser
+        # has not classified these characters yet, and the TextWriter must omit them from later
         # events.
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         num_unread_chars = len(self._buffer.unread())
@@ -177,7 +176,7 @@ class Machine:
         self._events += open_call_events
 
     def set_trace(self, trace: Trace | None) -> None:
-        """From now on, pass each piece of text and its classification to the function `trace`."""
+        """Pass each later piece of text, together with its classification, to `trace`."""
         self._text_writer.set_trace(trace)
 
     def feed(self, text: str) -> list[Event]:
@@ -202,7 +201,7 @@ class Machine:
                 self._enter(state)
 
     def finish(self) -> list[Event]:
-        """Parse all remaining text as the end of the message, and return the last events.
+        """Parse the remaining text at the end of the message, and return the last events.
 
         Text may be stored or unread, because more text could have changed its meaning. This text is
         now classified. Examples: `Hi <` is content, and `<tool_call>{"name": "f"` is a tool call
@@ -223,7 +222,7 @@ class Machine:
         return self._events
 
     def _finish_unclassified_text(self) -> None:
-        """Decide whether the text that was stored in the state UNCLASSIFIED is reasoning.
+        """In the state UNCLASSIFIED, decide whether the stored text is reasoning or content.
 
         No marker has shown the stage of this text. The next state is the one in which the text is
         read again, from the buffer.
@@ -232,7 +231,7 @@ class Machine:
             self._enter(self._unclassified_reader.finish())
 
     def _drop_incomplete_marker(self) -> None:
-        """If the message ends inside a marker that has several tags, remove the incomplete marker.
+        """If the message ends with an incomplete marker of several tags, remove this marker.
 
         Example: `<|message|><|te` is the beginning of the marker `<|message|><|text|>`.
         """
@@ -251,7 +250,7 @@ class Machine:
             self._run()
 
     def _finish_incomplete_calls(self) -> None:
-        """End each tool call that is incomplete at the end of the message.
+        """At the end of the message, end each incomplete tool call.
 
         There may be several. If a quote is missing in the arguments, the text after the tool call
         was read as a part of the arguments. `finish_body` then ends the tool call at its closing
@@ -262,7 +261,7 @@ class Machine:
             self._run()
 
     def _finish_state(self) -> None:
-        """End the part of the message that is incomplete, such as a tool call or a message header.
+        """At the end of the message, end an incomplete tool call or an incomplete header.
 
         No more text follows, so these parts of the message cannot be completed.
         """

@@ -51,7 +51,7 @@ def marker_kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKi
 
 
 def visible_markers(markers: Iterable[str]) -> Iterator[str]:
-    r"""Yield the markers without surrounding white space. Omit markers that are only white space.
+    r"""Strip white space from each marker. Omit markers that consist only of white space.
 
     Example: `("<a>\n", "\n")` yields `"<a>"`.
     """

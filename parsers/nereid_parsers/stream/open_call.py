@@ -1,4 +1,4 @@
-"""Reads a tool call, or a list of tool calls, after a marker such as `<tool_call>`."""
+"""Reads one tool call, or a list of tool calls, after a marker such as `<tool_call>`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nereid_parsers.stream.text_writer import TextWriter
 
 
 class Outcome(Enum):
-    """The result of reading the arguments of one tool call, or of reading a list of tool calls.
+    """The result of reading one tool call or one list of tool calls.
 
     ENDED    The tool call has ended. Closing markers may follow.
     BROKEN   The arguments are not valid JSON. `OpenCall.read_broken` reads the rest of them.
@@ -25,7 +25,7 @@ class Outcome(Enum):
 
 
 class OpenCall:
-    """A tool call, or a list of tool calls, whose text is being read.
+    """One tool call, or one list of tool calls, that is being read.
 
     Four other objects take part:
 
@@ -61,7 +61,7 @@ class OpenCall:
         buffer: TextBuffer,
         text: TextWriter,
     ) -> None:
-        """Create an object that reads one tool call's arguments, or one list of tool calls.
+        """Create an object that reads one tool call or one list of tool calls.
 
         Args:
             match: The matched start of the tool call: its marker and its header.
@@ -77,7 +77,7 @@ class OpenCall:
         self._call_writer = body.writer
 
     def read(self) -> Outcome | None:
-        """Read the next part of the tool call, or of the list of tool calls, from the buffer.
+        """Read the next part of the tool call or of the list of tool calls.
 
         The body reader parses the part, and passes the name and the arguments to the CallWriter,
         which appends the events. Example: of the body `{"name": "f", "arguments": {}}`, the part
@@ -95,7 +95,7 @@ class OpenCall:
         return None if self._body_reader.status is MORE else self._leave_body()
 
     def _classify_part(self, part_start: int, was_call_open: bool) -> None:
-        """Classify the text that was just read: it is a part of a tool call, or it may be content.
+        """Decide whether the text just read is a part of a tool call, or may still be content.
 
         The text is `buffer.text[part_start : buffer.pos]`. Pending text may still turn out to be
         content. Examples of parts of one body:
@@ -111,8 +111,8 @@ class OpenCall:
         part = self._buffer.text[part_start : self._buffer.pos]
         is_call_open = self._call_writer.is_open
         if is_call_open:
-            # If the arguments are stored, `end_at_stored_marker` may remove text from their end.
-            # The parser then reads the removed text again.
+            # If arguments are stored, `end_at_stored_marker` may remove their last part. The parser
+            # then reads this part again.
             self._text_writer.trace_call(part, may_be_reread=self._call_writer.stores_arguments)
         elif was_call_open or self._has_part_ended_call():
             self._classify_ended_call(part_start)
@@ -130,7 +130,7 @@ class OpenCall:
         return has_body_ended or has_list_item_ended
 
     def _classify_ended_call(self, part_start: int) -> None:
-        """Classify `buffer.text[part_start:buffer.pos]`. A tool call ends in this text.
+        """Classify the text from `part_start` to `buffer.pos`, in which a tool call has ended.
 
         In a list of tool calls, text may follow the end of the tool call. This text is pending text
         until it is certain that another tool call starts. Examples:
@@ -151,7 +151,7 @@ class OpenCall:
             self._text_writer.store_pending(text_after_call)
 
     def _leave_body(self) -> Outcome:
-        """Stop reading the text of a tool call that is complete or not valid. Return the outcome.
+        """Stop reading a tool call, because it is complete or not valid. Return the outcome.
 
         Examples for the body of a tool call between `<call>` and `</call>`:
 
@@ -168,14 +168,14 @@ class OpenCall:
             return Outcome.NO_CALL
         writes_model_text = self._body_reader.is_verbatim
         if not writes_model_text:
-            # The body reader has written the JSON text of the arguments, so it can also add the
-            # missing end of the JSON text, for example closing brackets.
+            # The body reader has created the JSON text of the arguments, so it can also complete
+            # this JSON text, for example with closing brackets.
             self._body_reader.end_invalid_call()
             return Outcome.ENDED
         return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN
 
     def end_at_stored_marker(self) -> bool:
-        """If the stored arguments contain a marker such as `</call>`, end the tool call there.
+        """If the stored arguments contain a closing marker, end the tool call at this marker.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
@@ -186,8 +186,8 @@ class OpenCall:
             Whether the tool call has ended. False if no stored arguments contain the marker.
         """
         closing_markers = self.variant.closing_markers
-        # If `is_verbatim` is false, the reader converts the arguments to JSON. The stored text is
-        # then not the text of the model, so the parser cannot read it again.
+        # If `is_verbatim` is false, the reader has converted the model's text to JSON. Only the
+        # JSON is stored, so the parser could not read the model's text again.
         if not closing_markers or not self._body_reader.is_verbatim:
             return False
         first_tag = closing_markers[0]  # Such as `</f>` in `</f></call>`.
@@ -201,7 +201,7 @@ class OpenCall:
         return True
 
     def read_broken(self) -> bool:
-        """Write the rest of the arguments unchanged, because the arguments are not valid JSON.
+        """Write the rest of invalid arguments unchanged, up to the next marker.
 
         Example: in `{"a": [1}</tool_call>`, `]` is missing. The arguments up to `[1` have been
         written, so `}` is read and written, and the tool call ends. The marker stays unread. If no
@@ -221,7 +221,7 @@ class OpenCall:
         return True
 
     def finish(self) -> bool:
-        """End the tool call, because the message has ended inside the tool call.
+        """If the message ends inside a tool call, end this tool call.
 
         Examples of bodies at the end of the message:
 
@@ -271,7 +271,7 @@ class OpenCall:
         return not any(marker in text for marker in closing_markers)
 
     def finish_broken(self) -> None:
-        """At the end of the message, end a tool call whose arguments are not valid JSON."""
+        """At the end of the message, end an open tool call whose arguments are not valid JSON."""
         if self._call_writer.is_open:
             self._call_writer.end(BROKEN_ARGUMENTS)
             self._text_writer.end_traced_call()

@@ -96,7 +96,7 @@ class OutputStart:
 
 
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
-    r"""Return the part of the message in which the model's output starts. See `OutputStart`.
+    r"""Return in which part of the message the model's output starts. See `OutputStart`.
 
     The stage is the part of the message to which the first character of the output belongs:
     reasoning, content or tool calls. Examples, with the reasoning markers `<think>` and `</think>`:
@@ -115,8 +115,8 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     start = find_start(fmt, prompt)
     if not start.prefill:
         return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
-    # The prefill is the beginning of the message, and is a part of the prompt. The parser must read
-    # the prefill to find out whether the prefill ends in reasoning, content or a tool call.
+    # The prompt contains the beginning of the message (the "prefill"). The parser must read the
+    # prefill to find out whether it ends in reasoning, content or a tool call.
     machine = Machine(compile_format(fmt), Tools(None), fmt.policy, generate_call_id)
     machine.start(start)
     return OutputStart(machine.stage, machine.has_reasoned)

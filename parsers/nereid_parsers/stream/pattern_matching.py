@@ -9,15 +9,14 @@ from typing import Final, Literal, NamedTuple
 
 from nereid_parsers.pattern_syntax import PatternField, split_pattern
 
-# If the text does not match, matching functions return one of these constants instead of a position
-# or an object.
+# Functions that match a text return one of these constants if the text does not match.
 NEED_MORE: Final = -1  # More text could complete the match.
 NO_MATCH: Final = -2  # No further text could complete the match.
 Mismatch = Literal[-1, -2]  # The type of the two constants.
 
 
 def as_mismatch(negative_result: int) -> Mismatch:
-    """Convert an `int` that is NEED_MORE or NO_MATCH to the type `Mismatch`.
+    """Convert NEED_MORE or NO_MATCH from the type `int` to the type `Mismatch`.
 
     A matching function returns an `int`: a position, NEED_MORE or NO_MATCH. A caller that has
     tested `result < 0` uses this function so that the type checker knows that the result is not a
@@ -41,15 +40,15 @@ _match_whitespace = re.compile(r"\s*").match
 # these characters, they appear in the model's text.
 _RAW_SPACE = "Ġ"
 _match_whitespace_in_pattern = re.compile(r"[\sĠĊ]*").match
-# Matches white space, and each position at which a model may insert white space: before a tag,
-# after a tag, and where punctuation, such as `=`, touches a word or a quote. Example: in `<a>f="x`,
-# the positions are after `<a>`, after `f` and after `=`.
+# Matches white space, and each position where a model may insert white space: before or after a
+# tag, and between punctuation such as `=` and a word or a quote. Example: the positions in
+# `<a>f="x` are marked with `|` in `<a>|f|=|"x`.
 _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
 _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
-# Matches the place before or after a tag, together with any white space at this place. Example: in
-# `<a> b`, the space is matched.
+# Matches the boundary between a tag and the adjacent text, including white space. Example: the
+# space in `<a> b` is matched.
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
@@ -57,8 +56,8 @@ _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
 # one character.
 _OPTIONAL_FIELD = "rest"
 _MAX_WORDS_ON_SECOND_LINE = 2  # The limit for a line break inside the field `rest`.
-# For each field, the characters that the field cannot contain, in the syntax of a regex character
-# class.
+# Maps each field to the characters that the field cannot contain. The syntax is that of a regex
+# character class.
 _EXCLUDED_CHARS = {
     "name": _NO_NAME_CHARS,
     "key": r"""<>"'\r\n""",
@@ -93,20 +92,20 @@ class FieldStep:
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
-        # If the message ends directly after a function's name, the name may be incomplete: `sum`
-        # may be the beginning of `summary`. Therefore, such a name is not accepted. The other
-        # fields are accepted even if they may be incomplete.
+        # If the message ends directly after a function's name, the name may be cut off: `sum` may
+        # be the beginning of `summary`. Such a name is not accepted. Other fields are accepted even
+        # if they may be cut off.
         may_be_cut_off = is_at_text_end and self.name == "name"
         if may_be_cut_off or not self._accepts(text[pos:end]):
             return NO_MATCH
         return end
 
     def _accepts(self, value: str) -> bool:
-        """Return whether `value` can be the field's text. Only the field `rest` may be empty."""
+        """Return whether `value` is allowed as the field's text. Only `rest` may be empty."""
         if self.name == _OPTIONAL_FIELD:
             return True
-        # Some models write the number of a tool call next to the function's name. A field `name`
-        # that consists of digits is probably such a number, so it is not accepted.
+        # Some models write the number of a tool call next to the function's name. A text of digits
+        # is probably this number, so it is not accepted as a name.
         is_call_number = self.name == "name" and value.isdigit()
         return bool(value) and not is_call_number
 
@@ -118,7 +117,7 @@ class LiteralStep:
     literal: str
 
     def match(self, text: str, pos: int, is_final: bool) -> int:
-        """Match the fixed text `literal` at `pos`. Return the end of the match, or a mismatch.
+        """Match the fixed text `literal` at `pos`. Return its end, NEED_MORE or NO_MATCH.
 
         Example: for the literal `<f=`, the text `<f` gives NEED_MORE, because `=` may follow.
         """
@@ -130,7 +129,7 @@ class LiteralStep:
 
 
 class WhitespaceStep:
-    """The part of a compiled pattern that matches white space of any length."""
+    """A step of a compiled pattern that matches any amount of white space."""
 
     __slots__ = ()
 
@@ -158,7 +157,7 @@ class PatternMatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A compiled pattern, which matches literals, white space and fields such as `{name}`."""
+    """A compiled pattern. It consists of literals, white space and fields such as `{name}`."""
 
     steps: tuple[Step, ...]
 
@@ -194,7 +193,7 @@ def skip_whitespace(text: str, pos: int) -> int:
 
 
 def skip_superfluous(text: str, pos: int) -> int:
-    """Skip superfluous characters, such as `}`, and white space at `pos`. Return the new position.
+    """Skip superfluous characters such as `}`, and then white space. Return the new position.
 
     Some models write superfluous closing brackets before the closing marker of a tool call.
     Example: for the text `}} </tool_call>`, the result is the position of `</tool_call>`.
@@ -206,7 +205,7 @@ def skip_superfluous(text: str, pos: int) -> int:
 
 
 def marker_spellings(marker: str) -> tuple[str, ...]:
-    r"""Return the spellings of a marker that differ only in the white space inside the marker.
+    r"""Return the spellings of a marker. They differ only in the white space inside the marker.
 
     The first spelling is the marker itself. Examples of the other spellings:
 
@@ -227,7 +226,7 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
 
 
 def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str, ...]) -> list[str]:
-    """For each of the `replacements`, return a copy of `text` with this text instead of `match`."""
+    """For each replacement, return a copy of `text` in which the matched text is replaced."""
     before = text[: match.start()]
     after = text[match.end() :]
     return [before + replacement + after for replacement in replacements]
@@ -248,7 +247,7 @@ def match_marker(marker: str, text: str, pos: int) -> int:
 
 @lru_cache(maxsize=4096)
 def compile_pattern(source: str) -> Pattern:
-    r"""Compile a pattern such as `<function={name}>`, so that it can be matched with a text.
+    r"""Compile a pattern that is given as text, such as `<function={name}>`, to a `Pattern`.
 
     The compiled pattern allows optional white space at three kinds of places: where the pattern has
     white space, before and after a tag or a sign such as `=`, and between a literal and a field.
@@ -272,13 +271,13 @@ def compile_pattern(source: str) -> Pattern:
 
 
 def _literal_at(parts: tuple[str | PatternField, ...], index: int) -> str:
-    """Return `parts[index]` if `parts[index]` exists and is a literal. Otherwise return ""."""
+    """Return the literal `parts[index]`, or "" if this part is a field or does not exist."""
     part = parts[index] if index < len(parts) else ""
     return part if isinstance(part, str) else ""
 
 
 def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
-    r"""Split a literal into words. Add a `WhitespaceStep` where a model may write white space.
+    r"""Split a literal into words. Insert a `WhitespaceStep` where a model may write white space.
 
     Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`. The literal
     has no white space before `=`, but a model may insert white space there.
@@ -295,7 +294,7 @@ def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
 
 
 def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
-    """Return the regex for the text of a field, such as `{name}` in the pattern `{name}<sep>`.
+    """Return the regex that matches the text of a field, such as `{name}`, before a literal.
 
     The regex matches all characters that the field may contain, up to the first character of the
     literal. Example: for the field `name` and the literal `<sep>`, the regex excludes `<`.
@@ -307,7 +306,7 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
     if name == _OPTIONAL_FIELD:  # The field `{rest}` matches any text.
         return _rest_regex(next_literal)
     next_char = next_literal[:1]
-    # White space in a pattern is optional in the text, so it cannot show where the field ends.
+    # White space in the pattern may be missing in the text, so it cannot show where the field ends.
     stop_char = "" if next_char.isspace() else re.escape(next_char)
     return re.compile(f"[^{_EXCLUDED_CHARS[name]}{stop_char}]+")
 
@@ -350,7 +349,7 @@ def marker_parts(marker: str) -> tuple[str, ...]:
 
 
 def is_compound_start(marker: str, text: str) -> bool:
-    """Return whether `text`, a prefix of `marker`, contains the whole first tag of `marker`.
+    """Return whether an incomplete marker contains at least the complete first tag.
 
     Example: for the marker `<|message|><|content|>`, the result is True for `<|message|><|con` and
     False for `<|mess`. The caller must check that `text` is a prefix of `marker`.
@@ -368,7 +367,7 @@ def looks_like_markup(text: str) -> bool:
 
 
 def is_special_token(marker: str) -> bool:
-    """Return whether a marker starts with a special token that contains a vertical bar.
+    """Return whether a marker starts with a special token, such as `<|end|>` or `<channel|>`.
 
     Examples: the result is True for `<|channel>thought`, `<channel|>` and `<｜end｜>`. The result
     is False for `<think>`, because ordinary text may contain `<think>`.

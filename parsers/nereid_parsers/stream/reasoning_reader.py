@@ -19,12 +19,13 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# If no marker closes the reasoning before a tool call, the end event of the call has this `reason`.
+# If a tool call starts before the reasoning is closed, the end event of the tool call has this
+# `reason`.
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
 
 
 class _ReasoningEnd(Enum):
-    """The kind of text that has ended the reasoning of a message, such as a closing marker.
+    """The way in which the reasoning of a message has ended, for example by a closing marker.
 
     NONE          The reasoning has not started, or has not ended.
     CLOSED        A closing marker, such as `</think>`.
@@ -38,7 +39,7 @@ class _ReasoningEnd(Enum):
 
 
 class ReasoningReader:
-    """Reads reasoning, and markers such as `<think>` and `</think>` in the content.
+    """Reads reasoning, and handles reasoning markers, such as `</think>`, in the content.
 
     Each method `read_...` handles one state of the parser. The method reads text from the buffer
     and returns the next state, or None if it needs more text.
@@ -77,13 +78,13 @@ class ReasoningReader:
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
         # The parser state in which the reasoning is read.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
-        # The kind of text that has ended the reasoning. NONE if the reasoning has not started, or
-        # has not ended.
+        # The way in which the reasoning has ended. Before the reasoning has ended, the value is
+        # NONE.
         self._reasoning_end = _ReasoningEnd.NONE
-        # Text inside the reasoning that looks like a tool call. The text is a tool call only if no
-        # marker closes the reasoning later.
+        # Text inside the reasoning that looks like a tool call. If a marker closes the reasoning
+        # later, this text is reasoning. Otherwise it is a tool call.
         self._stored_text: list[str] = []
-        # Whether the rest of the message may contain a closing marker, such as `</think>`.
+        # Whether a closing marker, such as `</think>`, may still follow.
         self._may_be_closed = True
 
     @property
@@ -111,7 +112,7 @@ class ReasoningReader:
         self._text_writer.write_generated_content(self._opening_marker)
 
     def read(self) -> State | None:
-        """Read reasoning up to the next marker. If there is a marker, return the next state.
+        """Read reasoning up to the next marker. If a marker has arrived, return the next state.
 
         Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
         is removed. The rest, `Hi`, is content. Markers that may be a part of the reasoning, for
@@ -138,7 +139,7 @@ class ReasoningReader:
         return State.CONTENT
 
     def _read_second_opening(self, marker: str) -> State:
-        """Read a second `<think>` or similar marker in the reasoning. Return the next state.
+        """Read a second opening marker, such as `<think>`, in the reasoning. Return the next state.
 
         Models sometimes repeat the opening marker, such as `<think>`, with which the prompt ends.
         Such a marker is removed. If reasoning text precedes the marker, as in `I write <think>`,
@@ -171,12 +172,12 @@ class ReasoningReader:
         return State.CONTENT
 
     def _write_marker_as_reasoning(self, marker: str) -> State:
-        """Write `marker`, which occurs in the reasoning, as reasoning. Return the next state."""
+        """Write `marker` as a part of the reasoning. Return the next state."""
         self._write(self._buffer.take(len(marker)))
         return self._reasoning_state
 
     def _write(self, text: str) -> None:
-        """Write `text` as reasoning, or as content if the client receives reasoning as content."""
+        """Write `text` as reasoning. If the client receives reasoning as content, write content."""
         if self._is_inline:
             self._text_writer.write_content_exactly(text)
         else:
@@ -208,7 +209,7 @@ class ReasoningReader:
     # ---- tool calls inside the reasoning ---------------------------------------------------------
 
     def _read_possible_call(self, marker: str) -> State | None:
-        """Decide whether a marker inside the reasoning starts a tool call that ends the reasoning.
+        """Decide whether a marker inside the reasoning starts a tool call and ends the reasoning.
 
         Examples for the marker `<call>`:
 
@@ -231,11 +232,11 @@ class ReasoningReader:
         if is_reasoning_empty or not self._may_be_closed:
             return self._end_at_call()
         # In the state INTERRUPTED_REASONING, the text is stored until `</think>` or the end of the
-        # message arrives.
+        # message shows whether it is a tool call.
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Test whether a tool call starts at `marker`, the next unread text. Leave the text unread.
+        """Test whether a tool call starts at `marker`, without reading the text.
 
         Examples: the marker `<call>` in `<call>{"name"` is the start of a tool call. The marker
         `<calls>` in `<calls><call>{"name"` precedes all tool calls, so a tool call must start after
@@ -259,7 +260,7 @@ class ReasoningReader:
         return NO_MATCH
 
     def read_interrupted(self) -> State | None:
-        """Store the unread text, which looks like a tool call inside the reasoning.
+        """Store text that looks like a tool call inside the reasoning.
 
         If a marker such as `</think>` closes the reasoning later, the stored text was a part of the
         reasoning. Example: in `<think>I write <call>f()</call>.</think>Hi`, the text
@@ -287,7 +288,7 @@ class ReasoningReader:
         return sum(map(len, self._stored_text))
 
     def finish_interrupted(self) -> State:
-        """End the reasoning before the stored tool call, because the message has ended.
+        """At the end of the message, end the reasoning before the stored tool call.
 
         The stored text is put back into the buffer, and is then read as a tool call. Return the
         state in which it is read. Example: in `<think>I call it.<tool_call>{"name": "f"}`, no
@@ -311,7 +312,7 @@ class ReasoningReader:
     # ---- markers of the reasoning inside the content ---------------------------------------------
 
     def open_in_content(self, marker: str) -> State | None:
-        """Start reasoning at a marker such as `<think>`, which the reader of content has found.
+        """Start reasoning at an opening marker, such as `<think>`, that is found in the content.
 
         Example: the marker `<think>` at the start of the message is removed, and the next state is
         REASONING. In `Write <think> first.`, the marker is a part of the content.
@@ -322,8 +323,8 @@ class ReasoningReader:
         if not self._may_open(marker):
             return None
         if self._is_inline:
-            # The client receives the reasoning and its markers as content. The marker stays unread
-            # here, because `read_inline` reads it later and writes it as content.
+            # The client receives the reasoning and its markers as content. Therefore the marker is
+            # not removed here, and `read_inline` writes it later.
             self._text_writer.drop_whitespace()
         else:
             self._text_writer.drop_markup(self._buffer.take(len(marker)))
@@ -343,11 +344,11 @@ class ReasoningReader:
             return True
         if self._calls_first:  # This policy allows reasoning only at the start of the message.
             return False
-        # Ordinary text does not contain a special token, such as `<|think|>`.
+        # A special token, such as `<|think|>`, does not occur in ordinary text.
         return self._text_writer.is_after_marker or is_special_token(marker)
 
     def close_in_content(self, marker: str) -> State | None:
-        """If a marker such as `</think>` outside the reasoning is not content, remove the marker.
+        """Handle a closing marker, such as `</think>`, that is found outside the reasoning.
 
         Example: `</think>Hi` becomes `Hi`, because a model that writes no opening marker may still
         write the closing marker. In `Hi</think>`, the marker is a part of the content.
@@ -362,7 +363,7 @@ class ReasoningReader:
         return State.CONTENT
 
     def _may_close(self, marker: str) -> bool:
-        """Return whether a marker such as `</think>`, found outside reasoning, must be removed.
+        """Return whether to remove a closing marker, such as `</think>`, outside the reasoning.
 
         Examples for the marker `</think>`:
 
@@ -376,9 +377,9 @@ class ReasoningReader:
             return not self.has_reasoned  # With this policy, a second closing marker is content.
         if self._calls_first:
             return is_interrupted
-        # Ordinary text does not contain a special token, such as `<|end_think|>`.
+        # A special token, such as `<|end_think|>`, does not occur in ordinary text.
         return precedes_output or is_interrupted or is_special_token(marker)
 
     def _has_output(self) -> bool:
-        """Return whether content or a tool call precedes the current position in the message."""
+        """Return whether content or a tool call precedes the current position."""
         return self._text_writer.has_content or self._call_reader.has_calls()

@@ -60,7 +60,7 @@ class TextBuffer:
         return self.text.startswith(text, self.pos)
 
     def is_prefix_of(self, text: str) -> bool:
-        """Return whether the unread text of the buffer is a prefix of the argument `text`.
+        """Return whether `text` starts with the unread text of the buffer.
 
         Example: the unread text `<th` is a prefix of `<think>`, and `<th> x` is not.
         """

@@ -7,7 +7,7 @@ import re
 from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
 from nereid_parsers.stream.trace_writer import CONTENT, MARKUP, REASONING, Trace, TraceWriter
 
-# Matches the blank lines at the start of a text, but not the indentation of the line after them.
+# Matches the blank lines at the start of a text, but not the indentation of the first visible line.
 _match_blank_lines = re.compile(r"(?:\s*[\r\n])?").match
 
 
@@ -44,13 +44,14 @@ class TextWriter:
         The writer does not append the events of tool calls.
         """
         self._events = events
-        # Receives each piece of text with its classification, such as "content". None if there is
-        # no trace function.
+        # The writer that passes each piece of text, and a classification such as "content", to the
+        # trace function. None if there is no trace function.
         self._trace: TraceWriter | None = None
         # Which text has been written:
         self.has_content = False  # Whether the message has content other than white space.
         self.is_after_marker = False  # Whether a marker directly precedes the next text.
-        # The event type of the last written text. None if no text has followed the last marker.
+        # The type of the last reasoning or content event. A marker or a tool call resets this type
+        # to None.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
         # The next attributes store three kinds of text that have been read, but not yet written:
         # 1. Text that looks like the start of a tool call, such as `<tool_call>`. If no tool call
@@ -62,9 +63,9 @@ class TextWriter:
         # 3. White space that was removed because it stood between content and a marker. If more
         #    content follows the marker, this white space is written before that content.
         self._removed_whitespace = ""
-        # The next text may start with characters that belong to the prompt. This is the number of
-        # these characters. Example: the prompt ends with `<th`, and the model writes `ink>`. Then
-        # the next text is `<think>`, and this number is 3. Events omit these characters.
+        # The number of characters of the prompt at the start of the next text. Events omit these
+        # characters. Example: the prompt ends with `<th`, and the model writes `ink>`. The next
+        # text is then `<think>`, and this number is 3.
         self._num_prompt_chars = 0
 
     @property
@@ -77,7 +78,7 @@ class TextWriter:
         self._trace = TraceWriter(trace) if trace is not None else None
 
     def _classify(self, classification: str, text: str) -> None:
-        """Remove the prompt's characters from `text`, and pass the rest to the trace function."""
+        """Pass `text` and its classification to the trace function. Omit text of the prompt."""
         if self._num_prompt_chars:
             text = self._without_prompt(text)
         if self._trace is not None:
@@ -140,7 +141,7 @@ class TextWriter:
         return ready_text
 
     def _without_blank_lines(self, text: str) -> str:
-        r"""Return `text` without blank lines at the start. Pass these lines to the trace function.
+        r"""Remove blank lines from the start of `text`. Pass these lines to the trace function.
 
         Example: `"\n\n  Hello"` gives `"  Hello"`.
         """
@@ -161,8 +162,9 @@ class TextWriter:
             fault: The reason for returning text that looked like a marker as content, or None.
         """
         if self._trace is not None:
-            # The trace function has already received the restored white space, classified as
-            # "markup". Therefore, it now receives only `text`.
+            # The event also contains white space that was removed before a marker. The trace
+            # function has already received this white space as "markup", so it now receives only
+            # `text`.
             self._trace.write(CONTENT, text)
         restored_whitespace = self._removed_whitespace
         self._removed_whitespace = ""
@@ -172,7 +174,7 @@ class TextWriter:
         self._last_text_type = ContentDelta
 
     def write_content_exactly(self, text: str) -> None:
-        """Write `text` as content, without removing white space or markers from `text`.
+        """Append a content event with exactly `text`, including its white space and its markers.
 
         A marker is written completely, even if its first characters are the end of the prompt.
         """
@@ -180,7 +182,7 @@ class TextWriter:
         self._events.append(ContentDelta(text))
 
     def write_generated_content(self, text: str) -> None:
-        """Append a content event for a marker at the end of the prompt, such as `<think>`.
+        """Append a content event for a marker, such as `<think>`, that the model did not write.
 
         The trace function does not receive this text.
         """
@@ -200,9 +202,10 @@ class TextWriter:
         self.is_after_marker = True
 
     def treat_call_as_marker(self) -> None:
-        """Handle the text after a tool call like the text after a marker such as `</think>`.
+        """Record that a tool call directly precedes the next text.
 
-        Blank lines after the tool call are removed.
+        Blank lines at the start of the next text are then removed, as after a marker such as
+        `</think>`.
         """
         self.is_after_marker = True
         self._last_text_type = None
@@ -273,7 +276,7 @@ class TextWriter:
 
     @property
     def pending_text(self) -> str:
-        """The text that looks like the start of a tool call or message.
+        """The received text that looks like the start of a tool call or of a message.
 
         If a tool call or message follows, the text is removed. Otherwise the text is content.
         """
@@ -290,7 +293,7 @@ class TextWriter:
         self.pending = []
 
     def write_pending(self, text: str, fault: str) -> None:
-        """Write the pending text and `text` as content, because the pending text is not a marker.
+        """Append a content event for the pending text and `text`. No tool call has followed.
 
         The pending text looked like the start of a tool call, so no event contains it yet. Example:
         with the pending text `<tool_call>` and the text ` is`, an event for the content
@@ -330,12 +333,12 @@ class TextWriter:
             self._trace.trace_call(text, may_be_reread=may_be_reread)
 
     def shorten_traced_call(self, num_chars: int) -> None:
-        """Remove the last `num_chars` characters from the text that `trace_call` has stored."""
+        """Remove the last `num_chars` characters from the stored text of a tool call."""
         if self._trace is not None:
             self._trace.shorten_traced_call(num_chars)
 
     def end_traced_call(self) -> None:
-        """Call the trace function with the text that `trace_call` has stored for the tool call."""
+        """Pass the stored text of the tool call to the trace function."""
         if self._trace is not None:
             self._trace.end_traced_call()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# The type of a function that is called once for each piece of the message, in order. The arguments
-# are the classification, such as "content", and the text of the piece.
+# A function that is called for each piece of a message, in order. The arguments are the
+# classification of the piece, such as "content", and its text.
 Trace = Callable[[str, str], None]
 
 # The classifications of text.

@@ -11,7 +11,7 @@ from nereid_parsers.stream.state import State
 
 
 class UnclassifiedReader:
-    """If the prompt is unknown, reads the text before the first marker, such as `</think>`.
+    """Reads a message up to the first marker, such as `</think>`, if the prompt is not known.
 
     An unknown prompt may end with the opening marker of the reasoning, such as `<think>`. The text
     after the prompt is then reasoning, and otherwise content. The reader therefore stores the text
@@ -48,8 +48,8 @@ class UnclassifiedReader:
         reasoning = self._format.reasoning
         if reasoning is None or reasoning.shown is Shown.INLINE:
             return False  # The client receives all text as content.
-        # With `Opener.EITHER`, some templates of the model family write the opening marker at the
-        # end of the prompt, and others do not.
+        # `Opener.EITHER` means that some templates of the model family write the opening marker at
+        # the end of the prompt, and that other templates do not.
         prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
         # If the policy is `StrayClose.REASONING`, the text before `</think>` is reasoning, even if
         # `<think>` is missing.
@@ -73,7 +73,7 @@ class UnclassifiedReader:
         return self._read_again(is_reasoning=closes_reasoning)
 
     def finish(self) -> State:
-        """Classify the stored text, because the message ends without a marker.
+        """At the end of a message without a marker, classify the stored text.
 
         The text is reasoning if `is_reasoning_by_default` is True, and otherwise content. Return
         the state in which the stored text is read again.
@@ -81,7 +81,7 @@ class UnclassifiedReader:
         return self._read_again(is_reasoning=self.is_reasoning_by_default)
 
     def _read_again(self, *, is_reasoning: bool) -> State:
-        """Put the stored text back into the buffer. Return the state in which to read this text.
+        """Put the stored text back into the buffer. Return the state in which the parser reads it.
 
         Args:
             is_reasoning: Whether the stored text is reasoning. If not, the text is content.

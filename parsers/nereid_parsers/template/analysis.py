@@ -94,8 +94,8 @@ from nereid_parsers.template.tools import (
     find_tools,
 )
 
-# If quarantine.py declares the format of the tool calls, the format is not inferred, and the report
-# shows this word. Otherwise, the report shows the inferred syntax, such as "JSON".
+# If quarantine.py declares the format of the tool calls, the report shows this word. Otherwise, the
+# format is inferred, and the report shows its syntax, such as "JSON".
 _KNOWN_FORM = "recognised"
 
 
@@ -134,7 +134,7 @@ def analyze_checkpoint_template(
     template_kwargs: Mapping[str, Any] | None = None,
     added_tokens: Collection[str] = (),
 ) -> TemplateAnalysis:
-    """Analyse a chat template, and also use the tokens that were added to the tokenizer.
+    """Infer the output format from a chat template and from the tokens added to the tokenizer.
 
     If the template renders no tool calls, added tokens such as "<tool_call>" can show the format of
     the tool calls.
@@ -268,7 +268,7 @@ def _check_known_format(
 
 
 def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Find out whether one message can have several tool calls. The syntax of the calls is known.
+    """Find out whether the template renders several tool calls in one message.
 
     Mutates: `turn.prober`, which records two comparisons for the report: T1 shows one tool call,
     and T2 shows two tool calls.

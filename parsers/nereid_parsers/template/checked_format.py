@@ -82,7 +82,7 @@ def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFor
 
 
 def _wrong_call(proofs: list[Proof]) -> Proof | None:
-    """If the message with one tool call was parsed wrongly, return this message, otherwise None.
+    """Return the message with one tool call, or None if this message was parsed correctly.
 
     A proof is a rendered message that was parsed to check the format. The result is also None if
     no message with one tool call was rendered.
@@ -92,7 +92,7 @@ def _wrong_call(proofs: list[Proof]) -> Proof | None:
 
 
 def _wrong_parts(proof: Proof) -> str:
-    """Return sentences for the report about the parts of a message that were parsed wrongly."""
+    """Return sentences for the report that name the wrongly parsed parts of a message."""
     return (
         f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
         f"The template renders the message as {proof.text!r}."
@@ -100,7 +100,7 @@ def _wrong_parts(proof: Proof) -> str:
 
 
 def _make_format(turn: ModelTurn, findings: Findings) -> Format:
-    """From the findings, build the `Format` with which the parser splits the output of the model.
+    """Build the `Format` with which the parser reads the output, based on the findings.
 
     If the findings contradict each other, return a format in which all output is content.
 

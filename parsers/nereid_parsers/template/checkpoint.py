@@ -116,7 +116,7 @@ def _combine(
     file_format: ChosenFormat,
     combine_sections: Callable[[Sections, Sections], Sections],
 ) -> ChosenFormat:
-    """Combine one part of the chosen format, such as reasoning, with the checkpoint's other parts.
+    """Combine the part that the user chose, such as reasoning, with the checkpoint's other parts.
 
     Example: the user chose a format only for its reasoning. The tool calls are then written as the
     files of the checkpoint declare.

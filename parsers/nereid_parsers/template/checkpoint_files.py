@@ -87,7 +87,7 @@ def _read_templates(path: Path, config: dict[str, Any]) -> object:
 
 
 def _read_jinja_templates(path: Path) -> dict[str, str]:
-    """Return a dict that maps the name of each .jinja template of a checkpoint to its source.
+    """Return the sources of the .jinja templates of a checkpoint. The keys are the template names.
 
     The name of a template in additional_chat_templates/ is the name of its file, such as
     "tool_use". The template in chat_template.jinja has the name "default".
@@ -128,7 +128,7 @@ def _select_template(templates: object) -> str | None:
 
 
 def _sources_by_name(templates: object) -> dict[object, object]:
-    """Return a dict that maps the name of each chat template to the source of this template.
+    """Convert the chat templates of a checkpoint to a dict of names and sources.
 
     >>> _sources_by_name([{"name": "default", "template": "source of one"}])
     {'default': 'source of one'}

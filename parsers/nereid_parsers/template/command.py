@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_report(report: Report, options: argparse.Namespace) -> None:
-    """Write a report. The option --html names a file for HTML, and --json writes JSON to stdout.
+    """Write a report. With --html, write HTML to the given file. With --json, write JSON to stdout.
 
     Without these two options, write the report as text to stdout.
     """

@@ -197,8 +197,8 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
-    # `space_after_close` is the white space that belongs to the closing marker. The loop also
-    # removes this white space after the opening marker, because white space has no meaning there.
+    # `space_after_close` is the white space at the end of `reasoning.close`. The loop also removes
+    # this white space after the opening marker, because it has no meaning there.
     rest = text
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
@@ -206,7 +206,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
 
 
 def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None:
-    """Return the text after the marker with which `text` starts, or None if there is no marker.
+    """Remove the marker at the start of `text`. Return None if there is no marker at the start.
 
     White space before the marker is ignored. Return None if `text` does not start with one of the
     possible markers.
@@ -292,10 +292,11 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
-    """Return the markers and words that end both an answer and a user's message, or "" if none do.
+    """Return the text, such as `<|out|>turn<|of|>`, that ends an answer and also a user's message.
 
-    A text that contains the model's header, as in the second example, opens the next message. It is
-    not the end of a message.
+    The text consists of markers and words. The result is "" if there is no such text. A text that
+    contains the model's header, as in the second example, opens the next message, so the text does
+    not end a message.
 
     >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", "<|in|>")
     '<|out|>turn<|of|>'

@@ -152,8 +152,8 @@ ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
 
-# The three forms in which templates expect a message without content. Each key is the name of a
-# form (`InputForm.empty_content`), and its value contains the field `content` in this form.
+# The three forms of the field `content` that templates expect in a message without content. The
+# keys are the values of `InputForm.empty_content`.
 _EMPTY_CONTENT: dict[str, dict[str, Any]] = {
     "text": {"content": ""},
     "null": {"content": None},

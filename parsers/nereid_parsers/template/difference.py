@@ -1,4 +1,4 @@
-"""Compare texts token by token. A marker, such as `<tool_call>`, or a word is never split.
+"""Compare texts token by token. Markers, such as `<tool_call>`, and words are never split.
 
 A marker is a piece of markup such as `<tool_call>`, `<|im_end|>` or `[TOOL_CALLS]`. All functions
 here split text into tokens first (`tokens`), so that a difference starts and ends at the boundary
@@ -70,7 +70,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two rendered conversations, and a conclusion from the difference between them.
+    """Two rendered conversations, and the conclusion that is drawn from their difference.
 
     Attributes:
         name: The label of the comparison, such as "R1 reasoning presence".
@@ -231,7 +231,7 @@ def leading_markers(text: str) -> list[str]:
 
 
 def first_two(found_markers: list[str]) -> tuple[str, str]:
-    """Return the first two markers of a list. If a marker is missing, return "" in its place.
+    """Return the first and the second marker of a list. A missing marker is "" in the result.
 
     >>> first_two(["<think>"]), first_two(["<think>", "</think>", "<answer>"])
     (('<think>', ''), ('<think>', '</think>'))
@@ -286,7 +286,7 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
-    r"""Return the replacement of each rule whose regular expression matches the whole `marker`.
+    r"""Apply each rule whose regular expression matches the whole `marker`. Return the results.
 
     A rule derives a closing marker from an opening marker, or an opening marker from a closing
     marker. In this example, only the first rule matches:

@@ -85,7 +85,7 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 
 
 def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
-    """Return a sentence for the report about the text that opens assistant messages.
+    """Describe the header of assistant messages, such as `<|assistant|>`, for the report.
 
     Example: "The turn opens with '<|assistant|>'. The prompt continues with '<think>'."
 
@@ -157,7 +157,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
 
 
 def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: str) -> str:
-    """Return the message header, such as `<|assistant|>`, with which `shared` starts.
+    """Remove the text after the header: `<|assistant|><think>` becomes `<|assistant|>`.
 
     The header is the text that opens every assistant message. If every rendered answer starts with
     `<think>` or with an empty block of reasoning, `shared` contains this text too:
@@ -228,8 +228,9 @@ def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> st
     """
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # Every found prefix is a prefix of `generation_prompt`, so it starts with the shortest found
-    # prefix. Therefore, the shortest prefix occurs in every rendering that contains a prefix.
+    # All found prefixes are prefixes of the same text, `generation_prompt`. Therefore, the longer
+    # prefixes start with the shortest prefix, and a rendering that contains a longer prefix also
+    # contains the shortest prefix.
     return min(found_prefixes, key=len, default=generation_prompt)
 
 
@@ -345,7 +346,8 @@ def _user_header(question: str) -> str:
     if not roles:
         return ""
     role_start = roles[-1].start()
-    # The marker precedes the role, as in `<|start|>user`, or contains the role, as in `<|user|>`.
+    # The user's header starts with the last marker that precedes the role, as in `<|start|>user`,
+    # or that contains the role, as in `<|user|>`.
     marker_starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
     starts_before_role = [start for start in marker_starts if start <= role_start]
     return end_of_text[starts_before_role[-1] :] if starts_before_role else ""
@@ -376,9 +378,9 @@ def _drop_text_after_role(header: str, user_header: str) -> str:
 
 
 def _regex_for_any_role(user_header: str) -> str:
-    r"""Return a regular expression that matches `user_header` with any role instead of "user".
+    r"""Convert the header into a regular expression that accepts any word in place of "user".
 
-    The expression accepts any word in the place of the role "user":
+    The word "user" is the role in the header of a user message:
 
     >>> _regex_for_any_role("<|start|>user:")
     '<\\|start\\|>\\w+:'

@@ -1,4 +1,4 @@
-"""Describe the tool calls that models write but their chat templates do not render.
+"""Describe tool call formats that a model uses but its chat template does not render.
 
 - `add_family_variants` adds variants of a tool call that related models write, but that the
   template does not render.
@@ -28,7 +28,7 @@ from nereid_parsers.tool_declarations import Body
 
 
 def add_family_variants(section: ToolSection) -> ToolSection:
-    """Add the tool call variants of related models to the description of a model's tool calls.
+    """Extend `section` with other ways in which related models write tool calls.
 
     A template renders only one way to write a tool call, but models often write others. Example: a
     template renders `<tool_call><function=f>..</function></tool_call>`. Models of this family
@@ -43,7 +43,8 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     if not families:
         return section
     first, *others = section.calls
-    # Models of the family may also use JSON keys that differ from the keys in the template.
+    # Related models may use other JSON keys than the template, such as "parameters" instead of
+    # "arguments".
     calls = [_accept_family_keys(first, families), *others]
     family_variants = [variant for family in families for variant in _other_variants(family, first)]
     return replace(
@@ -55,7 +56,7 @@ def add_family_variants(section: ToolSection) -> ToolSection:
 
 
 def _families_of(section: ToolSection) -> list[ToolSection]:
-    """Return the known model families whose tool calls have the markers and keys of `section`.
+    """Return the known model families whose tool calls have the same markers and keys as `section`.
 
     A tool section declares how a model writes tool calls. The registry contains the tool sections
     of known model families. Example: if the tool calls of `section` are written as
@@ -73,7 +74,7 @@ def _families_of(section: ToolSection) -> list[ToolSection]:
 
 
 def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
-    """Return the variants whose combination of markers and JSON keys does not occur in `calls`.
+    """Return the `variants` that differ from all `calls` in their markers or in their JSON keys.
 
     Example: `calls` contains `<call>..</call>`, and `variants` contains `<call>..</call>` and
     `[call]..`. The result contains only `[call]..`.
@@ -91,7 +92,7 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
 
 
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
-    """Yield the ways in which a model family writes tool calls, except for the first way.
+    """Yield all ways in which a model family writes tool calls, except the first one.
 
     The first way has the markers of the inferred tool call, but may have another body. Example: the
     family declares `<call>BODY</call>` and `[call]BODY`, and the template renders
@@ -103,8 +104,8 @@ def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """
     first_of_family, *others = family.calls
     for variant in others:
-        # If the registry declares the same body for this variant and the first variant, the
-        # analysis assumes that this variant, too, has the body that was inferred from the template.
+        # In the registry, this variant may have the same body as the first variant. If so, the body
+        # of this variant is replaced with the body that was inferred from the template.
         has_body_of_first = variant.body == first_of_family.body
         yield replace(variant, body=inferred_call.body) if has_body_of_first else variant
 
@@ -169,7 +170,7 @@ def _markup_of(call: Call) -> _Markup:
 
 
 def _keys_or_tags(call: Call) -> tuple[str, ...]:
-    """Return the JSON keys of a tool call or, if there are none, the tags around its arguments.
+    """Return the JSON keys of a tool call. If it has none, return the tags around its arguments.
 
     A JSON body gives the keys of the function's name and of the arguments. A body that writes each
     argument between two tags gives these tags. Any other body gives ().
@@ -232,9 +233,9 @@ def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 # ---- tool calls that a template does not render --------------------------------------------------
 
-# Some templates list tools, but contain no markers of tool calls. Each key of this dict is a phrase
-# that starts the list of tools in such a template. The value contains the markers that a model with
-# this template writes around a tool call.
+# Some templates list tools, but contain no tool call markers. Such a template is recognised by a
+# phrase at the start of its list of tools. This dict maps the phrase to the markers that the model
+# writes around a tool call.
 _MARKERS_OF_PHRASES = {
     # The templates of LFM2.5 contain this phrase. Older templates of this model family do not
     # contain the phrase, but write markers around the offered tools.
@@ -243,7 +244,7 @@ _MARKERS_OF_PHRASES = {
 
 
 def markers_of_phrases(text: str) -> list[str]:
-    """Return the tool call markers of every model family whose known phrase occurs in `text`.
+    """Search `text` for phrases of known templates. Return the tool call markers for these phrases.
 
     >>> markers_of_phrases("List of tools: [")
     ['<|tool_call_start|>', '<|tool_call_end|>']

@@ -1,4 +1,4 @@
-"""The texts before, between and after the items of a list, such as the tool calls of a message."""
+"""The markup of a rendered list, such as `<calls><call>ITEM</call></calls>`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nereid_parsers.template.difference import common_prefix, common_suffix
 
 @dataclass(frozen=True, slots=True)
 class ListMarkup:
-    """The texts before, between and after the items of a list, such as the tool calls of a message.
+    """The markup of a rendered list, such as `<calls><call>ITEM</call></calls>`.
 
     A list with two items is written as
 
@@ -31,7 +31,7 @@ class ListMarkup:
 
 
 def list_markup(before: str, between: str, after: str) -> ListMarkup:
-    """Infer the markup of a list from the texts before, between and after its two items.
+    """Infer the markup of a list with two items from the text around the items.
 
     The three texts around the items consist of these parts:
 

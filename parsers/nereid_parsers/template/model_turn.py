@@ -142,7 +142,7 @@ class ModelTurn:
 
 
 def prompt_after_header(prompt: str, header: str) -> str:
-    r"""Return the text that follows `header` at the end of a prompt.
+    r"""Return the text that follows the last `header` in a prompt, for example `<think>`.
 
     The header opens the model's answer. Example: if the header is "<|im_start|>assistant\n", the
     prompt "... <|im_start|>assistant\n<think>\n" gives "<think>\n". Return "" if the header does
@@ -169,7 +169,7 @@ def _text_after_input(rendering: str, conversation: Conversation) -> str:
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Return `header` as `text` contains it: with or without the surrounding white space.
+    r"""Return the form of `header` that occurs in `text`: unchanged or without outer white space.
 
     A header is the text that opens a message. Some templates omit the white space around the header
     in some messages. In this example, the line break is missing in `text`:
@@ -186,7 +186,7 @@ def _header_in(text: str, header: str) -> str:
 
 
 def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
-    r"""Remove all given suffixes from the end of `text`, and the white space after each suffix.
+    r"""While `text` ends with one of the suffixes, remove the suffix and white space after it.
 
     The suffixes may occur in any order, and several times.
 
@@ -203,7 +203,7 @@ def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
 
 
 def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
-    r"""Remove all given prefixes from the start of `text`, and the white space after each prefix.
+    r"""While `text` starts with one of the prefixes, remove the prefix and white space after it.
 
     The prefixes may occur in any order, and several times.
 
@@ -222,7 +222,7 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the header, such as `<|assistant|>`, that a model writes after a tool's result, or "".
+    """If the model writes a header after a tool's result, return this header.
 
     A message header is the text that opens an assistant message, such as `<|assistant|>`. Usually
     the prompt ends with the header, so the model starts directly with the answer. Some templates
@@ -280,21 +280,22 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if not markers(header):
         return ()
     prompt_end = _prompt_end_after_result(turn.prober)
-    # If the prompt contains the header after a tool's result, or if the template renders no tool
-    # results, the header opens every answer.
+    # The header opens every answer in two cases: the prompt contains the header after a tool's
+    # result, or the template renders no tool results.
     if prompt_end is None or header in prompt_end:
         return (header,)
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
-    # The prompt contains no header after the tool's result, so the marker at the end of the prompt
-    # must open the answer. If there is no marker either, the result is empty, because a search for
-    # the header would find the header of an earlier message.
+    # Here, the prompt contains no header after the tool's result. If another marker ends the
+    # prompt, this marker opens the answer. If no marker ends the prompt, the result is empty,
+    # because a search for the header would find the header of an earlier message.
     return (header, other_marker) if other_marker else ()
 
 
 def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) -> str:
-    """Return the marker, such as `<|answer|>`, that opens an answer to a tool's result, or "".
+    """Return the marker, such as `<|answer|>`, that opens the answer to a tool's result.
 
-    The marker is at the end of the prompt, or precedes the markers of reasoning there:
+    The marker is at the end of the prompt, or precedes the markers of reasoning at the end. Return
+    "" if there is no marker.
 
     >>> _marker_after_result("</result><|answer|><think>", ["<think>"])
     '<|answer|>'

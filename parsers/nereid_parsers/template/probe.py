@@ -29,8 +29,8 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import Comparison, drop_common_suffix, text_after_last
 from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
 
-# These characters replace the number and the id of each tool call in a rendering, so that numbers
-# and ids cause no difference between two renderings.
+# These characters replace the number and the id of each tool call in a rendering. Otherwise, two
+# renderings would also differ in these numbers and ids.
 COUNTER_MARK = "\ue010"
 ID_MARK = "\ue011"
 # The value of `Comparison.changed` if the two compared conversations are equal.
@@ -135,9 +135,9 @@ class Prober:
             "add_generation_prompt": conversation.generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
-            # If several of the following dicts contain a variable, the last of these dicts
-            # determines its value. Blank variables are set to "", because the template fails if
-            # they are undefined.
+            # The following dicts may contain the same variable. In this case, the value from the
+            # last dict is used. Blank variables are set to "", because the template fails if these
+            # variables are undefined.
             **dict.fromkeys(self._blank_variables, ""),
             **self.kwargs,
             **dict(conversation.switches.variables),  # Such as enable_thinking=False.
@@ -204,11 +204,11 @@ class Prober:
     # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> InputForm | None:
-        """Return the first form of content that the template can render, or None if all forms fail.
+        """Return a form of the content, such as a string or a list, that the template can render.
 
-        For example, `content` is a string or a list. The method renders a question and an answer in
-        all possible forms. The result is the first form for which the rendered text contains the
-        question and the answer.
+        The method renders a question and an answer in all possible forms. The result is the first
+        form for which the rendered text contains the question and the answer. It is None if all
+        forms fail.
         """
         conversation = Conversation(AssistantMessage(CONTENT_TEXT))
         for form in forms_of_content():
@@ -218,11 +218,12 @@ class Prober:
         return None
 
     def find_call_form(self) -> InputForm | None:
-        """Return the first form of tool calls that the template can render, or None if all fail.
+        """Find a form of the input for which the template renders a complete tool call.
 
         For example, the arguments of a tool call are an object or a JSON string. The attribute
         `form`, which contains the form of the content, is combined with each form of tool calls.
-        The result is the first combination for which the template renders a whole tool call.
+        The result is the first combination for which the template renders a complete tool call, or
+        None if all combinations fail.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
@@ -294,6 +295,7 @@ def _shows_call(text: str) -> bool:
     shows_escaped_json = f'\\"{FIRST_KEY}' in text  # In a JSON string, quotes are escaped: `\"`.
     if shows_none or shows_python_dict or shows_escaped_json:
         return False
-    # If `text` does not contain the name, `after_name` is empty, so the result is False.
+    # If `text` does not contain the function's name, `after_name` is empty, and the result is
+    # False.
     words_of_arguments = (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
     return all(word in after_name for word in words_of_arguments)

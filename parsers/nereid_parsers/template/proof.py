@@ -91,7 +91,7 @@ class _RenderedAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _AnswerRenderer:
-    """Renders the answer of a conversation. The result is the text that a model would generate.
+    """Renders a conversation, and extracts the answer that a model would generate.
 
     Attributes:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
@@ -203,7 +203,7 @@ def _parse_answer(
 def _conversations(
     reasoning: ReasoningFindings, tools: ToolFindings
 ) -> Iterator[tuple[str, Conversation]]:
-    """Yield a name and a conversation for each message that is rendered to check a format.
+    """Yield the conversations that are rendered to check a format, each with a name.
 
     There is one conversation for each kind of message that the template can render. Example: if the
     template renders tool calls, the name "one call" and a conversation whose answer is a tool call
@@ -268,7 +268,7 @@ def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
-    """If `prompt` ends with the opening marker of reasoning, put the closing marker before `text`.
+    """If the prompt opens reasoning that the answer does not close, prepend the closing marker.
 
     If a prompt ends with `<think>`, and the rendered answer contains no reasoning, a model would
     first write the closing marker:
@@ -290,9 +290,9 @@ def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
 
 
 def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]:
-    """Yield the names of the parts in which the parsed message differs from the original answer.
+    """Compare a parsed message with the original answer. Yield the names of the parts that differ.
 
-    The parts are "reasoning", "content", "tool names" and "tool arguments". The arguments are
+    The names are "reasoning", "content", "tool names" and "tool arguments". The arguments are
     compared only if the two messages call the same functions in the same order.
 
     Args:

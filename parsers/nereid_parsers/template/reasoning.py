@@ -71,16 +71,16 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
-    # `opener` states whether the model writes the opening marker, or whether the template has
-    # already written this marker at the end of the prompt.
+    # `opener` states who writes the opening marker: the model, or the template at the end of the
+    # prompt.
     part = replace(markup.part, opener=_infer_opener(turn, markup.part))
     if findings.conversation is not None:
         # The opening marker of a tool call, such as `<tool_call>`, may end the reasoning instead of
         # `</think>`.
         interruptions = find_interruptions(turn, part, findings.conversation)
         part = replace(part, interrupted_by=interruptions)
-    # Besides the markers of reasoning, `markup` may contain the markers around the content
-    # (`wrapper`), and headers between the reasoning and the content (`inner_headers`).
+    # `markup` may also contain the markers around the content (`wrapper`), and the headers between
+    # the reasoning and the content (`inner_headers`).
     return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 

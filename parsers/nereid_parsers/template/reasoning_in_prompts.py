@@ -59,7 +59,7 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """If `prompt` opens reasoning, return the marker that closes this reasoning, otherwise "".
+    """If `prompt` opens reasoning, return the marker that closes this reasoning.
 
     Examples of the text after the header, such as `<|assistant|>`:
 
@@ -154,10 +154,10 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
 
 
 def first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
-    """Return the first candidate that occurs in the template or in a prompt, or "" if none occurs.
+    """Return the first marker in `candidates` that occurs in the template or in a prompt.
 
     Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only
-    "</think>". The result is "</think>".
+    "</think>". The result is "</think>". The result is "" if no candidate occurs.
 
     Args:
         turn: The compiled template, and the generation prompts. A generation prompt is the text at

@@ -135,11 +135,11 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
 
 
 def _marker_or_words_at_start(text: str) -> str:
-    r"""Return the marker or the words at the start of `text`, with the white space around them.
+    r"""From the start of `text`, return a marker such as `</think>`, or the words before a marker.
 
     Most templates write a marker, such as `</think>`, before or after the reasoning. Some templates
-    write words instead of this marker. If `text` starts with a marker, return this marker. If
-    `text` starts with words, return the text before the first marker:
+    write words instead of this marker. If `text` starts with a marker, return this marker and the
+    white space around it. If `text` starts with words, return the text before the first marker:
 
     >>> _marker_or_words_at_start("\n<a>\n<b>"), _marker_or_words_at_start("I am done.\n<a><b>")
     ('\n<a>\n', 'I am done.\n')
@@ -154,7 +154,7 @@ def _marker_or_words_at_start(text: str) -> str:
 
 
 def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> ReasoningMarkup:
-    """Describe the markers around the reasoning, and a header after the reasoning, if found.
+    """Describe the markers of reasoning. If a header follows the reasoning, describe it, too.
 
     A header is the text that opens an assistant message. Some templates write the header a second
     time, between the reasoning and the content. The model then writes the second header itself, and
@@ -178,7 +178,7 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
 
 
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the last of several opening markers, because some models write only this marker.
+    """If several markers open reasoning, return the last one. Some models write only this marker.
 
     The result is () if only one marker opens the reasoning, or if the last marker does not show
     that reasoning starts. Example: `<|sep|>` also occurs at the end of the reasoning.
@@ -247,11 +247,11 @@ def empty_pairs(text: str) -> list[MarkerPair]:
 
 
 def named_pair(literal: str) -> MarkerPair | None:
-    """Return the markers of reasoning that a string constant contains, such as `<think>`, or None.
+    """Find the markers of reasoning, such as `<think>` and `</think>`, in a string constant.
 
     The name of such a marker refers to thinking, as in `<think>`. The constant may contain both
     markers, or consist of the closing marker alone. In the second case, the opening marker is
-    derived from the closing marker:
+    derived from the closing marker. Return None for any other constant.
 
     >>> named_pair("Write <think>your thoughts</think> first.")
     MarkerPair(opening='<think>', closing='</think>')

@@ -66,7 +66,7 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find out whether reasoning is rendered, and what switches such as `enable_thinking` change.
+    """Find out whether the template renders reasoning, and how thinking switches change a prompt.
 
     The result contains a conversation whose reasoning the template renders, the message fields from
     which the template reads the reasoning, and the text that each setting of a switch adds to a
@@ -103,12 +103,13 @@ class _RenderedReasoning(NamedTuple):
 
 
 def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
-    """Return the first conversation whose reasoning the template renders, or None.
+    """Find a conversation for which the template renders the reasoning of the answer.
 
     Several conversations are rendered, and the first suitable conversation is returned. The
     conversations differ in the assistant message (with content, with a tool call, or with both), in
     the setting of the thinking switches such as `enable_thinking`, and in the place of the
-    reasoning. The place is a field of the message, or a part of the content.
+    reasoning. The place is a field of the message, or a part of the content. Return None if the
+    template renders no reasoning.
     """
     settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]] or [NO_SWITCHES]
     places = _possible_places(turn)
@@ -122,7 +123,7 @@ def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
 
 
 def _possible_places(turn: ModelTurn) -> list[str]:
-    """Return the places in a message, such as a field, from which a template may read reasoning.
+    """List the possible places of reasoning in a message, for example a field of the message.
 
     The places are fields such as `reasoning_content`, a part of the content (PARTS), and a block of
     the content (BLOCKS), see `InputForm.reasoning`. BLOCKS is included only if the template
@@ -181,7 +182,7 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
 
 
 def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
-    """Return the text that settings such as `enable_thinking=False` add to the end of a prompt.
+    """For settings such as `enable_thinking=False`, return the text that they add to a prompt.
 
     Example: {"enable_thinking=False": "<think></think>"} is the result if this setting adds
     "<think></think>" after the header `<|im_start|>assistant`. `turn.prompts` contains one prompt
@@ -191,8 +192,8 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # If `a=True` has the same effect as `a=True, b=True`, only `a=True` is reported. So the loop
-    # must examine prompts with fewer switches first.
+    # A setting such as `a=True, b=True` is omitted if `a=True` alone has the same effect.
+    # Therefore, settings with fewer switches come first in the loop.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
@@ -203,7 +204,7 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 
 
 def _switches_of(prompt: GenerationPrompt) -> set[object]:
-    """Return the switches of a prompt, such as `enable_thinking=False`, as a set.
+    """Convert the thinking switches of a prompt, such as `enable_thinking=False`, into a set.
 
     The set contains a pair for each template variable, such as ("enable_thinking", False), and the
     text of the system message, such as "/no_think" or "".

@@ -198,7 +198,7 @@ def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _constraint_text(fmt: Format, prompt: str | None) -> str:
-    """Return, for the report, the JSON text of the constraint that forces a model to call a tool.
+    """Return the JSON text of the constraint that forces a model to call a tool.
 
     The text is a structural tag in JSON: a description of the allowed outputs, which the engine
     enforces. If the format allows no constraint, the text is a sentence with the reason.

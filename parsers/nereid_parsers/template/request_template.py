@@ -14,9 +14,9 @@ from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_re
 # fields, the field that is listed first here is used.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # If a request asks the model to continue the last message, `_END_OF_MESSAGE` is appended to this
-# message before the rendering. In the rendered text, `_END_OF_MESSAGE` then shows where the message
-# ends. If the template removes white space at the end of a message, the rendered text contains only
-# `_END_WORD`.
+# message. After the rendering, `_END_OF_MESSAGE` shows where the message ends in the prompt. A
+# template that removes white space at the end of a message leaves only `_END_WORD`, because
+# `_END_OF_MESSAGE` ends with a space.
 _END_WORD = "CONTINUE_FINAL_MESSAGE_TAG"
 _END_OF_MESSAGE = f"{_END_WORD} "
 
@@ -208,8 +208,8 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
-    # A missing space after `_END_WORD` shows that the template removes white space at the end of a
-    # message. The white space before `_END_WORD` is the end of the original message, so it must be
-    # removed, too.
+    # Some templates remove the white space at the end of a message, and thus also the space after
+    # `_END_WORD`. For such a template, this function removes the white space before `_END_WORD`,
+    # too, because the original message ends with this white space.
     keeps_whitespace = after_end_word.startswith(" ")
     return up_to_message_end if keeps_whitespace else up_to_message_end.rstrip()

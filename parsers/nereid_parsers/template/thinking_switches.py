@@ -20,9 +20,8 @@ _NO_SWITCH_NAME = re.compile(
 )
 _EFFORTS = ("high", "low", "none", "enabled", "disabled")
 _SYSTEM_SWITCHES = ("/think", "/no_think")
-# An analysis tries at most `_MAX_NAMES` switches, such as `enable_thinking`, at most `_MAX_VALUES`
-# values of each switch, and at most `_MAX_SETTINGS` settings. Otherwise, it could exceed its time
-# limit.
+# An analysis could exceed its time limit if it tried all settings of all thinking switches. These
+# numbers limit the switches, the values of each switch, and the settings that are tried.
 _MAX_NAMES = 4
 _MAX_VALUES = 6
 _MAX_SETTINGS = 20
@@ -87,8 +86,8 @@ def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
     compared_values = [value for value in constants if isinstance(value, str | int)]
     is_effort = "effort" in name or "mode" in name  # such as `reasoning_effort`
     usual_values: tuple[Any, ...] = _EFFORTS if is_effort else (True, False)
-    # The dict removes duplicates. Its keys are the texts of the values, because the values True and
-    # 1 would be the same key.
+    # This dict removes duplicates. Its keys are texts such as "True", because the values True and 1
+    # are equal, and would become one key.
     value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
     return list(value_by_text.values())[:_MAX_VALUES]
 

@@ -138,7 +138,7 @@ def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober)
     # list of tool calls, and the markers in `turn_ends` end the message.
     after_calls = split_text_after_calls(call_format.markup)
     # EOS_TOKEN is an invented end-of-sequence token that the analysis passes to the template. No
-    # model generates this token.
+    # model generates this token, so it is removed from the end markers.
     end_markers = tuple(marker for marker in after_calls.turn_ends if marker != EOS_TOKEN)
     with_form = replace(findings, form=call_format.form, end_markers=end_markers)
     try:
@@ -281,7 +281,7 @@ def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the markers that separate the content and the tool call into two turns.
+    """If the content and the tool call are two turns, return the markers between the turns.
 
     A template may write the content and the tool call as two turns. Then an end marker closes the
     first turn, and the header opens the second turn. The result contains the header and the first

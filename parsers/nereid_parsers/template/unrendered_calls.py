@@ -16,9 +16,8 @@ from nereid_parsers.template.difference import markers
 from nereid_parsers.template.known_formats import markers_of_phrases, recognise_tool_section
 from nereid_parsers.template.probe import Prober
 
-# These words occur in markers of tool lists and of tool results. If the word "call" replaces such a
-# word, the result may be a marker of tool calls. Example: `<|tool_list_start|>` becomes
-# `<|tool_call_start|>`.
+# The markers of tool lists and tool results contain these words. Replacing such a word with "call"
+# may give a marker of tool calls: `<|tool_list_start|>` becomes `<|tool_call_start|>`.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 
 
@@ -42,8 +41,9 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
         return None
     is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
     call_markers = _possible_call_markers(prober)
-    # If the rendering contains the function's name, the template renders tool calls, but in a form
-    # that the analysis cannot infer. In this case, the registry of known models is not searched.
+    # If the rendering contains the function's name, the template does render tool calls, but the
+    # analysis cannot infer the form of these tool calls. In this case, the registry of known models
+    # is not searched.
     section = None if is_name_rendered else recognise_tool_section(call_markers)
     prober.record_undecided(_describe_unrendered_calls(section))
     return section
@@ -56,7 +56,7 @@ def _offers_tools(prober: Prober) -> bool:
 
 
 def _describe_unrendered_calls(section: ToolSection | None) -> str:
-    """Return a sentence for the report about a template that offers tools but renders no calls.
+    """Describe, for the report, a template that offers tools but renders no complete tool call.
 
     Args:
         section: The tool section that was chosen from the registry of formats. None if no tool
@@ -74,7 +74,7 @@ def _describe_unrendered_calls(section: ToolSection | None) -> str:
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:
-    """Return the texts that may be tool call markers, although the template renders no tool calls.
+    """Return texts from the template and the tokenizer that may be markers of tool calls.
 
     There are three kinds of such texts: the markers in the template, the added tokens of the
     tokenizer, and markers that are derived from a marker in the template. Example: the template

@@ -10,19 +10,19 @@ from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
-# Descriptions of faults in a tool call. If a tool call has a fault, the event for the end of the
-# tool call contains the description.
+# Descriptions of faults in a tool call. The event at the end of a faulty tool call contains the
+# description.
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 
-# A method that receives a text and a position. The method reads the text from this position on, and
-# returns the position at which it stopped, or NEED_MORE if more text is required.
+# A method that reads a text from a given position on. It returns the position at which it stopped,
+# or NEED_MORE if more text is required.
 Step = Callable[[str, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The matched text that precedes a tool call's arguments or a message's content.
+    """The text before the arguments of a tool call, or before the content of a message.
 
     Attributes:
         end: The position after the header.
@@ -71,7 +71,7 @@ class BodyReader:
         self.is_final = False
 
     def begin(self) -> None:
-        """If the text before the arguments is enough to recognise a tool call, start the tool call.
+        """If the text before the arguments already identifies a tool call, start the tool call.
 
         If the tool call cannot start, set the status BROKEN. The parser then returns the text of
         the tool call as content. Most readers do nothing in `begin`, because they start the tool
@@ -96,7 +96,7 @@ class BodyReader:
         return self.writer.start(head.name, head.call_id)
 
     def _reject(self, pos: int) -> int:
-        """Set the status BROKEN, because the text at `pos` is not valid. Return `pos`."""
+        """Set the status to BROKEN, because the text at `pos` is not valid. Return `pos`."""
         self.status = BROKEN
         return pos
 

@@ -81,7 +81,7 @@ class CompiledTag:
         whitespace_before_close = declaration.close.removesuffix(declaration.close.lstrip())
         end_search = _compile_end_search(self.close, early_ends, whitespace_before_close)
         self.find_end = end_search.complete.search
-        # `find_possible_end` also finds an incomplete marker at the end of the text, such as `</`.
+        # `find_possible_end` also finds an incomplete marker, such as `</`, at the end of the text.
         self.find_possible_end = end_search.possible.search
 
 
@@ -144,7 +144,7 @@ def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -
 
 
 def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
-    r"""Return regexes that match the beginning of a marker, such as `</`, at the end of a text.
+    r"""Return regexes that match an incomplete marker, such as `</`, at the end of a text.
 
     More text could complete such a marker. Example: for the marker `</p>` and the optional white
     space `\n` before the marker, the regexes match `\n</` and `</` at the end of the text.
@@ -165,7 +165,7 @@ def _any_of(markers: Iterable[str]) -> str:
 
 
 def _first_char_lookahead(texts: Iterable[str]) -> str:
-    """Return a regex look-ahead that accepts the first character of each of `texts`.
+    """Return a regex look-ahead that accepts the first character of any of `texts`.
 
     Example: `("</p>", "[x]")` gives the look-ahead for `<` and `[`.
     """
@@ -220,13 +220,13 @@ class CompiledTags:
         variants = (declaration, *declaration.also)
         # The text at the start of each opening tag, such as `<parameter=`. Duplicates are removed.
         openings = tuple(dict.fromkeys(first_literal(variant.open) for variant in variants))
-        # If the closing marker of a value is missing, the value ends before one of these texts.
+        # If a value has no closing marker, the value ends where one of these texts starts.
         early_ends = (*stop_markers, *openings)
         self.stop_markers = stop_markers
         self.variants = tuple(CompiledTag(variant, early_ends) for variant in variants)
         self._head = head
-        # Finds the closing tags (group "close") and the opening tags of arguments, such as `</p>`
-        # and `<p=city>`.
+        # Finds closing tags, such as `</p>` (group "close"), and the start of opening tags, such as
+        # `<p=`.
         closes = _any_of(variant.close for variant in self.variants)
         self._find_close_or_opening = re.compile(
             f"(?P<close>{closes})|{_any_of(openings)}"
@@ -297,7 +297,8 @@ class CompiledTags:
                 another tool call.
         """
         search_end = pos + _MAX_UNDECIDED_CHARS
-        # The search finds closing tags such as `</parameter>`, and opening tags of arguments.
+        # Search for closing tags, such as `</parameter>`, and for opening tags, such as
+        # `<parameter=`.
         for match in self._find_close_or_opening(text, pos, search_end):
             is_close = match.group("close") is not None
             if is_close:
@@ -328,7 +329,7 @@ class CompiledTags:
         return any(match_marker(marker, text, pos) >= 0 for marker in self.stop_markers)
 
     def may_become_stop_marker(self, text: str, pos: int) -> bool:
-        """Return whether `text[pos:]` is the beginning of a marker that ends the arguments.
+        """Return whether `text[pos:]` is a prefix of a marker that ends the arguments.
 
         Example: `</fun` is a prefix of `</function>`.
         """

@@ -1,4 +1,4 @@
-"""Reads arguments in a JSON object, and tool calls in a JSON array.
+"""Reads JSON objects that contain arguments, and JSON arrays that contain tool calls.
 
 The readers pass the text of the arguments to the CallWriter as soon as the text arrives. The
 readers examine only brackets, strings and escape sequences, so a marker inside a string does not
@@ -48,7 +48,7 @@ class JsonArgumentsReader(BodyReader):
                 return self._reject(pos)  # The text is not a tool call, so it is content.
             if text[pos] != "{":
                 return self._reject(pos)  # The tool call has started, so its arguments are broken.
-        # The scanner finds the end of the JSON object, which may arrive in several pieces.
+        # The JSON object may arrive in several pieces. The scanner finds the end of the object.
         end = self._scanner.scan(text, pos)
         if end > pos:
             self.writer.write(text[pos:end])
@@ -101,11 +101,11 @@ class ArrayReader(BodyReader):
             if self._member.status is BROKEN:
                 return self._reject(pos)
             self._member = None
-            # The caller needs the position at which the last tool call ends, because content may
-            # follow the tool call.
+            # Content may follow the last tool call, so the caller needs the position at which the
+            # tool call ends.
             self.last_call_end = pos
-            # After one complete tool call, the other members of the array are treated as tool
-            # calls, too.
+            # The array contains a complete tool call, so all further members are treated as tool
+            # calls too.
             self._is_confirmed = True
         return pos
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
-# Models sometimes write one of these keys instead of the expected key of the arguments.
+# Models sometimes write the arguments under one of these keys, although the format declares another
+# key.
 _ARGUMENTS_KEYS = frozenset({"arguments", "parameters", "input", "args"})
 # Models sometimes enclose the name and the arguments in an object with one of these keys.
 _WRAPPER_KEYS = frozenset({"function", "tool_call"})
@@ -61,7 +62,7 @@ class CallParts:
 
 @lru_cache(maxsize=256)
 def declared_roles(keys: Keys) -> dict[str, KeyRole]:
-    """Return what each declared key means in the JSON object of a tool call.
+    """Return the role of each key that the format declares for a tool call's JSON object.
 
     The keys of the result are paths: the key of an inner object is preceded by the outer keys.
     Example for the tool call `{"id": "1", "function": {"name": "f", "arguments": {}}}`:
@@ -74,8 +75,8 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     function.arguments ARGUMENTS
     function.name NAME
     """
-    # If the format declares one path for several roles, the last assignment to `roles` decides the
-    # role of the path.
+    # A format may declare the same path for two roles. In this case, the last assignment below
+    # decides the role of the path.
     roles: dict[str, KeyRole] = {}
     for path in (keys.name, keys.arguments):
         roles |= dict.fromkeys(_parent_paths(path), KeyRole.PARENT)
@@ -100,7 +101,7 @@ class _Deviation(NamedTuple):
 
 
 class KeyRoles:
-    """Decides whether a key of a tool call's JSON object holds the name, the arguments or the id.
+    """Assigns a role, such as name, arguments or id, to each key of a tool call's JSON object.
 
     The role depends on the format's declaration of the keys, and on the parts of the tool call that
     precede the key.
@@ -165,17 +166,18 @@ class KeyRoles:
         if is_object and self._may_deviate():
             deviation = _deviation_of(path, keys, has_name=self._parts.name is not None)
             if deviation is not None:
-                # Together with the tool call, the client receives a description of the wrong key.
+                # The client receives a description of the unexpected key together with the tool
+                # call.
                 self._writer.add_deviation(deviation.description)
                 return deviation.role
-        # The object is certainly a tool call if a marker or an earlier tool call has confirmed
-        # this, or if the tool call has already started.
+        # The object is certainly a tool call if a marker or an earlier tool call shows this
+        # (`_is_confirmed`), or if the writer has already started the tool call.
         is_known_call = self._is_confirmed or self._writer.is_open
         is_harmless_key = _last_key(path) in keys.extra  # Such as `type`, which the format names.
         return KeyRole.IGNORED if is_known_call or is_harmless_key else KeyRole.INVALID
 
     def _may_deviate(self) -> bool:
-        """Return whether the value of a wrong key may be the arguments or the whole tool call.
+        """Return whether the value of an unexpected key may be arguments or the whole tool call.
 
         The result is False if the arguments have already been read. It is also False if nothing
         distinguishes a tool call from an ordinary JSON object. A marker before the object, or the

@@ -50,8 +50,9 @@ class ObjectReader(StepReader):
         self._parts = CallParts()  # The name, the id and the arguments that have been read.
         # Decides what each key means: the name, the arguments or another member.
         self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
-        # The keys of the enclosing objects, such as ["function"] in `{"function": {"name": ..`. The
-        # list contains the empty string for an object that the format does not declare.
+        # The keys under which the enclosing objects are stored. Example: ["function"] inside
+        # `{"function": {"name": ..`. If the format does not declare such a key, the list contains
+        # "" instead.
         self._outer_keys: list[str] = []
         self._key = ""  # The key of the member that is being read.
         # The objects that read the current value.
@@ -121,7 +122,7 @@ class ObjectReader(StepReader):
         if is_inner_object:
             self._outer_keys.pop()
             return pos + 1
-        # If the name or the arguments are missing, the tool call has not started yet.
+        # If the name or the arguments are missing, the tool call may not have started yet.
         if not self.writer.is_open and not self._start_call_without_arguments():
             return self._reject(pos)
         if not self._parts.has_arguments:
@@ -242,7 +243,7 @@ class ObjectReader(StepReader):
         return end
 
     def _continue_after_scan(self) -> None:
-        """After `_scanner` has read a piece of a value, select the step that reads the next text.
+        """Select the next step after `_scanner` has read a piece of a value.
 
         If the value is complete, the next step reads the next key. If the value is not valid JSON,
         `status` becomes BROKEN. If the value is incomplete, the current step also reads the next
@@ -256,7 +257,7 @@ class ObjectReader(StepReader):
     # ---- name, id and arguments ------------------------------------------------------------------
 
     def _set_name(self, name: str) -> None:
-        """Store the function's name. If the tool call can already start, start the tool call.
+        """Store the function's name, and start the tool call if possible.
 
         The tool call starts if its arguments precede the name, or if a marker has confirmed that
         the object is a tool call. Otherwise the tool call starts later, with the arguments. If the
@@ -285,8 +286,8 @@ class ObjectReader(StepReader):
         """
         if self._parts.name is None:
             return False
-        # If no marker has confirmed that the object is a tool call, the writer starts the tool call
-        # only if the request offers the function that the object names.
+        # If nothing confirms that the object is a tool call, the object may be ordinary JSON. The
+        # writer then starts a tool call only if the request offers the named function.
         has_started = self.writer.start(
             self._parts.name, self._parts.call_id, is_confirmed=self._is_confirmed
         )
@@ -352,7 +353,7 @@ class ObjectReader(StepReader):
         return end
 
     def _read_null(self, text: str, pos: int) -> int:
-        """Read a piece of arguments that start with `n`. If the arguments are `null`, write `{}`.
+        """Read a piece of a word that starts with `n`. If the whole word is `null`, write `{}`.
 
         Example: for the pieces `nu` and `ll`, `{}` is written after the second piece. Any other
         word is written unchanged. Return the position after the piece.
@@ -367,7 +368,7 @@ class ObjectReader(StepReader):
         return end
 
     def _write_decoded_arguments(self, text: str) -> None:
-        r"""Write the arguments that a JSON string contains, and expect the next key.
+        r"""Write the arguments that a JSON string contains, and select the step for the next key.
 
         Example: in `{"name": "f", "arguments": "{\"a\": 1}"}`, the arguments are a string. The text
         `{"a": 1}` is written. For an empty string, `{}` is written.

@@ -1,4 +1,4 @@
-"""Classes for the elements of nested arguments such as `~<city>Paris~</city>`.
+"""Defines the classes for XML-like elements in arguments, for example `<city>Paris</city>`.
 
 nested_tags.py reads these elements.
 """
@@ -12,14 +12,14 @@ from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.values.argument_types import to_json
 
-# If the schema declares no type for an element, and the first child of the element is called
-# `item`, the element is an array.
+# If the schema declares no type for an element, an element whose first child is called `item` is
+# treated as an array.
 _ARRAY_ITEM = "item"
 _CONTAINER_TYPES = frozenset({"array", "object"})
 
 
 class ElementKind(Enum):
-    """The kind of value between two tags, such as a string in `<city>Paris</city>`.
+    """The kind of value that an element contains. Example: `<city>Paris</city>` contains a string.
 
     UNKNOWN    The text that has been read does not show the kind.
     OBJECT     The child elements are the members of an object.
@@ -38,7 +38,7 @@ class ElementKind(Enum):
 
 @dataclass(slots=True)
 class Element:
-    """An element of nested tags, such as `<city>Paris`, whose closing tag has not been read.
+    """An open element, for example `<city>Paris`. Its closing tag has not been read yet.
 
     Several children of one name become one array. Therefore the value of a child is not written
     when the child closes, but when a child with another name opens.
@@ -78,7 +78,7 @@ class Element:
         return schema if isinstance(schema, Mapping) else {}
 
     def container_kind(self, first_child: str) -> ElementKind:
-        """Return the kind of this element, ARRAY or OBJECT, based on its schema or its first child.
+        """Return the kind of this element: ARRAY or OBJECT. The schema or the first child decides.
 
         Examples: the types `{"array", "null"}` give ARRAY, and `{"array", "object"}` give OBJECT.
         If the schema declares no type, the first child `item` gives ARRAY, and a first child with
@@ -91,7 +91,7 @@ class Element:
         return ElementKind.ARRAY if is_array else ElementKind.OBJECT
 
     def value_as_json(self) -> str:
-        """Return the stored text between the tags of this element as JSON text.
+        """Convert the stored text of this element to JSON, and return the JSON text.
 
         Example: for `~<days>3~</days>`, the result is `3`. For an element without text, the result
         is `[]` or `{}` if the schema allows only arrays or objects.
@@ -103,11 +103,11 @@ class Element:
         return to_json(text, self.types)
 
     def delays_value_of(self, child: str) -> bool:
-        """Return whether values of earlier children named `child` are stored, but not written."""
+        """Return whether this element stores unwritten values of earlier children named `child`."""
         return child == self.last_child and bool(self.delayed_values)
 
     def add_key(self, child: str) -> str:
-        """Return the JSON text before the value of a new child, for example `"days": `.
+        """Return the JSON text that precedes the value of a new child, for example `"days": `.
 
         Increase `num_children`. Examples for the new child `days`: `"days": ` for the first child
         of an object, `, "days": ` for the second child of an object, and `, ` for the second child
@@ -119,7 +119,7 @@ class Element:
         return comma + key
 
     def take_delayed_values(self) -> str:
-        """Remove all values from `delayed_values`, and return the removed values as one JSON text.
+        """Remove all values from `delayed_values`, and return one JSON text that contains them.
 
         Example: after `~<tag>a~</tag>~<tag>b~</tag>`, the result is the array `["a", "b"]`. After
         `~<tag>a~</tag>` alone, the result is `"a"`. If there are no values, the result is "".

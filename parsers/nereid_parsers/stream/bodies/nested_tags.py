@@ -1,4 +1,4 @@
-"""Reads arguments in nested tags, such as `~<city>Paris~</city>`, and writes a JSON object.
+"""Converts arguments in nested tags to JSON: `~<city>Paris~</city>` becomes `{"city": "Paris"}`.
 
 A prefix such as `~` precedes each tag. Example with the prefix `~`: the text
 `~<items>~<item>~<sku>b1~</sku>~</item>~</items>` becomes `{"items": [{"sku": "b1"}]}`.
@@ -31,7 +31,7 @@ _CLOSING_TEXTS = {ElementKind.STRING: '"', ElementKind.ARRAY: "]", ElementKind.O
 
 
 class _NextPrefix(NamedTuple):
-    """The result of a search for the text that precedes each tag, for example `~` in `~<city>`.
+    """The position of the next tag prefix, which is the text before a tag: `~` in `~<city>`.
 
     Attributes:
         start: The position of the prefix, or the end of the text if the text contains no prefix.
@@ -44,7 +44,7 @@ class _NextPrefix(NamedTuple):
 
 
 class NestedReader(StepReader):
-    """Reads nested tags such as `~<city>Paris~</city>` as the arguments of one tool call.
+    """Reads the arguments of one tool call. They are nested tags, such as `~<city>Paris~</city>`.
 
     The matched header contains the function's name. Example: if the header names the function `f`,
     the tag prefix is `~` and `days` is an integer, the text `~<days>3~</days>` causes these calls
@@ -54,7 +54,7 @@ class NestedReader(StepReader):
     """
 
     def __init__(self, writer: CallWriter, head: Head, tag_prefix: str, stop_marker: str) -> None:
-        """Create a reader for arguments such as `~<city>Paris~</city>`, with `~` before each tag.
+        """Create a reader for nested tags. Each tag has the prefix `tag_prefix`: `~` in `~<city>`.
 
         Args:
             writer: The writer that converts the tool call into events.
@@ -67,10 +67,10 @@ class NestedReader(StepReader):
         self._tag_prefix = tag_prefix
         self._stop_marker = stop_marker
         self._root_schema: Mapping[str, object] = writer.tools.parameters.get(head.name, {})
-        # The elements whose closing tags have not been read, from the outermost to the innermost.
-        # The outermost element contains all arguments, and is not enclosed in tags.
+        # The open elements, from the outermost to the innermost. The outermost element contains all
+        # arguments and has no tags.
         self._elements = [Element("", self._root_schema, types=None, kind=ElementKind.OBJECT)]
-        # Finds the prefix of a tag, or an incomplete prefix at the end of the text.
+        # Finds the next tag prefix. At the end of the text, also finds an incomplete prefix.
         self._find_prefix = re.compile(
             f"{re.escape(tag_prefix)}|{marker_prefix_regex(tag_prefix)}"
         ).search
@@ -83,7 +83,7 @@ class NestedReader(StepReader):
             self.status = BROKEN
 
     def _read_piece(self, text: str, pos: int) -> int:
-        """Read the next piece of the arguments, which is text, one tag or the end of the arguments.
+        """Read the next piece of the arguments: either one tag, or the text before the next tag.
 
         Example: `~<city>`, `Paris` and `~</city>` are three pieces, and `"city": "Paris"` is
         written for them. The kind of the innermost open element decides which text is valid.
@@ -99,7 +99,7 @@ class NestedReader(StepReader):
         return self._read_text_or_tag(innermost, text, pos)
 
     def _read_between_children(self, text: str, pos: int) -> int:
-        """Read white space and the next tag, inside an object or array.
+        """Inside an object or an array, skip white space and read the next tag.
 
         Inside the outermost object, the stop marker ends the tool call and stays unread. Any other
         text between two child elements is not valid, so the status becomes BROKEN. Example:
@@ -122,7 +122,7 @@ class NestedReader(StepReader):
         return NEED_MORE if may_become_tag else self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
-        """Read an opening or closing tag at `pos`, for example `~<city>`, including the prefix `~`.
+        """Read the tag at `pos`, together with its prefix `~`: for example `~<city>` or `~</city>`.
 
         Returns:
             The position after the tag. NEED_MORE if the tag is incomplete. `pos`, with the status
@@ -142,15 +142,15 @@ class NestedReader(StepReader):
                 return self._reject(pos)
             self._open_element(name)
             return tag.end()
-        # A closing tag must have the name of the innermost element. No tag closes the outermost
-        # element, whose name is "".
+        # A closing tag must have the name of the innermost open element. The name of the outermost
+        # element is "", so no tag closes the outermost element.
         if name != innermost.name:
             return self._reject(pos)
         self._close_element()
         return tag.end()
 
     def _open_element(self, name: str) -> None:
-        """Open a new element inside the innermost element, and write its `name` as a JSON key.
+        """Open the new element `name` inside the innermost element, and write `name` as a JSON key.
 
         Example: for `~<days>` as the second child of an object, `, "days": ` is written.
 
@@ -158,8 +158,9 @@ class NestedReader(StepReader):
         written. The two elements become the items of one array under one key: `"tag": ["a", ..]`.
         """
         parent = self._elements[-1]
-        # If two successive children have the same name, the value of the first child is stored,
-        # because the two children may become the items of one array.
+        # If the previous child has the same name and its value has not been written, the two
+        # children may become items of one array. The array needs only one key, so no second key is
+        # written.
         continues_array = parent.delays_value_of(name)
         if not continues_array:
             self._write_key(parent, name)
@@ -213,7 +214,7 @@ class NestedReader(StepReader):
         return NEED_MORE
 
     def _decide_kind_at_tag(self, element: Element, text: str, prefix_start: int) -> bool:
-        """Set `element.kind`, because another tag directly follows the opening tag of the element.
+        """Set `element.kind` based on the tag that directly follows the element's opening tag.
 
         Examples: in `~<city>~</city>`, the element contains an empty text. In `~<city>~<name>`, the
         element contains child elements.
@@ -234,14 +235,14 @@ class NestedReader(StepReader):
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if child_tag is None and may_be_completed:
             return False
-        # A malformed tag is treated like an opening tag here. `_read_tag` then rejects the
-        # malformed tag.
+        # Here, a malformed tag is treated like an opening tag. `_read_tag` rejects the malformed
+        # tag later.
         first_child = child_tag.group(2) if child_tag is not None else ""
         self._open_container(element, first_child)
         return True
 
     def _start_text(self, element: Element) -> None:
-        """Set `element.kind` to STRING or VALUE, because the element contains only text.
+        """Set the kind of an element that contains only text: STRING or VALUE.
 
         If the schema allows only a string, the kind is STRING, and the opening quote is written.
         Otherwise the kind is VALUE, and nothing is written until the element closes.
@@ -262,17 +263,16 @@ class NestedReader(StepReader):
             element: The innermost open element.
             first_child: The name of the element's first child.
         """
-        # Two successive elements with the same name usually become one array, so the key of the
-        # second element is omitted at first. An element that contains child elements cannot become
-        # an item of this array. Its key is therefore written now. Example: the second `a` in
-        # `~<a>1~</a>~<a>~<b>`.
+        # In `~<a>1~</a>~<a>~<b>`, the two elements `a` could have become one array, so no key has
+        # been written for the second `a`. However, only elements without children can be items of
+        # this array. The second `a` has the child `b`, so its key is written now.
         if not element.is_key_written:
             self._write_omitted_key(element)
         element.kind = element.container_kind(first_child)
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
 
     def _write_omitted_key(self, element: Element) -> None:
-        """Write the key of `element` now, because its key was omitted when the element opened.
+        """Write the JSON key that was not written when `element` was opened.
 
         `_open_element` writes no key if the previous sibling has the name of the element, because
         both elements may become the items of one array. An element with children cannot be an item
@@ -284,7 +284,7 @@ class NestedReader(StepReader):
         element.is_key_written = True
 
     def _next_prefix(self, text: str, pos: int) -> _NextPrefix:
-        """Find the prefix of the next tag, such as `~` in `~<city>`. The prefix may be incomplete.
+        """Find the next tag prefix, such as `~` in `~<city>`, or an incomplete prefix at the end.
 
         Examples with the tag prefix `]<]` and `pos=0`: `a]<]` gives `_NextPrefix(1, True)`, and
         `a]<` gives `_NextPrefix(1, False)`. The text `a`, which contains no prefix, gives
@@ -296,7 +296,7 @@ class NestedReader(StepReader):
         return _NextPrefix(match.start(), is_complete=match.group() == self._tag_prefix)
 
     def _read_text_or_tag(self, element: Element, text: str, pos: int) -> int:
-        """Read text up to the next tag, or read the tag that is at `pos`.
+        """If there is a tag at `pos`, read the tag. Otherwise read the text up to the next tag.
 
         Example with the prefix `~` before each tag: from `Paris~</city>`, the first call reads
         `Paris` as the text of `element`, and the second call reads `~</city>`.
@@ -312,14 +312,14 @@ class NestedReader(StepReader):
             return prefix_start
         if is_prefix_complete:
             return self._read_tag(text, pos)
-        # The text at `pos` is an incomplete tag prefix, such as `]<` if the prefix is `]<]`.
+        # At `pos` is only the beginning of a tag prefix, for example `]<` if the prefix is `]<]`.
         if not self.is_final:
             return NEED_MORE
         self._add_text(element, text[pos:])
         return len(text)
 
     def _add_text(self, element: Element, text: str) -> None:
-        """Write the text if the element is a string. Otherwise store the text in the element."""
+        """If the element is a string, write the text. Otherwise store the text in the element."""
         if element.kind is ElementKind.STRING:
             self.writer.write(escape_json(text))
         else:
@@ -338,7 +338,7 @@ class NestedReader(StepReader):
             self._close_value(element)
 
     def _close_value(self, element: Element) -> None:
-        """Write the value of a closed element, or store the value if it may become an array item.
+        """If the value of a closed element may become an array item, store it. Otherwise write it.
 
         Example: after `~<tag>a~</tag>`, the value `"a"` is stored if the schema allows an array,
         because another `~<tag>` may follow. The two values would then become `["a", "b"]`. The
@@ -365,7 +365,7 @@ class NestedReader(StepReader):
         self.writer.write("}")
 
     def end_invalid_call(self) -> None:
-        """Complete the JSON text of the arguments, and end the invalid tool call.
+        """Close the open JSON strings, arrays and objects, and end the invalid tool call.
 
         The written arguments are then valid JSON. Example: inside `~<city>~<name>`, the text
         `""}}` is written, where `""` is the value of the empty element `name`.
@@ -376,7 +376,7 @@ class NestedReader(StepReader):
         self.writer.end("the elements of the arguments are not valid")
 
     def finish(self) -> None:
-        """Write the stored values, and end the tool call, because the message has ended.
+        """At the end of the message, write the stored values and end the tool call.
 
         The open elements are incomplete, so they are not closed.
         """

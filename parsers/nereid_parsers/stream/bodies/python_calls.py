@@ -1,4 +1,4 @@
-"""Converts tool calls in Python syntax, and arguments with unquoted keys, to JSON."""
+"""Converts Python calls (`f(a=1)`) and objects with unquoted keys (`{a:1}`) to JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _match_function_name = re.compile(r"[^\W\d][\w.\-]*").match
 _match_keyword = re.compile(r"[^\W\d]\w*").match
 # Matches the opening bracket and the start of the arguments: `()` or `(a=1`, but not `(a == 1`.
 _match_arguments_start = re.compile(r"\(\s*(?:\)|[^\W\d]\w*\s*=[^=])").match
-# Matches text that may become the start of the arguments: `(`, `(a` or `(a =`.
+# Matches an incomplete start of the arguments: `(`, `(a` or `(a =`.
 _match_incomplete_start = re.compile(r"(?:\(\s*(?:[^\W\d]\w*\s*.?)?)?\Z", re.DOTALL).match
 
 
@@ -51,7 +51,7 @@ class PythonCallsReader(StepReader):
         self._literal = LiteralReader(PYTHON)  # Converts the current value to JSON.
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next piece of the tool calls, which starts at `text[pos]`. Set `status`.
+        """Read the next piece of the tool calls at `text[pos:]`, and update `status`.
 
         Each method `_read_...` reads some text, and stores the method that continues as
         `_next_step`. `last_call_end` becomes the end of the last tool call that ends in the piece,
@@ -75,10 +75,10 @@ class PythonCallsReader(StepReader):
         return pos
 
     def _need_more_or_reject(self, text: str, pos: int) -> int:
-        """If the rest of the name or keyword at `pos` may still arrive, return NEED_MORE.
+        """If later text may complete the name or keyword at `pos`, return NEED_MORE.
 
-        Otherwise set the status BROKEN, and return `pos`. The rest cannot arrive if the message has
-        ended, or if `text[pos:]` is already too long for a name.
+        Otherwise set the status BROKEN, and return `pos`. Later text cannot complete the name or
+        keyword if the message has ended, or if `text[pos:]` is already too long for a name.
         """
         if self.is_final or len(text) - pos > MAX_HEAD_CHARS:
             return self._reject(pos)
@@ -96,7 +96,7 @@ class PythonCallsReader(StepReader):
         return pos + len(self._declaration.open)
 
     def _read_call_start(self, text: str, pos: int) -> int:
-        """Read the name of a function and the opening bracket, and start the tool call.
+        """Read a function's name and the opening bracket, such as `f(`, and start the tool call.
 
         The text after the bracket must be `)`, or a keyword and `=`, because other text shows that
         the text is ordinary content. Examples: `f(a=1` and `f()` start a tool call, `f(x)` does
@@ -123,7 +123,7 @@ class PythonCallsReader(StepReader):
         return bracket_end
 
     def _read_keyword_or_end(self, text: str, pos: int) -> int:
-        """Read the keyword and the `=` of an argument, or the `)` that ends the tool call.
+        """Read the keyword and the `=` of the next argument, or the `)` that ends the tool call.
 
         Example: in `f(city="Paris")`, the text `city=` is read, and `{"city": ` is written. The
         next step reads the value.
@@ -147,7 +147,7 @@ class PythonCallsReader(StepReader):
         return equals_pos + 1
 
     def _start_argument(self, name: str) -> None:
-        """Write the key of an argument, and select the method that reads the value of the argument.
+        """Write the JSON key of an argument. The next step reads the argument's value.
 
         Example: for the first argument `city`, `{"city": ` is written.
         """
@@ -178,7 +178,7 @@ class PythonCallsReader(StepReader):
         return end if end > pos else NEED_MORE
 
     def _read_comma_or_end(self, text: str, pos: int) -> int:
-        """Read the `,` after an argument, or the `)` that ends the tool call.
+        """Read the `,` between two arguments, or the `)` that ends the tool call.
 
         Return the position after the character. Any other character is not valid, so the status
         becomes BROKEN.
@@ -192,7 +192,7 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def _end_call(self, call_end: int) -> None:
-        """End the tool call after its `)`, and select the step that reads the text after the `)`.
+        """End the tool call at its `)`. The next step reads the text after the `)`.
 
         Example: for `f(a=1)`, `}` is written, and for `f()`, `{}` is written.
 
@@ -202,11 +202,11 @@ class PythonCallsReader(StepReader):
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
         self.last_call_end = call_end
-        # After one complete tool call, the next members of the list are treated as tool calls, too.
+        # This text contains a complete tool call. Therefore the other members of the list are
+        # treated as tool calls, too.
         self._is_confirmed = True
         self._next_step = self._read_between_calls
-        # If the format declares neither a closing bracket nor a separator, no other tool call can
-        # follow.
+        # If the format declares no closing bracket and no separator, no other tool call can follow.
         is_single_call = not self._declaration.close and not self._declaration.separator.strip()
         if is_single_call:
             self.status = DONE
@@ -220,8 +220,7 @@ class PythonCallsReader(StepReader):
         Returns:
             The position after the separator or the bracket, or `pos` if the text is not valid.
         """
-        # If the format declares no closing bracket, `closing_bracket` is "". If the format declares
-        # no separator, `separator` is "".
+        # `closing_bracket` and `separator` are "" if the format does not declare them.
         closing_bracket = self._declaration.close
         separator = self._declaration.separator.strip()
         if closing_bracket and text.startswith(closing_bracket, pos):
@@ -233,7 +232,7 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def end_invalid_call(self) -> None:
-        """Complete the JSON text of the arguments, and end the invalid tool call.
+        """Close the open strings and brackets of the JSON arguments, and end the invalid tool call.
 
         Example: inside the value of `f(city="Par`, the text `"}` is written.
         """
@@ -243,7 +242,7 @@ class PythonCallsReader(StepReader):
         self.writer.end(BROKEN_ARGUMENTS)
 
     def finish(self) -> None:
-        """End the open tool call, because the message has ended.
+        """At the end of the message, end the open tool call.
 
         If the message ends after a complete tool call, the missing closing bracket is ignored.
         """
@@ -254,7 +253,7 @@ class PythonCallsReader(StepReader):
 
 
 class UnquotedKeyReader(BodyReader):
-    """Reads arguments as an object whose keys have no quotes: `{city:<q>Paris<q>,days:3}`."""
+    """Reads arguments such as `{city:<q>Paris<q>,days:3}`, an object whose keys have no quotes."""
 
     def __init__(self, writer: CallWriter, head: Head, quote: str) -> None:
         """Create a reader for the arguments of the function `head.name`.
@@ -263,7 +262,8 @@ class UnquotedKeyReader(BodyReader):
         """
         super().__init__(writer)
         self._head = head
-        # Some models write JSON strings, in double quotes, instead of using the declared quote.
+        # Some models enclose strings in double quotes, as in JSON, instead of using the declared
+        # quote.
         json_quotes = () if quote == '"' else ('"',)
         dialect = Dialect((quote, *json_quotes), escaping=json_quotes, allows_unquoted_strings=True)
         self._literal = LiteralReader(dialect, self._types_of)
@@ -273,10 +273,11 @@ class UnquotedKeyReader(BodyReader):
         return self.writer.tools.argument_types(self._head.name, key)
 
     def read(self, text: str, pos: int) -> int:
-        """Write the next piece of the object as JSON. The opening brace starts the tool call.
+        """Read the next piece of the object, and write this piece as JSON.
 
-        Example: `{city:<q>Paris<q>}` is written as `{"city": "Paris"}`. The closing brace ends the
-        tool call, and sets the status DONE. Text that is not valid sets the status BROKEN.
+        Example: `{city:<q>Paris<q>}` is written as `{"city": "Paris"}`. The opening brace starts
+        the tool call. The closing brace ends the tool call, and sets the status DONE. Text that is
+        not valid sets the status BROKEN.
 
         Returns:
             The position up to which the text was read.
@@ -289,7 +290,7 @@ class UnquotedKeyReader(BodyReader):
                 return self._reject(pos)
             if not self._start_named_call(self._head):
                 return self._reject(pos)  # The request does not offer this function.
-        # `_literal` is the reader that converts the object to JSON.
+        # `_literal` converts the object to JSON.
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
         if json_text:
@@ -300,7 +301,7 @@ class UnquotedKeyReader(BodyReader):
         return end
 
     def end_invalid_call(self) -> None:
-        """Complete the JSON text of the object, and end the invalid tool call.
+        """Close the open strings and brackets of the JSON object, and end the invalid tool call.
 
         Example: inside `{city:<q>Par`, the text `"}` is written.
         """

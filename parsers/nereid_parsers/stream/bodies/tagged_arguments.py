@@ -1,4 +1,4 @@
-"""Reads tagged arguments such as `<parameter=city>Paris</parameter>` and writes a JSON object.
+"""Converts tagged arguments, such as `<parameter=city>Paris</parameter>`, to a JSON object.
 
 A value that can only be a string is written as it arrives. Any other value is stored until its
 closing marker has been read, because the text `12` may continue as `12 Main Street`.
@@ -45,7 +45,7 @@ class TaggedReader(StepReader):
     `</function>`.
     """
 
-    # The value that is being read. `_start_value` sets this attribute at each opening tag.
+    # The argument value that is being read. `_start_value` sets this attribute at each opening tag.
     _value: TaggedValue
 
     def __init__(self, writer: CallWriter, head: Head, tags: CompiledTags) -> None:
@@ -59,7 +59,7 @@ class TaggedReader(StepReader):
         self._keys: set[str] = set()  # The names of the arguments that have been read.
 
     def begin(self) -> None:
-        """Start the tool call, because its header, such as `<function=f>`, has been read.
+        """Start the tool call whose header, such as `<function=f>`, has been read.
 
         If the tool call cannot start, set the status BROKEN.
         """
@@ -98,7 +98,7 @@ class TaggedReader(StepReader):
         return len(text) if self.is_final else NEED_MORE
 
     def _may_become_tag(self, text: str, pos: int) -> bool:
-        """Return whether `text[pos:]` is the beginning of a tag, such as `</func` or `<param`.
+        """Return whether `text[pos:]` is an incomplete tag, such as `</func` or `<param`.
 
         Examples: the result is True for `</func` and for `<param`, and False for `Paris`.
         """
@@ -107,7 +107,7 @@ class TaggedReader(StepReader):
         return self._tags.match(text, pos, is_final=False) == NEED_MORE
 
     def _start_value(self, opening: TagOpening) -> None:
-        """Write the key of an argument, and set `_value` to a new object for the argument's value.
+        """Write the JSON key of a new argument, and create the object that stores its value.
 
         Example: for the second argument `<parameter=days>`, `, "days": ` is written.
         """
@@ -120,7 +120,7 @@ class TaggedReader(StepReader):
         self._next_step = self._skip_padding
 
     def _skip_padding(self, text: str, pos: int) -> int:
-        r"""Skip white space before a value, and select the method that reads the value.
+        r"""Skip the declared white space before a value. The next step reads the value.
 
         Example: for the declaration `"<parameter={key}>\n"`, the line break before `3` is skipped
         in `\n3</parameter>`. The model may omit this white space.
@@ -138,7 +138,7 @@ class TaggedReader(StepReader):
         return pos + len(padding) if has_padding else pos
 
     def _select_value_step(self) -> None:
-        """Select the method that reads the value. If only a string is allowed, write `"`."""
+        """Select the next step. If the value must be a string, write its opening quote."""
         if self._value.is_declared_as_string():
             self.writer.write('"')
             self._next_step = self._copy_string
@@ -175,13 +175,13 @@ class TaggedReader(StepReader):
             if role is MarkerRole.AFTER_VALUE:
                 self.writer.add_deviation(_MISSING_CLOSE)
                 return _ValueEnd(text_end, marker_start)
-            # The marker is a part of the value. The search continues at the second character of the
-            # marker, because the next marker may overlap with this marker.
+            # This marker is a part of the value. The search continues one character later, because
+            # another marker may start inside this marker.
             found = find_marker(text, marker_start + 1)
         return _ValueEnd(len(text), None)
 
     def _role_of_early_marker(self, text: str, pos: int) -> MarkerRole:
-        """Decide whether the value contains the marker at `pos`, or ends before this marker.
+        """Decide whether the marker at `pos` is a part of the value or follows the value.
 
         The closing marker of the value has not been found before `pos`. The marker at `pos` is one
         of two texts:
@@ -224,7 +224,7 @@ class TaggedReader(StepReader):
         return text_end if has_new_text else NEED_MORE
 
     def _store_value(self, text: str, pos: int) -> int:
-        """Store the text of a value until its type is certain, and then write the text.
+        """Store the text of a value. As soon as the value's type is certain, write the text.
 
         The text is stored because `12` is a number, but `12 Main Street` is a string. Examples:
 
@@ -270,7 +270,7 @@ class TaggedReader(StepReader):
         self.writer.end("there is text between the arguments")
 
     def finish(self) -> None:
-        """End the open tool call, because the message has ended inside the tool call.
+        """If the message ends inside a tool call, end this tool call.
 
         If the arguments or the last value can be completed, the missing JSON text is written:
 

@@ -1,4 +1,4 @@
-"""Stores the value of a tagged argument, and determines the JSON types that the value may have."""
+"""Stores the value of a tagged argument, and determines which JSON types the value may have."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTag
 from nereid_parsers.stream.values.argument_types import Tools, to_json
 
-# A JSON value, or one of the words True, False, None, NaN and Infinity, starts with one of these
-# characters. A value that starts with any other character can only be a string.
+# JSON values, and the words True, False, None, NaN and Infinity, start with one of these
+# characters. A text with any other first character can only be a string.
 _FIRST_CHARS_OF_JSON = frozenset('{["-+.0123456789tfnTFNI \t\r\n')
 _STRING_ONLY = frozenset({"string"})
 _STRING_OR_NULL = frozenset({"string", "null"})
 _NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 _NULL_WORDS = ("null", "None")
-# The opening tag of an argument may declare that the argument is a string. The field {string} of
-# the tag then has the value _IS_STRING, or the field {type} has a value in _STRING_TYPE_NAMES.
+# An opening tag can declare that its argument is a string, as `<p name="city" string="true">` does.
+# The field {string} of the tag then has the value _IS_STRING, or the field {type} has one of the
+# values in _STRING_TYPE_NAMES.
 _IS_STRING = "true"
 _STRING_TYPE_NAMES = ("string", "str")
 
@@ -40,7 +41,7 @@ class TaggedValue:
         return "".join(self.pieces)
 
     def to_json(self) -> str:
-        """Return the stored text as JSON text. If possible, the JSON value has an allowed type.
+        """Convert the stored text to JSON. If possible, the value has one of the allowed types.
 
         Example: for the text `12`, the result is `12` if a number is allowed, and `"12"` if only a
         string is allowed.
@@ -48,11 +49,11 @@ class TaggedValue:
         return to_json(self.text, self.types)
 
     def is_declared_as_string(self) -> bool:
-        """Return whether only the type "string" is allowed."""
+        """Return whether "string" is the only type that is allowed for the value."""
         return self.types == _STRING_ONLY
 
     def can_only_be_string(self) -> bool:
-        """Return whether the value is certainly a string, whatever text may still follow.
+        """Return whether the value must be a string, regardless of the text that may still follow.
 
         The result depends on the allowed types:
 
@@ -69,7 +70,7 @@ class TaggedValue:
             text = self.text
             may_become_null = any(word.startswith(text) for word in _NULL_WORDS)
             return not may_become_null
-        # The pieces of text are not joined here, because joining all of them for each new piece
+        # Only the first piece is examined, because joining all pieces each time a new piece arrives
         # would be slow.
         first_char = self.pieces[0][0]
         return first_char not in _FIRST_CHARS_OF_JSON
@@ -97,7 +98,8 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
         return schema_types
     if not tools.is_known:  # There is no schema, so only the tag declares types.
         return tag_types
-    # The opening tag declares either that the value is a string, or that the value is not a string.
+    # A tag can declare only two things: that the value is a string, or that the value is not a
+    # string.
     if tag_types == _STRING_ONLY:
         is_contradiction = schema_types is not None and "string" not in schema_types
     else:

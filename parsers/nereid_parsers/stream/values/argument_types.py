@@ -139,7 +139,7 @@ def _declared_types(
 
 
 def _implied_type(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """If a keyword of the schema, such as `items`, determines the JSON type, return this type.
+    """Return the JSON type that a keyword of the schema implies: "array" for `items`.
 
     Example: `{"items": {}}` gives `{"array"}`. Without such a keyword, the result is None.
     """
@@ -172,7 +172,7 @@ def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | Non
 
 
 def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the union of the sets of JSON types in `options`.
+    """Return the union of `options`, which are sets of JSON types.
 
     The items of `options` are the types of the schemas in an `anyOf`. If an item is None, its
     schema allows any type, so the result is None. The result is also None if `options` is empty.
@@ -185,13 +185,13 @@ def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     return union or None
 
 
-# The keys are keywords, such as `anyOf`, whose value is a list of schemas. Each function combines
-# the JSON types of these schemas into one set of types.
+# This dict maps each keyword that contains a list of schemas, such as `anyOf`, to a function. The
+# function combines the JSON types of these schemas into one set of types.
 _COMBINE_TYPES = {"anyOf": _union, "oneOf": _union, "allOf": _first_known}
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> object:
-    """Return the schema inside `root` to which `reference` points. Return None if none exists.
+    """Return the schema in `root` to which `reference` points, or None if there is no such schema.
 
     Example: `#/$defs/City` points to `root["$defs"]["City"]`.
     """
@@ -260,7 +260,7 @@ def without_leading_zeros(text: str) -> str:
 
 
 class _Literal(NamedTuple):
-    """The JSON type and the JSON text of a JSON value or Python literal."""
+    """The JSON type of a value, such as "integer", and its JSON text, such as `12`."""
 
     json_type: str
     json_text: str
@@ -311,7 +311,7 @@ def _parse_literal(text: str) -> _Literal | None:
 
 
 def _parse_python_literal(text: str) -> _Literal | None:
-    """Parse a Python literal, such as `{'a': 1}`. Return None if `text` is no Python literal."""
+    """Parse a Python literal, such as `{'a': 1}`. Return None if `text` is not a literal."""
     if not text or text[0] not in _FIRST_CHARS_OF_LITERALS:
         return None
     try:

@@ -10,8 +10,8 @@ from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
 _Matcher = Callable[[str, int], re.Match[str] | None]
 
-# The regexes that match the text of a string up to its closing quote. The keys are the quotes. JSON
-# allows only double quotes, but models sometimes write single quotes.
+# For each quote, the regex that matches the text of a string up to its closing quote. JSON allows
+# only double quotes, but models sometimes write single quotes.
 _MATCH_STRING_CHARS: dict[str, _Matcher] = {
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match,
     "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL).match,
@@ -116,7 +116,7 @@ class JsonScanner:
         return self._close_bracket(char, pos)
 
     def _close_bracket(self, char: str, pos: int) -> int:
-        """Read the bracket `char`, which must close the innermost open bracket. Set `status`.
+        """Read `char`, which must close the innermost open bracket, and set `status`.
 
         Return the position after the bracket. If `char` does not close the innermost bracket, the
         status becomes BROKEN, and the result is `pos`.

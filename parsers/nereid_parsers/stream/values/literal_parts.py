@@ -33,7 +33,7 @@ class Expected(Enum):
 
 
 class StringRole(Enum):
-    """Whether a string is a key or a value. The role determines when the string is written as JSON.
+    """The use of a string: as a key, as a value, or as a value that is converted to another type.
 
     KEY              A key of an object. The key is written when the colon after the key is read.
     VALUE            A value or an item. Each piece is written as soon as it is read.
@@ -48,7 +48,7 @@ class StringRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpenString:
-    """A string in a literal. The closing quote of the string has not been read.
+    """A string whose closing quote has not been read.
 
     Attributes:
         role: The use of the string.
@@ -62,7 +62,7 @@ class OpenString:
     json_parts: list[str]
 
     def whole_json(self) -> str:
-        """Return the string as JSON text, with quotes. Do not call this if `role` is VALUE."""
+        """Return the whole string as JSON text, with quotes. `role` must not be VALUE."""
         return '"' + "".join(self.json_parts) + '"'
 
 
@@ -83,7 +83,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class KeyOrItem:
-    """A value that is either the key of an object or the first item of a set, such as `1` in `{1`.
+    """A value such as `1` in `{1`, which may be the key of an object or the first item of a set.
 
     The next character shows whether the value is a key (`{1: 2}`) or an item (`{1, 2}`).
 

@@ -1,4 +1,4 @@
-"""Converts Python literals and objects with unquoted keys to JSON text, piece by piece."""
+"""Converts Python literals, and objects with unquoted keys such as `{a: 1}`, to JSON text."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _match_unquoted_string = re.compile(r"""[^,\[\]{}"<>|]*""").match
 # The closing bracket for each opening bracket.
 _BRACKET_PAIRS = {"[": "]", "(": ")", "{": "}"}
 _MAX_DEPTH = 200
-# An unfinished word is read again whenever more text arrives. This limit on the length of a word
-# keeps the total parsing time linear.
+# The maximum length of a word. An unfinished word is read again from its start whenever more text
+# arrives. Without this limit, the total parsing time would not be linear.
 _MAX_WORD_CHARS = 4096
 _KEYS = (Expected.FIRST_KEY, Expected.KEY)
 
@@ -66,8 +66,8 @@ class LiteralReader:
         self._expected = Expected.VALUE  # The kind of token that may come next.
         self._containers: list[Container] = []  # The open lists and objects: `{` and `[`.
         self._key: KeyOrItem | None = None  # The last key, such as `'a'`, until its colon is read.
-        # The JSON types that the schema allows for the value of the last key. None if the schema
-        # allows any type.
+        # The JSON types that the schema allows for the value after the last key. None if any type
+        # is allowed.
         self._value_types: frozenset[str] | None = None
         self._string: OpenString | None = None  # The string that is being read: `'b`.
 
@@ -78,7 +78,7 @@ class LiteralReader:
         return text
 
     def read(self, text: str, pos: int, is_final: bool) -> int:
-        """Convert the next piece of the value, which starts at `text[pos]`, to JSON.
+        """Convert `text[pos:]`, the next piece of the value, to JSON text.
 
         `take_json` returns the JSON text. `status` becomes DONE at the end of the value, and BROKEN
         if the text is not valid. Example: for `{'a': True}`, the JSON text is `{"a": true}`.
@@ -117,7 +117,7 @@ class LiteralReader:
         return self._completion_of_value() + closing_brackets
 
     def _completion_of_value(self) -> str:
-        """Return the JSON text that completes an unfinished value. Omit the closing brackets.
+        """Return the text, such as a quote, that an unfinished value needs before closing brackets.
 
         The text has ended inside the value. Examples:
 
@@ -128,9 +128,9 @@ class LiteralReader:
         if self._expected is Expected.VALUE:
             return "null"
         if self._expected in (Expected.FIRST_KEY, Expected.COLON):
-            # `{'a'` may be the start of an object or of a set, which becomes a JSON array.
-            # Therefore, `{` is written only after the colon that follows the first key has been
-            # read.
+            # After `{'a'`, the reader cannot decide yet whether the brace starts an object or a
+            # set. A set becomes a JSON array. Therefore, `{` is written only when the colon after
+            # the first key is read.
             is_brace_missing = not self._containers[-1].num_items
             return "{" if is_brace_missing else ""
         if self._string is None:
@@ -201,7 +201,7 @@ class LiteralReader:
         self._expected = Expected.VALUE
 
     def _turn_into_set(self, first_item: KeyOrItem) -> None:
-        """Write `[` and the first item, because the innermost braces enclose a set, not an object.
+        """Treat the innermost braces as a set, not as an object: write `[` and the first item.
 
         Example: in `{'a', 'b'}`, `["a"` is written, because a set becomes a JSON array.
         """
@@ -270,7 +270,7 @@ class LiteralReader:
         return self._read_word(text, pos, is_final)
 
     def _open_container(self, bracket: str, pos: int) -> int:
-        """Read the opening bracket of a list, tuple, set or object. Return the next position.
+        """Read an opening bracket: `[`, `(` or `{`. Return the position after the bracket.
 
         Examples: for `[` and `(`, the JSON text `[` is written. For `{`, nothing is written yet.
         The status becomes BROKEN if a key is expected, because such a value cannot be a key.
@@ -292,7 +292,7 @@ class LiteralReader:
         return pos + 1
 
     def _prepare_value(self) -> None:
-        """Write a comma before the value if JSON requires one. Store which token may come next.
+        """If JSON requires a comma before the value, write the comma. Store what may come next.
 
         A comma is written before an item that follows another item, as `2` in `[1, 2]`. A colon is
         expected after a key. A comma or a closing bracket is expected after any other value.
@@ -353,7 +353,8 @@ class LiteralReader:
         too, if the schema requires a number.
         """
         role = self._role_of_string()  # Depends on `_expected`, which `_prepare_value` changes.
-        # The quote closes the string only if `can_follow` matches the text after the quote.
+        # A quote such as `'` may also be a part of the string. It closes the string only if the
+        # function `can_follow` matches the text after the quote.
         can_follow = matcher_after_string(
             is_key=role is StringRole.KEY, is_argument=not self._containers
         )
@@ -379,7 +380,7 @@ class LiteralReader:
         return StringRole.CONVERTED_VALUE if is_converted else StringRole.VALUE
 
     def _close_string(self, string: OpenString) -> None:
-        """Finish a string after its closing quote: write the rest of its JSON text, or store a key.
+        """Finish a string: write the rest of a value, or store a key until its colon is read.
 
         Examples: after `['a'`, only the closing quote is written. The string in `{'n': '1'` is
         written as the number `1` if the schema requires a number. The key in `{'a'` is stored.

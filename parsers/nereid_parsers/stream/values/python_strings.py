@@ -23,13 +23,14 @@ _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
-# These regexes match the texts that can follow the closing quote of a string. They also match if
-# the received text ends before such a text is complete (`\Z`), because the missing characters may
+# Each of these regexes matches a text that can follow the closing quote of a string, such as `,`.
+# The regexes also match at the end of the received text (`\Z`), because the missing characters may
 # still arrive.
 _match_after_key = re.compile(r"\s*(?:[:,}]|\Z)").match
 _match_after_item = re.compile(r"\s*(?:[,\])}]|\Z)").match
-# The `)` after an argument cannot be followed by a quote or by another `)`. Example: in
-# `f(a='g('x')')`, the quote before `)'` is a part of the string.
+# If a quote is followed by `)` and then by a quote or another `)`, the first quote is a part of the
+# string. Example: in `f(a='g('x')')`, the quote after `x` is followed by `)'`, so this quote does
+# not end the argument.
 _match_after_argument = re.compile(
     r"""\s*(?:\Z|,\s*(?:\Z|\)|[^\W\d]\w*\s*(?:\Z|=))|\)\s*(?:\Z|[^\s)"'`]))"""
 ).match
@@ -44,7 +45,7 @@ def escape_json(text: str) -> str:
 
 
 def matcher_after_string(*, is_key: bool, is_argument: bool) -> _Matcher:
-    """Return a function that matches the texts that can follow the closing quote of a string.
+    """Return a function that matches the text after the closing quote of a string, such as `,`.
 
     Examples of these texts, for three kinds of strings:
 
@@ -63,7 +64,7 @@ def matcher_after_string(*, is_key: bool, is_argument: bool) -> _Matcher:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The syntax of strings in the text that a model generates.
+    """The rules for strings in a model's output: quotes, escape sequences and unquoted strings.
 
     Attributes:
         quotes: The markers around strings. The same marker opens and closes a string. If one
@@ -87,7 +88,7 @@ class Dialect:
         return ""
 
     def is_quote_incomplete(self, text: str, pos: int) -> bool:
-        r"""Return whether `text[pos:]` may become a longer quotation mark when more text arrives.
+        r"""Return whether `text[pos:]` may be only the first part of a longer quote, such as `'''`.
 
         Example: the text `""` may be an empty string, or the start of a string in triple quotes.
         """
@@ -178,8 +179,8 @@ class StringReader:
         if text_after_quote is None:  # The quote is a part of the string.
             self._output.append(escape_json(self._quote))
             return quote_end
-        # If the match ends where `text` ends, later text may show that the quote is a part of the
-        # string.
+        # If the match ends at the end of `text`, later text may show that the quote is a part of
+        # the string.
         may_continue = not is_final and len(text) < max_end
         if may_continue and text_after_quote.end() == len(text):
             return pos
@@ -205,7 +206,7 @@ class StringReader:
         return pos + 2
 
     def _read_hex_escape(self, text: str, pos: int, is_final: bool) -> int:
-        r"""Read an escape sequence such as `\x41` at `pos`. Write the character that it represents.
+        r"""Read an escape sequence such as `\x41` at `pos`. Write the character with this number.
 
         Example: `\x41` is written as `A`. If the digits are missing, or are not the number of a
         character, only the backslash and the letter are read, and are written as two characters.
@@ -230,7 +231,7 @@ class StringReader:
 
 @lru_cache(maxsize=64)
 def _string_end_regex(quote: str, has_escapes: bool) -> re.Pattern[str]:
-    """Return a regex that finds `quote`, or the beginning of `quote` at the end of a text.
+    """Return a regex that finds `quote`, even if the text ends inside the quote.
 
     If `has_escapes` is true, the regex also finds a backslash.
 

@@ -11,8 +11,8 @@ from nereid_parsers.stream.values.argument_types import Tools, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
 # The maximum number of white-space characters before the first key. If there are more, the filter
-# passes on all text. Without this limit, the parsing time would not be linear, because the search
-# for the key begins again with each new piece of text.
+# no longer searches for the key, and returns all text. Without this limit, the parsing time would
+# not be linear, because the search starts again with each new piece of text.
 _MAX_WHITESPACE_CHARS = 64
 _QUOTED_KEYS = tuple(f'"{key}"' for key in _WRAPPER_KEYS)
 
@@ -48,7 +48,7 @@ def unwrap(arguments: str) -> str | None:
 
 
 def _parse_json(text: str) -> object:
-    """Return the value of JSON text, or None if `text` is not JSON."""
+    """Parse JSON text. Return None if `text` is not JSON."""
     try:
         return loads(text)
     except ValueError:
@@ -56,7 +56,7 @@ def _parse_json(text: str) -> object:
 
 
 class _WaitsFor(Enum):
-    """The part of the arguments that a `WrapperFilter` needs before it can pass on more text.
+    """The part of the arguments for which a `WrapperFilter` waits.
 
     OPENING_BRACE  The opening brace has not arrived.
     FIRST_KEY      The brace has been passed on. The first key is not complete.
@@ -104,7 +104,7 @@ class WrapperFilter:
         self._stored_text: list[str] = []
 
     def add(self, text: str) -> str:
-        """Add a piece of the arguments. Return the text that can be passed on now.
+        """Filter the next piece of the arguments. Return the text that the filter need not store.
 
         A superfluous object may enclose the arguments, as in `{"arguments": {"age": 3}}`. The
         filter stores the text until the first key shows that there is no such object.
@@ -123,7 +123,7 @@ class WrapperFilter:
         return self._read_key(stored_text)
 
     def _read_brace(self, text: str) -> str:
-        """Read the opening brace of the arguments. Return the text that can be passed on now.
+        """Read the opening brace of the arguments. Return the text that the filter need not store.
 
         These examples show the three cases:
 
@@ -175,13 +175,13 @@ class WrapperFilter:
         return "" if may_become_wrapper_key else self._stop_filtering(text)
 
     def _stop_filtering(self, text: str) -> str:
-        """Return `text`, and end the filtering: from now on, `add` returns all text unchanged."""
+        """End the filtering, so that `add` returns all later text unchanged. Return `text`."""
         self.is_passing = True
         self._stored_text = []
         return text
 
     def finish(self) -> StoredText:
-        """Return the stored text at the end of the arguments. Remove the wrapper, if there is one.
+        """At the end of the arguments, return the stored text. Remove the wrapper, if there is one.
 
         A wrapper is a superfluous object around the arguments. The opening brace of the arguments
         has already been passed on, so the result does not contain this brace. Examples:

@@ -21,7 +21,7 @@ from nereid_parsers.template.probe import Prober, unmask_call_ids
 
 
 class _CallChange(NamedTuple):
-    """A tool call that differs from the call in `ONE_CALL` in one detail, such as the name.
+    """A tool call in which one detail, such as the name, differs from the call in `ONE_CALL`.
 
     Attributes:
         label: The label of the comparison in the report.

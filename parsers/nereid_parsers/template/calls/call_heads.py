@@ -17,11 +17,11 @@ from nereid_parsers.template.difference import MARKER
 from nereid_parsers.template.list_markup import ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# These types describe how a model writes the arguments, if the function's name precedes them.
+# The types that describe arguments after a function's name, as in `f{"a": 1}`.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
-# Some templates render the id of a tool call, such as `functions.f:0`, in the place of the
-# function's name `f`. This string is the pattern of such ids.
+# Some templates render the id of a tool call, such as `functions.f:0`, instead of the function's
+# name `f`. This string is the pattern of such ids.
 _NUMBERED_ID = "functions.{name}:{number}"
 
 
@@ -49,8 +49,8 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     before_name = _split_text_before_name(markup.item_open)  # Such as `<call>` and `<function=`.
     if _starts_each_argument(before_name.marker.strip(), body):
         # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` precedes the name and also each argument, so
-        # the marker alone cannot show where a tool call starts. The header therefore includes the
-        # marker.
+        # `<|sep|>` alone does not show where a tool call starts. Therefore, the marker becomes a
+        # part of the header.
         before_name = _TextBeforeName(marker="", head_start=markup.item_open)
     head = _head_pattern(before_name.head_start, after_name)
     return tuple(
@@ -164,8 +164,8 @@ def _head_pattern(before_name: str, after_name: str) -> str:
         before_name: The rendered text between the opening marker and the name.
         after_name: The rendered text between the name and the arguments.
     """
-    # If a template writes the function's name twice, `after_name` contains the invented name
-    # FIRST_TOOL once more.
+    # A template may write the function's name twice. `after_name` then also contains the invented
+    # name FIRST_TOOL.
     after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")
     head = f"{escape_braces(before_name)}{{name}}{after}"
     return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")

@@ -118,8 +118,8 @@ def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
     """
     after_calls = markup.close
     matches = list(MARKER.finditer(after_calls))
-    # `after_calls` starts with one closing marker for each marker that opens the list of tool
-    # calls. All further markers end the message.
+    # `after_calls` starts with the closing markers of the list of tool calls: one for each opening
+    # marker. All later markers end the message.
     turn_ends = matches[_num_closing_markers(markup.open) :]
     if not turn_ends:
         return TextAfterCalls(after_calls, [])
@@ -194,15 +194,15 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
-    # Each text before a name is reversed, so that the index of the digit is the number of
-    # characters between the digit and the name.
+    # The texts before the names are reversed. The index of a digit is then the number of characters
+    # between the digit and the name.
     gap_before_name = _index_of_number(before_first_name[::-1], before_second_name[::-1])
     gap_after_name = _index_of_number(after_first_name, after_second_name)
     return _NumberGaps(before_name=gap_before_name, after_name=gap_after_name)
 
 
 def _index_of_number(first: str, second: str) -> int | None:
-    """Return the index at which the first text has a digit `n` and the second text has `n + 1`.
+    """Return the index at which a digit in `first` becomes the next higher digit in `second`.
 
     The texts are from a first and a second tool call. If the first tool call has the number 0, the
     second tool call has the number 1. Return None if the first differing characters are other
@@ -234,9 +234,9 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
         if not found_name:
             continue
         if gaps.before_name is not None:
-            # `gaps.before_name` is a distance from the end of `before`, but `_mask_digit` expects
-            # an index from the start of a text. So `before` is reversed, and the result is reversed
-            # again.
+            # `gaps.before_name` is counted from the end of `before`, but `_mask_digit` expects an
+            # index from the start of a text. So `before` is reversed for the call, and the result
+            # is reversed back.
             before = _mask_digit(before[::-1], gaps.before_name)[::-1]
         if gaps.after_name is not None:
             after = _mask_digit(after, gaps.after_name)

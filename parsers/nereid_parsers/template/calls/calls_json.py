@@ -80,7 +80,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _compare_with_two_calls(
     texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonInText
 ) -> CallFormat | None:
-    """Compare messages with one and with two tool calls, to infer how the calls are written.
+    """Compare a message with one tool call and a message with two, to infer how calls are written.
 
     In the message with one call, the tool call is a JSON object. The message with two calls has one
     of two forms:
@@ -118,7 +118,7 @@ def _compare_with_two_calls(
 def _read_object_or_array(
     keys: Keys | NameIsKey, json_object: _JsonInText, array: _JsonInText
 ) -> CallFormat:
-    """Describe tool calls that are either one JSON object or several objects in a JSON array.
+    """Describe the calls of a template that writes one as an object, and several as an array.
 
     The result declares the array and the object as two forms of tool calls. There are two cases.
     The columns show one tool call and two tool calls:
@@ -134,7 +134,8 @@ def _read_object_or_array(
     array_format = _read_one_array(keys, array)
     has_same_opening = json_object.before.strip() == array_format.markup.open.strip()
     if has_same_opening:
-        # `array_format.markup` already declares the opening marker, so this `Call` declares none.
+        # The opening marker is already declared in `array_format.markup`, so this `Call` has no
+        # marker.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)

@@ -93,8 +93,8 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
         markup: The texts before and after all calls, and the separator between two calls.
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
-    # `markup.item_open` is the white space before each tool call, or "". The white space before the
-    # first tool call is treated as a part of the text before the list of tool calls.
+    # `markup.item_open` is the white space before each tool call, or "". Before the first tool
+    # call, this white space is added to the text before the list of tool calls.
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
@@ -122,7 +122,7 @@ def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
 
 
 def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
-    """Describe a list of Python calls, and the markers before and after the list.
+    """Describe a list of Python calls, such as `f(a="x")`, and the markers around the list.
 
     Example: for `<calls>f(a="x")</calls>`, the result declares `<calls>` and `</calls>` as the
     markers around all tool calls.
@@ -136,9 +136,8 @@ def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) ->
     if has_closing_marker:
         calls = tuple(Call(body) for body in bodies)
         return CallFormat("Python calls", calls, ListMarkup(open=around.open, close=around.close))
-    # A marker before all tool calls can be declared only together with a closing marker. The text
-    # `<calls>f(a="x")` has no closing marker, so `<calls>` is declared as the opening marker of a
-    # single tool call.
+    # The text `<calls>f(a="x")` has no closing marker. A list of tool calls can be declared only
+    # with a closing marker, so `<calls>` is declared as the opening marker of a single tool call.
     call = Call(bodies[0], open=around.open)
     return CallFormat("Python calls", (call,), ListMarkup(close=around.close))
 

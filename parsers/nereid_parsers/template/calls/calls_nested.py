@@ -21,7 +21,7 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
-# The XML tags of two arguments. The name in the tags is the key of the argument, as in
+# The XML tags of two arguments. The name of a tag is the key of the argument, such as `city` in
 # `<city>Paris</city>`.
 _FIRST_OPEN = f"<{FIRST_KEY}>"
 _FIRST_CLOSE = f"</{FIRST_KEY}>"
@@ -29,7 +29,7 @@ _SECOND_CLOSE = f"</{SECOND_KEY}>"
 
 
 class _NestedCall(NamedTuple):
-    """The texts that remain if the name and the XML arguments of a tool call are removed.
+    """The pieces of a tool call that remain after its name and its XML arguments are removed.
 
     The examples are the texts of `<c>f ~<a>1~</a>~<b>2~</b></c>`, in which the marker `~` precedes
     every tag.

@@ -35,7 +35,7 @@ _NUMBER_TEXT = str(NUMBER_VALUE)
 
 
 class _TaggedCall(NamedTuple):
-    """The texts that remain if the name, the keys and the values of a tool call are removed.
+    """The pieces of a tool call that remain after its name, its keys and its values are removed.
 
     The examples are the texts of `<c f><k>a</k>1<k>b</k>2</c>`, a call of `f` with the arguments
     `a` and `b`.
@@ -75,8 +75,8 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     markup = _markup_of_calls(texts, call)  # The texts around and between tool calls.
     if markup is None:
         return None
-    # The text after the last value, `</arg></call>`, is divided into `</arg>`, which closes the
-    # argument, and `</call>`, which closes the tool call (`arguments.close`).
+    # The text after the last value is `</arg></call>`. It is divided into `</arg>`, which closes
+    # the argument, and `</call>` (`arguments.close`), which closes the tool call.
     arguments = list_markup(
         before=call.before_first_key, between=call.between_arguments, after=markup.item_close
     )
@@ -131,7 +131,7 @@ def _markup_of_calls(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
 def _infer_arguments(
     texts: CallTexts, arguments: ListMarkup, before_string: str
 ) -> TaggedArguments:
-    """Infer the tags, and any quotes such as `<![CDATA[`, that enclose the value of an argument.
+    """Infer the tags around the value of an argument, and the quotes, such as `<![CDATA[`, if any.
 
     Example: if the template writes `<p k="a">x</p>`, and `<p k="a"><![CDATA[x<y]]></p>` for a value
     with special characters, the result declares the tags `<p k="{key}">` and `</p>`, with and
@@ -226,8 +226,9 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
-    # The text before the key is the rest of `after_name`, after `arguments.open`. If this rest is
-    # empty, the text before the key is assumed to be `arguments.item_open`, as for a string.
+    # `after_name` consists of `arguments.open` and the text before the key. If `after_name`
+    # contains only `arguments.open`, the text before the key is assumed to be the same as for a
+    # string.
     before_key = after_name.removeprefix(arguments.open) or arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 
@@ -268,9 +269,9 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
     # In the example, the words "string" (`left`) and "number" (`right`) differ between the common
     # texts `" type="` (`prefix`) and `">` (`suffix`).
     parts = difference(string.before_value, number.before_value, split=_split_into_words)
-    # The tag before a string and the tag before a number differ in one word. If this word is a
-    # type, such as "number", the field is `{type}`. If it is "true" or "false", the field is
-    # `{string}`. For any other word, the field is None.
+    # If the tags differ only in the words for a type, such as "string" and "number", the field is
+    # `{type}`. If they differ only in "true" and "false", the field is `{string}`. For any other
+    # difference, the field is None.
     field = _type_field(string_word=parts.left, number_word=parts.right)
     if field is None:
         return None
@@ -356,8 +357,8 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
-    # `unquoted` is one of the alternatives in the attribute `also` of the result. All other
-    # alternatives are in this attribute, too, so `unquoted.also` is empty.
+    # The attribute `also` of the result contains all alternatives, including `unquoted`. Therefore,
+    # `unquoted.also` is empty.
     unquoted = replace(tags, also=())
     return TaggedArguments(
         open=tags.open + escape_braces(quotes.open),

@@ -87,12 +87,12 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
     if paths.id is not None:
-        # If the id is in the same inner object as the name or the arguments, `member_by_key`
-        # already contains the key of this object. `setdefault` then keeps the existing entry.
+        # If the id is in an inner object together with the name or the arguments, `member_by_key`
+        # already contains the key of this object. `setdefault` does not change this entry.
         member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
-    # An id at the end is omitted from the order, because a constraint on the model's output can
-    # require an id only before the arguments.
+    # A constraint on the model's output can require an id only before the arguments. Therefore, an
+    # id at the end is omitted from the order.
     return order[:-1] if order[-1] == "id" else order
 
 
@@ -133,10 +133,10 @@ def _has_first_argument(value: object) -> bool:
 
 
 def find_path(value: dict[str, Any], is_wanted: Callable[[object], bool]) -> tuple[str, ...] | None:
-    """Search a JSON object for a value that `is_wanted` accepts. Return the keys to this value.
+    """Search a JSON object for a value that `is_wanted` accepts. Return the path of this value.
 
-    `value` is a JSON object. Its inner objects are searched too, but arrays are not searched.
-    Return None if there is no such value.
+    The path is the sequence of keys that leads to the value. Inner objects of the JSON object
+    `value` are searched too, but arrays are not searched. Return None if there is no such value.
 
     >>> find_path({"id": 1, "function": {"name": "f"}}, lambda value: value == "f")
     ('function', 'name')

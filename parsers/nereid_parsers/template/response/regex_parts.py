@@ -57,13 +57,13 @@ class VariableText:
 
 _UNNAMED_TEXT = VariableText("")  # for example `.` or `[^>]`
 
-# A part of a regular expression. If the part is a str, it matches only this text.
+# A part of a regular expression: a fixed text (str), optional white space, or variable text.
 Piece = str | OptionalWhitespace | VariableText
 Pieces = tuple[Piece, ...]
 
-# Most escapes, such as `\.`, match the escaped character. The keys of this dict are the other
-# supported escapes, and the values are what these escapes match. A boundary, such as `\b`, matches
-# no character, so its value is an empty text.
+# This dict maps an escape to a `Piece`, which describes the text that the escape matches. A
+# boundary, such as `\b`, matches no character, so its value is an empty text. Escaped punctuation,
+# such as `\.`, is not in the dict, because it matches the character after the backslash.
 _ESCAPES: dict[str, Piece] = {
     r"\s": OptionalWhitespace(),
     **dict.fromkeys((r"\w", r"\W", r"\d", r"\D", r"\S"), _UNNAMED_TEXT),
@@ -134,7 +134,7 @@ def text_of_literals(pieces: Pieces) -> str:
 
 
 def literal_text(piece: Piece) -> str:
-    """Return the fixed text of one part of a regular expression, or "" for white space.
+    """Convert a part of a regular expression into a fixed text. Optional white space becomes "".
 
     >>> literal_text("<call>"), literal_text(OptionalWhitespace())
     ('<call>', '')
@@ -151,7 +151,7 @@ def literal_text(piece: Piece) -> str:
 
 
 def marker_spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    r"""Return all spellings of a marker, such as `<a>`, that a `response_template` contains.
+    r"""Return all spellings of a marker, such as `<a>`, that a `response_template` declares.
 
     The marker is declared by a literal, by a list of literals, or by a regular expression:
 
@@ -178,7 +178,7 @@ def marker_spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _spellings_of_regex(regex: object) -> tuple[str, ...]:
-    r"""Return the text that each alternative of a regular expression matches, without duplicates.
+    r"""Return the distinct texts that a regular expression such as `<a>|<b>` matches.
 
     White space around the texts is removed, and empty texts are omitted.
 
@@ -253,7 +253,7 @@ class _Reader:
         return result
 
     def read_sequence(self) -> list[Pieces]:
-        """Read a sequence up to the next `|` or `)`, and return all alternatives of the sequence.
+        """Read elements up to the next `|` or `)`. Return all combinations of their alternatives.
 
         An element is, for example, a character or a group. In the expression below, the first
         element has two alternatives, and the second element has one alternative:
@@ -360,7 +360,7 @@ class _Reader:
         return character
 
     def apply_quantifier(self, element: list[Pieces], quantifier: str) -> list[Pieces]:
-        r"""Apply a quantifier, such as `?`, to the part of the regular expression before it.
+        r"""Apply a quantifier, such as `?`, to the preceding part of the regular expression.
 
         The examples are the expressions `a?` and `\s*`:
 
@@ -379,7 +379,7 @@ class _Reader:
         """
         contains_literal = any(isinstance(piece, str) for piece in chain.from_iterable(element))
         if not contains_literal:
-            # The pieces for white space and variable text match texts of any length, so the
+            # Optional white space and variable text already match texts of any length, so the
             # quantifier changes nothing.
             return element
         is_optional = quantifier.startswith("?")

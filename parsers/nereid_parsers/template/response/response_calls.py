@@ -35,8 +35,8 @@ from nereid_parsers.template.response.regex_parts import (
 from nereid_parsers.template.response.response_transform import keys_of_transform
 from nereid_parsers.tool_declarations import Body
 
-# Maps the name of a group in a regular expression to the placeholder that replaces the group in a
-# pattern such as `<f {name}>`. A group with any other name is replaced with `{word}`.
+# This dict maps the name of a regex group to a placeholder. Example: the regular expression
+# `<f=(?P<name>\w+)>` becomes the pattern `<f={name}>`. Every other group becomes `{word}`.
 _PLACEHOLDERS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
@@ -72,7 +72,7 @@ def tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    r"""Return the possible starts of a tool call: the texts before its arguments, such as `<call>`.
+    r"""Return the possible starts of a tool call, such as `<call>` or `<call><f={name}>`.
 
     `field` is the declaration of the field `tool_calls`. The member `open` contains the marker that
     opens a tool call, or a list of such markers. Instead of `open`, a declaration may contain the
@@ -99,7 +99,7 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 
 
 def _split_call_start(pieces: Pieces) -> _CallStart:
-    r"""Split the start of a tool call into a marker and a header with the function's name.
+    r"""Split the start of a tool call, such as `<call><f={name}>`, into a marker and a header.
 
     The marker is `<call>` in the first example, and is missing in the second example. The header is
     missing in the third example. In a header, optional white space becomes a line break.
@@ -136,7 +136,7 @@ def _split_call_start(pieces: Pieces) -> _CallStart:
 
 
 def _without_leading_whitespace(pieces: Pieces) -> Pieces:
-    """Remove the parts that match optional white space from the start of a regular expression."""
+    """Remove optional white space at the start of a regular expression."""
     while pieces and isinstance(pieces[0], OptionalWhitespace):
         pieces = pieces[1:]
     return pieces
@@ -180,9 +180,9 @@ def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Ca
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if is_name_in_body:
-        # The body contains the function's name, so the `Call` is declared without a header, and
-        # `start.head` becomes a part of the opening marker. A literal brace is doubled in a header,
-        # but not in a marker.
+        # Because the body contains the function's name, the `Call` gets no header. Instead,
+        # `start.head` is added to the opening marker. A header contains each literal brace twice,
+        # but a marker contains the brace once.
         return Call(body, open=start.marker + unescape_braces(start.head), close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
 

@@ -80,9 +80,9 @@ class AddCounting(NodeTransformer):
         self.generic_visit(node)
         node.iter = _apply_filter(node.iter, "_count_items")
         if node.recursive:
-            # A recursive loop calls `loop(items)` with inner items, to which the filter
-            # `_count_items` is not applied. Therefore, a statement at the start of the loop body
-            # counts one step for each item.
+            # A recursive loop may call `loop(items)`. The filter `_count_items` does not count
+            # these items, so a statement at the start of the loop body counts one step for each
+            # item.
             step = _apply_filter(nodes.Const(0, lineno=node.lineno), "_count_step")
             node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return node

@@ -117,8 +117,9 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
-            # This step counts the literal text outside loops and macros, which a rendering writes
-            # at most once.
+            # This step counts the literal text of the template once. Loops and macros may write
+            # literal text several times, so each loop item and each macro call is counted
+            # separately.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.

@@ -91,8 +91,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         A filter is a function that a template calls as in `items | join(", ")`. The returned
         functions count each call as one step, and reject large results.
         """
-        # `tojson` cannot write an iterator, so it calls `_with_length`, which converts the iterator
-        # to a list.
+        # `tojson` calls its argument `default` for a value that it cannot write, such as an
+        # iterator. Here, `default` is `_with_length`, which converts an iterator to a list.
         functions = {**self.filters, "tojson": partial(tojson, default=self._with_length)}
         return {
             name: self._limit_filter(name, function)
@@ -155,13 +155,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
-        # A macro call is counted as if it wrote all literal text of the template, because it can
-        # write at most this text. Other functions are written in Python and write no literal text.
+        # A macro may write literal text of the template, so each call of a macro counts the length
+        # of all literal text. Other functions are Python functions, which write no literal text.
         budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
         if isinstance(owner, str | bytes | int | float):
-            # `check_method` needs the number of items that the method `join` combines. An iterator
-            # has no length, so iterators are converted to lists.
+            # The method `join` may combine the items of an iterator. `check_method` needs the
+            # number of these items, but an iterator has no length. Therefore, iterators are
+            # converted to lists.
             args = tuple(__self._with_length(argument) for argument in args)
             check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
@@ -205,8 +206,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _strftime_now(self, text: str) -> str:
         """Return the current time as text. `text` is a time format such as "%Y-%m-%d"."""
-        # `check_format` checks the length of a text only if the text contains `%` or `{`. Because
-        # of the added `%`, `check_format` checks every text.
+        # `check_format` accepts every text that contains neither `%` nor `{`. The added `%` ensures
+        # that the length of any text is checked.
         check_format(self.budget, "%" + text, values=())
         return self._now().strftime(text)
 
@@ -229,7 +230,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             yield item
 
     def _count_step(self, _: object = None) -> None:
-        """Count one step of a loop, and assume that it writes all literal text of the template.
+        """Count one step of a loop, and the length of the literal text that the step may write.
 
         `AddCounting` also inserts this method as a filter into templates. Each filter takes a
         value, so the method takes an argument, which it ignores.

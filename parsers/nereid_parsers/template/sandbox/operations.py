@@ -15,9 +15,9 @@ from nereid_parsers.template.sandbox.limits import Budget, LimitError, size_of
 
 MAX_NUMBER = 10_000  # the largest length or width that an operation may demand
 _TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
-# The budget counts each bit of the number `base ** exponent` as 200 characters, because computing a
-# large power takes long. An analysis allows values of up to 300_000 characters, so it rejects
-# powers of more than 1500 bits.
+# Computing a large power takes long. Therefore, the budget counts each bit of `base ** exponent` as
+# 200 characters. An analysis allows values of up to 300_000 characters, so the largest allowed
+# power has 1500 bits.
 _CHARACTERS_PER_BIT_OF_POWER = 200
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
 # Matches a field of a format string whose width is given by an argument, as in `{:{}}`.

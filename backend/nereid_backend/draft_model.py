@@ -41,10 +41,10 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.errors import ModelError
 from nereid_backend.mtp_path import MtpPath
-from nereid_backend.runner import ForwardPath
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.sampler import NOT_FINITE, Sampler
 from nereid_backend.sequence_draft import SequenceDraft
+from nereid_backend.step_runner import ForwardPath
 
 logger = logging.getLogger(__name__)
 

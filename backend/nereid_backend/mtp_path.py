@@ -27,7 +27,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import join_logits
 from nereid_backend.paths.step_batch import BatchBuilder
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 
 # The largest number of hidden states that are stored for one sequence. If a hidden state is
 # missing, the MTP layer uses zeros instead. Its draft tokens are then accepted less often.

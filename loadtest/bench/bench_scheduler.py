@@ -23,8 +23,8 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.engine.step_loop import StepLoop
 from nereid_backend.paths.step_batch import BatchBuilder
-from nereid_backend.runner import Runner
 from nereid_backend.serving.process.process_entry import reduce_garbage_collection
+from nereid_backend.step_runner import Runner
 from torch import Tensor
 
 from loadtest import command_line

@@ -24,7 +24,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import token_inputs
 from nereid_backend.paths.step_batch import BatchBuilder
-from nereid_backend.runner import Runner
+from nereid_backend.step_runner import Runner
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("meta")

@@ -2,7 +2,7 @@
 """The engine, which generates tokens for many requests at the same time.
 
 engine.py               the interface, `Engine`
-step_engine.py          the protocol that `Engine` and the scripted engine of the tests implement
+engine_protocol.py      the protocol that `Engine` and the scripted engine of the tests implement
 engine_parts.py         loads a model, and creates the objects that depend on the model
 reload_weights.py       replaces the weights of the model by the weights of another checkpoint
 new_sequences.py        checks new requests, and creates their sequences

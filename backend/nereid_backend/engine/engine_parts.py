@@ -25,7 +25,7 @@ from nereid_backend.engine.step_loop import StepLoop
 from nereid_backend.errors import ConfigError, ModelError, RequestError
 from nereid_backend.model.choose_image_path import ImageSupport
 from nereid_backend.model.startup import Loaded, load
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 from nereid_backend.text.load_decoder import load_decoder
 from nereid_backend.vision.chat_processor import ChatProcessor, TextProcessor
 

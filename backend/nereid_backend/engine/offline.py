@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from nereid_backend.core.outputs import CompletionOutput, RequestOutput, RequestUpdate
 from nereid_backend.core.sampling_params import SamplingParams
-from nereid_backend.engine.step_engine import StepEngine
+from nereid_backend.engine.engine_protocol import StepEngine
 from nereid_backend.errors import CapacityError, RequestError
 
 Decode = Callable[[list[int]], str]

@@ -13,7 +13,7 @@ from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.engine.disk_tier import DiskTier
 from nereid_backend.errors import ConfigError
 from nereid_backend.paths.stored_prefixes import StoredPrefixes
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 
 # The keys and values that a model computes depend on the checkpoint files whose names match these
 # patterns.

@@ -24,7 +24,7 @@ from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepPlan, StepResult
 from nereid_backend.errors import EngineError, LostRankError, is_lost_device
-from nereid_backend.runner import Runner, RunningStep
+from nereid_backend.step_runner import Runner, RunningStep
 
 logger = logging.getLogger(__name__)
 

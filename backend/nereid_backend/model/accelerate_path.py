@@ -22,7 +22,7 @@ from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs
 from nereid_backend.paths.cuda_graphs.piecewise_graphs import TOKEN_COUNTS
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.packed import PackedPath
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 
 
 def use_compiled_forward(

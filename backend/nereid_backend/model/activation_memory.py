@@ -13,7 +13,7 @@ from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 
 # On a CPU, the memory is measured in a forward pass over at most `_CPU_TOKENS` tokens. More tokens
 # would take seconds in a large model.

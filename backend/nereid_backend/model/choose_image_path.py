@@ -32,7 +32,7 @@ from nereid_backend.model.trials import Trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
 from nereid_backend.paths.single_sequence import SinglePath
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 from nereid_backend.vision.chat_processor import ChatProcessor
 from nereid_backend.vision.check_prompt import PromptCheck
 from nereid_backend.vision.feature_cache import FeatureCache

@@ -33,7 +33,7 @@ from nereid_backend.model.trials import Trial, make_generated_trial, make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.recurrent import RowsPath
 from nereid_backend.paths.single_sequence import SinglePath
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 
 
 @dataclass(frozen=True, slots=True)

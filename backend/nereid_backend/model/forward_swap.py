@@ -40,7 +40,7 @@ from nereid_backend.paths.compiled_forward.load_library import load_library
 from nereid_backend.paths.compiled_forward.model_skeleton import Skeleton, pack_skeleton
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from nereid_backend.model.load_draft import draft_sizes, path_sizes
 from nereid_backend.model.path_variants import PathSpec, make_blocks
 from nereid_backend.model.probe_layers import plain_token_ids, record_layers
 from nereid_backend.mtp_path import HiddenStates, MtpPath, run_layer
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from nereid_backend.paths.recurrent import RowsPath
 from nereid_backend.paths.row_keys import GatheredKeys, HookedKeys, RowKeys
 from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.paths.step_batch import BatchBuilder
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 
 
 @dataclass(frozen=True, slots=True)

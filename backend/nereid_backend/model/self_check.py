@@ -20,7 +20,7 @@ from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.model.trials import Trial, TrialSequence
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.single_sequence import SinglePath
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 
 # The largest number of tokens in one step of the check. Two prompts have more tokens, so that the
 # check also covers prompts that are divided into chunks.

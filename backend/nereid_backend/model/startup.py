@@ -52,8 +52,8 @@ from nereid_backend.model.load_weights import load_weights
 from nereid_backend.model.path_variants import PathSpec, cache_class
 from nereid_backend.paths.compiled_forward.load_library import CompiledForward
 from nereid_backend.paths.model_call import Sizes
-from nereid_backend.runner import ForwardPath, Runner
 from nereid_backend.sampling import gpu_sampling
+from nereid_backend.step_runner import ForwardPath, Runner
 from nereid_backend.vision.image_tensors import place_images
 
 # The default limit on the number of tokens in one step. It is large enough for fast matrix

@@ -36,7 +36,7 @@ from nereid_backend.parallel.plan_messages import PlanEncoder
 from nereid_backend.parallel.ranks import Ranks
 from nereid_backend.parallel.shard import Shard, load_shard
 from nereid_backend.paths.model_call import Sizes, UnfitError
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 
 
 class ShardedPath:

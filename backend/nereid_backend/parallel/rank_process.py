@@ -29,7 +29,7 @@ with importing():
     from nereid_backend.parallel.process_group import FAILED, STARTED, Rank
     from nereid_backend.parallel.shard import Shard, load_shard
     from nereid_backend.paths.model_call import Sizes
-    from nereid_backend.runner import ForwardPath
+    from nereid_backend.step_runner import ForwardPath
 
 _STOP = ("stop",)  # the message with which rank 0 ends this process
 

@@ -14,7 +14,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.model_call import join_logits
-from nereid_backend.runner import ForwardPath
+from nereid_backend.step_runner import ForwardPath
 from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.own_attention import OwnAttention
 

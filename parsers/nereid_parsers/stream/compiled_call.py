@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from nereid_parsers.pattern_syntax import split_pattern
 from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTags
+from nereid_parsers.stream.bodies.convert_nested_tags import NestedReader
 from nereid_parsers.stream.bodies.json_bodies import ArrayReader, JsonArgumentsReader
 from nereid_parsers.stream.bodies.json_object import ObjectReader
-from nereid_parsers.stream.bodies.nested_tags import NestedReader
 from nereid_parsers.stream.bodies.python_calls import PythonCallsReader, UnquotedKeyReader
 from nereid_parsers.stream.bodies.tagged_arguments import TaggedReader
 from nereid_parsers.stream.call_writer import CallWriter

@@ -11,7 +11,7 @@ from nereid_parsers.template.checkpoint_files import read_checkpoint
 from nereid_parsers.template.report import Supports, TemplateAnalysis
 from nereid_parsers.template.request_template import ContinuationRefused, RequestTemplate
 from nereid_parsers.template.response.response_template import format_of_response_template
-from nereid_parsers.template.sandbox.environment import RenderRefused
+from nereid_parsers.template.sandbox.compile_template import RenderRefused
 from nereid_parsers.template.sandbox.limits import LimitError
 
 __all__ = [

@@ -84,7 +84,7 @@ from nereid_parsers.template.quarantine import QuarantineEntry, find_quarantined
 from nereid_parsers.template.reasoning import find_reasoning
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
 from nereid_parsers.template.report import Supports, TemplateAnalysis
-from nereid_parsers.template.sandbox.environment import CompiledTemplate
+from nereid_parsers.template.sandbox.compile_template import CompiledTemplate
 from nereid_parsers.template.sandbox.limits import Budget
 from nereid_parsers.template.tools import (
     NO_CALLS,

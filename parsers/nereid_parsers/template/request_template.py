@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
+from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_request
 
 # The fields in which clients send the reasoning of a message. If a client sends several of these

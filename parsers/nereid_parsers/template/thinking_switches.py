@@ -12,7 +12,7 @@ from collections.abc import Container
 from typing import Any
 
 from nereid_parsers.template.conversation import NO_SWITCHES, Switches
-from nereid_parsers.template.sandbox.environment import CompiledTemplate
+from nereid_parsers.template.sandbox.compile_template import CompiledTemplate
 
 _SWITCH_NAME = re.compile(r"think|reason", re.IGNORECASE)
 _NO_SWITCH_NAME = re.compile(

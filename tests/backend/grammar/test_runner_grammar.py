@@ -13,7 +13,7 @@ from nereid_backend import SamplingParams
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.grammar import Guides
-from nereid_backend.runner import Runner
+from nereid_backend.step_runner import Runner
 from tokenizers import Tokenizer
 
 MODEL = Path(__file__).parents[3] / "demo" / "chat"

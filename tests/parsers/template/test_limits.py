@@ -10,7 +10,7 @@ import pytest
 from nereid_parsers import TemplateError, analyze_template
 from nereid_parsers.template.request_template import RequestTemplate
 from nereid_parsers.template.sandbox import environment, limits
-from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
+from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, LimitError, Limits, size_of
 from parsers.template.support import TEMPLATES
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from nereid_backend.config import EngineConfig
-from nereid_backend.engine.step_engine import StepEngine
+from nereid_backend.engine.engine_protocol import StepEngine
 from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.fast_imports import importing
 from nereid_backend.serving.process.process_entry import Send, error_text, serve

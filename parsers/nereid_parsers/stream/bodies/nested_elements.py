@@ -1,6 +1,6 @@
 """Defines the classes for XML-like elements in arguments, for example `<city>Paris</city>`.
 
-nested_tags.py reads these elements.
+convert_nested_tags.py reads these elements.
 """
 
 from __future__ import annotations

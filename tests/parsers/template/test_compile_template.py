@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
+from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, LimitError
 from parsers.template.support import TEMPLATES
 

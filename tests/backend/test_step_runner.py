@@ -11,8 +11,8 @@ from nereid_backend import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.errors import EngineError
-from nereid_backend.runner import Runner
 from nereid_backend.sampling.sampler import NOT_FINITE
+from nereid_backend.step_runner import Runner
 from scipy import stats
 
 VOCAB = 45

@@ -100,7 +100,7 @@ def _attend_prefills(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of a step's prefills, [num_tokens, num_heads, value_dim].
+    """Compute the attention of all prefills in a step, [num_tokens, num_heads, value_dim].
 
     A prefill is a sequence that adds several tokens. The step must have at least one prefill.
     `attend` documents the arguments.

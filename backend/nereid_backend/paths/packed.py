@@ -127,9 +127,9 @@ class PackedPath:
                 with self.images.injecting(plan, batch):
                     return self._run_model(batch, self._attention(batch))
             if needs_hooks:
-                # Forward hooks of the model's layers compute the adapters of this step. CUDA graphs
-                # and the compiled forward pass do not call these hooks, so the model's own code is
-                # run.
+                # Forward hooks of the model's layers add the results of LoRA adapters in this step.
+                # CUDA graphs and the compiled forward pass do not call these hooks, so the model's
+                # own code is run.
                 return self._run_model(batch, self._attention(batch))
             logits = self._replay(batch)
             return self.run(batch) if logits is None else logits

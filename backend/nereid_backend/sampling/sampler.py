@@ -394,7 +394,10 @@ def _sample_rows(
 
 
 def _kernel_settings(inputs: SliceInputs) -> gpu_sampling.Settings:
-    """Return the argument `settings` of `gpu_sampling.sample`, [5, n]."""
+    """Return the sampling settings of `n` positions for the GPU kernel, [5, n].
+
+    The rows are the temperature, top_p, top_k, min_p and a random number.
+    """
     batch = SamplingBatch.of(inputs.positions, inputs.params)
     temperature = np.where(inputs.params["is_greedy"], 0.0, batch.temperature)
     # The kernel reads top_k as int32.

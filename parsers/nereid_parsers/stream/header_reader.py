@@ -118,8 +118,8 @@ class HeaderReader:
         is_call = route.stage is Stage.CALLS
         follows_content = self._text_writer.has_content
         if is_call and follows_content and self._calls_first:
-            # The policy CALLS_FIRST allows no tool call after content, so this header is content.
-            # It is not read here, but in the state CONTENT_ONLY.
+            # The policy CALLS_FIRST allows no tool call after content, so the text of this header
+            # belongs to the content. The reader of the state CONTENT_ONLY reads the text.
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)

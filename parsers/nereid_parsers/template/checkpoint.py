@@ -116,10 +116,10 @@ def _combine(
     file_format: ChosenFormat,
     combine_sections: Callable[[Sections, Sections], Sections],
 ) -> ChosenFormat:
-    """Combine the part that the user chose, such as reasoning, with the checkpoint's other parts.
+    """Combine the format that the user chose with the format in the files of the checkpoint.
 
-    Example: the user chose a format only for its reasoning. The tool calls are then written as the
-    files of the checkpoint declare.
+    Example: if the user chose a format only for reasoning, the files of the checkpoint determine
+    how tool calls are written.
 
     Args:
         chosen: The format that the user chose.

@@ -17,7 +17,7 @@ from nereid_parsers.template.difference import MARKER
 from nereid_parsers.template.list_markup import ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# The types that describe arguments after a function's name, as in `f{"a": 1}`.
+# These types describe arguments that follow the name of the function, as in `f{"a": 1}`.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
 # Some templates render the id of a tool call, such as `functions.f:0`, instead of the function's

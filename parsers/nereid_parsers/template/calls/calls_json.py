@@ -95,7 +95,7 @@ def _compare_with_two_calls(
         keys: The keys of the name and the arguments in a JSON object.
         json_of_call: The object in `texts.one_call`.
     """
-    # The two tool calls name the invented functions FIRST_TOOL and SECOND_TOOL.
+    # The two tool calls call the functions FIRST_TOOL and SECOND_TOOL, which do not exist.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
@@ -157,7 +157,7 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonIn
         keys: The keys of the name and the arguments in an object of the array.
         json_of_call: The array in `texts.one_call`.
     """
-    # The two tool calls name the invented functions FIRST_TOOL and SECOND_TOOL.
+    # The two tool calls call the functions FIRST_TOOL and SECOND_TOOL, which do not exist.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     # If both names are found in the same array, there is only one array.

@@ -124,7 +124,7 @@ class PendingPlans:
         if not corrected:
             return plan
         settled = _with_chunks(plan, corrected)
-        self._plans = [settled]
+        self._plans = [settled]  # the plans of all unfinished steps
         return settled
 
     def remove(self, plan: StepPlan) -> None:

@@ -149,7 +149,7 @@ class Store:
                 limit="max_stored_response_bytes",
             )
         with self._database.transaction():
-            if not self._free_space(num_bytes, num_responses=1):
+            if not self._delete_oldest_until_free(num_bytes, num_responses=1):
                 raise self._full_error()
             self._database.execute(
                 "INSERT INTO responses (id, owner, worker, num_bytes) VALUES (?, ?, ?, ?)",
@@ -177,7 +177,7 @@ class Store:
         Raises: ApiError 503 if the store is full.
         """
         with self._database.transaction():
-            if not self._free_space(num_bytes):
+            if not self._delete_oldest_until_free(num_bytes):
                 raise ApiError(
                     503,
                     f"The response store is full. Its limit is {self._limits.num_bytes} bytes "
@@ -207,7 +207,7 @@ class Store:
         Returns: False if the response does not fit into the store.
         """
         with self._database.transaction():
-            is_added = self.is_on and self._free_space(record.num_bytes, num_responses=1)
+            is_added = self.is_on and self._delete_oldest_until_free(record.num_bytes, num_responses=1)
             if is_added:
                 self._insert(record)
         if not is_added:
@@ -301,7 +301,7 @@ class Store:
         )[0]
         return int(count), int(num_bytes)
 
-    def _free_space(self, num_bytes: int, num_responses: int = 0) -> bool:
+    def _delete_oldest_until_free(self, num_bytes: int, num_responses: int = 0) -> bool:
         """Delete the oldest responses until a new response fits into the store.
 
         Args:

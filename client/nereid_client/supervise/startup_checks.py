@@ -15,12 +15,12 @@ from nereid_client.console import CliError
 from nereid_client.middleware.client_keys import read_key_file
 from nereid_client.settings import Settings, SettingsError, settings_from_environment
 from nereid_client.supervise import weight_files
-from nereid_client.workers.worker_pool import check_settings
+from nereid_client.workers.worker_pool import check_settings_of_several_workers
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
 # The module of the backend that checks the models' settings. It runs as a separate program, because
 # the client package must not import the backend package.
-_BACKEND_CHECK = "nereid_backend.serving.check_settings"
+_BACKEND_CHECK = "nereid_backend.serving.check_settings_of_several_workers"
 _WRONG_SETTINGS = 2
 _CHECK_TIMEOUT_S = 20.0
 _JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -130,9 +130,10 @@ def check_frontend_settings(environment: Mapping[str, str]) -> Settings:
     try:
         settings = settings_from_environment(environment)
         if settings.api_key_file:
+            # Reading the file checks the file. The frontend reads the keys later.
             read_key_file(Path(settings.api_key_file))
         if settings.frontend_workers > 1:
-            check_settings(settings)
+            check_settings_of_several_workers(settings)
         return settings
     except SettingsError as error:
         raise CliError(str(error)) from None

@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def check_settings(settings: Settings) -> None:
+def check_settings_of_several_workers(settings: Settings) -> None:
     """Check that all settings can be used with several workers.
 
     Raises: SettingsError if a setting requires a single worker, or if the key file is wrong.
@@ -105,7 +105,7 @@ class WorkerPool:
 
         Raises: SettingsError if a setting does not allow several workers.
         """
-        check_settings(self._settings)
+        check_settings_of_several_workers(self._settings)
         host, port = self._settings.host, self._settings.port
         try:
             reserved = _reserve_port(host, port)

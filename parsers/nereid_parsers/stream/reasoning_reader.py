@@ -356,13 +356,13 @@ class ReasoningReader:
         Returns:
             The next state, or None if the marker is a part of the content.
         """
-        if not self._may_close(marker):
+        if not self._is_superfluous_closing_marker(marker):
             return None
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
         self._reasoning_end = _ReasoningEnd.CLOSED
         return State.CONTENT
 
-    def _may_close(self, marker: str) -> bool:
+    def _is_superfluous_closing_marker(self, marker: str) -> bool:
         """Return whether to remove a closing marker, such as `</think>`, outside the reasoning.
 
         Examples for the marker `</think>`:

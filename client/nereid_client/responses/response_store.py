@@ -207,7 +207,9 @@ class Store:
         Returns: False if the response does not fit into the store.
         """
         with self._database.transaction():
-            is_added = self.is_on and self._delete_oldest_until_free(record.num_bytes, num_responses=1)
+            is_added = self.is_on and self._delete_oldest_until_free(
+                record.num_bytes, num_responses=1
+            )
             if is_added:
                 self._insert(record)
         if not is_added:

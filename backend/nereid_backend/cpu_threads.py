@@ -18,6 +18,8 @@ import torch
 # The number of threads changes at most once in this number of seconds. The kernel counts CPU time
 # in ticks of 1 to 10 ms, so a much shorter time would not be measured precisely.
 _WINDOW_S = 1.0
+# After a pause of this number of seconds between two steps, the last measurement is out of date.
+_MAX_WINDOW_S = 2.0
 
 
 def usable_cpus() -> int:
@@ -80,22 +82,28 @@ class CpuThreads:
         """Set the number of threads with which a step is expected to be fastest.
 
         The thread that computes the steps calls this method before each step. Most calls return
-        immediately, because the number of threads changes at most once per second. If the CPU time
-        of other processes is unknown, the number of threads does not change.
+        immediately, because the number of threads changes at most once per second. After a pause
+        without steps, the largest number of threads is used until other processes have been
+        measured again. If their CPU time is unknown, the number of threads does not change.
         """
         now = self._clock()
         elapsed = now - self._last_time
         if elapsed < _WINDOW_S:
             return
         cpu_time = self._cpu_time_of_others()
-        if cpu_time is not None and self._last_cpu_time is not None:
+        if elapsed > _MAX_WINDOW_S:
+            self._set(self._max_threads)
+        elif cpu_time is not None and self._last_cpu_time is not None:
             used_by_others = (cpu_time - self._last_cpu_time) / elapsed
-            num_threads = suitable_threads(self._max_threads, self._num_cpus, used_by_others)
-            if num_threads != self._num_threads:
-                self._num_threads = num_threads
-                torch.set_num_threads(num_threads)
+            self._set(suitable_threads(self._max_threads, self._num_cpus, used_by_others))
         self._last_time = now
         self._last_cpu_time = cpu_time
+
+    def _set(self, num_threads: int) -> None:
+        """Set the number of threads if it differs from the present number."""
+        if num_threads != self._num_threads:
+            self._num_threads = num_threads
+            torch.set_num_threads(num_threads)
 
 
 def suitable_threads(max_threads: int, num_cpus: int, used_by_others: float) -> int:

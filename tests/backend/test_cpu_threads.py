@@ -64,10 +64,22 @@ def test_the_number_of_threads_follows_the_load_of_the_last_second():
 
 
 @pytest.mark.usefixtures("_two_threads")
+def test_the_load_during_a_pause_without_steps_has_no_effect():
+    now, used = 0.0, 0.0
+    threads = CpuThreads(2, 2, lambda: used, lambda: now)
+    now, used = 1.5, 1.5
+    threads.adjust()
+    assert torch.get_num_threads() == 1
+    now, used = 31.5, 31.5
+    threads.adjust()
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("_two_threads")
 def test_without_a_measurement_the_number_of_threads_does_not_change():
     now = 0.0
     threads = CpuThreads(2, 2, lambda: None, lambda: now)
-    now = 5.0
+    now = 1.5
     threads.adjust()
     assert torch.get_num_threads() == 2
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from nereid_parsers import TemplateError, analyze_template
 from nereid_parsers.template.request_template import RequestTemplate
-from nereid_parsers.template.sandbox import environment, limits
+from nereid_parsers.template.sandbox import compile_template, limits
 from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, LimitError, Limits, size_of
 from parsers.template.support import TEMPLATES
@@ -109,7 +109,7 @@ def test_the_compilation_of_a_long_template_is_interrupted(text):
 
 
 def test_a_template_with_too_much_code_is_rejected(monkeypatch):
-    monkeypatch.setattr(environment, "MAX_CODE", 10_000)
+    monkeypatch.setattr(compile_template, "MAX_CODE", 10_000)
     with pytest.raises(LimitError, match="characters of Python code"):
         CompiledTemplate("{{ a + b * c }}" * 50, Budget())
 

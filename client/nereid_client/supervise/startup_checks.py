@@ -20,7 +20,7 @@ from nereid_client.workers.worker_pool import check_settings_of_several_workers
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
 # The module of the backend that checks the models' settings. It runs as a separate program, because
 # the client package must not import the backend package.
-_BACKEND_CHECK = "nereid_backend.serving.check_settings_of_several_workers"
+_BACKEND_CHECK = "nereid_backend.serving.check_settings"
 _WRONG_SETTINGS = 2
 _CHECK_TIMEOUT_S = 20.0
 _JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")

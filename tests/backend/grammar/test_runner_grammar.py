@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from backend.test_runner import chunk_of, output_of, run
+from backend.test_step_runner import chunk_of, output_of, run
 from fakes.hashed_path import HashedPath
 from nereid_backend import SamplingParams
 from nereid_backend.core.grammar import GrammarSpec

@@ -10,6 +10,7 @@ from backend.gpu.sampling_reference import settings_of
 from backend.gpu.steps import sampled
 from nereid_backend import EngineConfig, SamplingParams
 from nereid_backend.core.sequence import Sequence
+from nereid_backend.cpu_threads import CpuThreads
 from nereid_backend.model import startup
 from nereid_backend.sampling import gpu_sampling, random_sampling, sampler
 from nereid_backend.sampling.draft_verification import Position
@@ -246,7 +247,8 @@ def test_the_setting_takes_the_kernel_on_a_gpu_where_the_comparison_passes(reaso
 
     def has_kernel(device, *, wanted):
         config = EngineConfig("/model", sampling_kernel=wanted)
-        runner = startup._make_runner(config, torch.device(device), None, said.append)
+        threads = CpuThreads(1, 1, lambda: None)
+        runner = startup._make_runner(config, torch.device(device), None, threads, said.append)
         return runner._sampler.has_kernel
 
     assert has_kernel("cuda:0", wanted=True) == (reason is None)

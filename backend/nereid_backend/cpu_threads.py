@@ -62,15 +62,13 @@ class CpuThreads:
         """Start to measure the CPU time of other processes.
 
         Args:
-            max_threads: the number of threads if other processes leave enough CPUs. Torch must
-                already use this number.
+            max_threads: the number of threads if other processes leave enough CPUs.
             num_cpus: the number of CPUs that this process may use.
             cpu_time_of_others: returns the CPU time in seconds that other processes have used on
                 these CPUs, since an arbitrary start; None if the time is unknown.
             clock: returns the present time in seconds.
         """
         self._max_threads = max_threads
-        self._num_threads = max_threads
         self._num_cpus = num_cpus
         self._cpu_time_of_others = cpu_time_of_others
         self._clock = clock
@@ -92,18 +90,18 @@ class CpuThreads:
             return
         cpu_time = self._cpu_time_of_others()
         if elapsed > _MAX_WINDOW_S:
-            self._set(self._max_threads)
+            _change_num_threads(self._max_threads)
         elif cpu_time is not None and self._last_cpu_time is not None:
             used_by_others = (cpu_time - self._last_cpu_time) / elapsed
-            self._set(suitable_threads(self._max_threads, self._num_cpus, used_by_others))
+            _change_num_threads(suitable_threads(self._max_threads, self._num_cpus, used_by_others))
         self._last_time = now
         self._last_cpu_time = cpu_time
 
-    def _set(self, num_threads: int) -> None:
-        """Set the number of threads if it differs from the present number."""
-        if num_threads != self._num_threads:
-            self._num_threads = num_threads
-            torch.set_num_threads(num_threads)
+
+def _change_num_threads(num_threads: int) -> None:
+    """Set the number of threads of torch if it differs from the present number."""
+    if num_threads != torch.get_num_threads():
+        torch.set_num_threads(num_threads)
 
 
 def suitable_threads(max_threads: int, num_cpus: int, used_by_others: float) -> int:

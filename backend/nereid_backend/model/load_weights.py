@@ -127,8 +127,8 @@ def _load_with_settings(
     If `rounded_bits` is not None, the weights of linear layers are rounded to integers with this
     number of bits while they are read.
     """
-    # With panels (blocks of a weight matrix), the CPU kernels compute directly with the integers of
-    # quantised weights. Other devices have no such kernels.
+    # If quantised weights are stored in panels (blocks of a weight matrix), the CPU kernels compute
+    # directly with the integers of the weights. Other devices have no such kernels.
     use_panels = device.type == "cpu" and (config.prepack or rounded_bits is not None)
     return load_checkpoint(
         config.model,

@@ -37,8 +37,9 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     if not (folder / "config.json").is_file():
         return False  # load_checkpoint reports what is missing
     counts = count_weights(folder)
-    # With panels (blocks of a weight matrix), the CPU kernels compute directly with the integers of
-    # quantised weights. Without panels, the integers are converted to floating-point numbers.
+    # If quantised weights are stored in panels (blocks of a weight matrix), the CPU kernels compute
+    # directly with the integers of the weights. Without panels, the integers are converted to
+    # floating-point numbers.
     has_panels = config.prepack and device.type == "cpu"
     number_bytes = _number_bytes(folder, config.dtype, device)
     needed_bytes = _weight_bytes(counts, number_bytes, has_panels=has_panels)

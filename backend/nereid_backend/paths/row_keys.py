@@ -91,8 +91,7 @@ class HookedKeys:
         Mutates: the lengths in the layers of `cache`.
         """
         # The model derives the size of its attention mask from the number of earlier tokens. The
-        # mask must be large enough for every chunk, so use the number of the chunk with the most
-        # earlier tokens.
+        # mask must be large enough for every chunk, so use the largest number that a chunk has.
         num_past_tokens = max(chunk.start for chunk in chunks)
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):

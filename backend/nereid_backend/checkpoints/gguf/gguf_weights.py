@@ -23,8 +23,8 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_exps")
-# One tensor may contain the weights of several experts. In the name pattern of these weights, this
-# character stands for the index of the expert.
+# One tensor may contain the weights of several experts. The pattern for the names of these weights
+# contains "*" at the place of the expert's index.
 _ANY_EXPERT = "*"
 _MODEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -55,9 +55,9 @@ class WindowSearch:
         last_missing = self._last_missing_by_window(tables)
         max_blocks = len(tables[0])
         if None in last_missing:
-            # The key None stands for layers with full attention. In these layers, the next token
-            # needs every block of the prefix, so the prefix must end before the first missing
-            # block.
+            # `last_missing[None]` describes the layers with full attention. In these layers, the
+            # next token needs every block of the prefix, so the prefix must end before the first
+            # missing block.
             max_blocks = _num_leading_cached(last_missing[None])
         # Try the longest prefix first.
         for num_blocks in range(max_blocks, 0, -1):

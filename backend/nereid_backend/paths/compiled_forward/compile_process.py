@@ -109,7 +109,7 @@ def _compile(message: bytes, folder: Path) -> None:
     _remove_leftovers(folder.parent)
     model, attention, is_native, num_threads = unpack_skeleton(message)
     limit_memory(_MAX_BYTES)
-    # torch's compiler writes the number of threads into the library, so the number is set first.
+    # The compiled library later uses at most this number of threads, so the number is set first.
     torch.set_num_threads(num_threads)
     try:
         build_library(model, AttentionHook(attention), folder, is_native=is_native)

@@ -112,7 +112,9 @@ class ModelTurn:
         header = _header_in(after_input, self.header)
         if not header:
             # If the text contains no header, the answer starts directly after the markup that ends
-            # the user's message.
+            # the user's message. This markup is the part of `after_user_message` with which
+            # `after_input` starts. After a tool's result, this part is often "", because other
+            # markup ends the result.
             end_of_user_message = common_prefix(after_input, self.after_user_message)
             return after_input.removeprefix(end_of_user_message)
         _, _, after_header = after_input.partition(header)
@@ -265,7 +267,7 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
         end of a prompt with a result   returned texts
         </result><|assistant|>          ("<|assistant|>",)
         </result><|answer|>             ("<|assistant|>", "<|answer|>")
-        </result>                       ()
+        </result>                       (), because no text opens the answer to a result
 
     Args:
         turn: The header and the markers that end a message, and the prober that renders the
@@ -276,19 +278,21 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     Returns:
         The texts. The tuple is also empty if the header contains no marker.
     """
+    # `turn.header` may start with the markers that end the user's message. They are removed,
+    # because other texts may end a tool's result.
     header = _strip_prefixes(turn.header.strip(), turn.end_markers)
     if not markers(header):
         return ()
     prompt_end = _prompt_end_after_result(turn.prober)
-    # The header opens every answer in two cases: the prompt contains the header after a tool's
-    # result, or the template renders no tool results.
     if prompt_end is None or header in prompt_end:
+        # The header opens every answer, or the template renders no tool results.
         return (header,)
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
-    # Here, the prompt contains no header after the tool's result. If another marker ends the
-    # prompt, this marker opens the answer. If no marker ends the prompt, the result is empty,
-    # because a search for the header would find the header of an earlier message.
-    return (header, other_marker) if other_marker else ()
+    if not other_marker:
+        # In a prompt with a tool's result, a search for the header would find the header of an
+        # earlier message.
+        return ()
+    return (header, other_marker)  # The header still opens the answer to a question.
 
 
 def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) -> str:

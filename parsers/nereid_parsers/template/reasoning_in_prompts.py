@@ -46,6 +46,7 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
         if not closing:
             continue
         opening = first_opening(prompt.after_header)
+        reasoning = Reasoning(opening, _with_probable_line_breaks(closing, opening))
         turn.prober.record(
             "R2 thinking switch",
             prompt.switches.describe() or UNCHANGED,
@@ -54,16 +55,17 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
             finding=f"The prompt opens reasoning with {opening!r}. "
             f"The marker {closing!r} closes reasoning.",
         )
-        return ReasoningMarkup(Reasoning(opening, _add_line_breaks(closing, opening)))
+        return ReasoningMarkup(reasoning)
     return None
 
 
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     """If `prompt` opens reasoning, return the marker that closes this reasoning.
 
-    Examples of the text after the header, such as `<|assistant|>`:
+    Examples of the text after the header, such as `<|assistant|>`, and of the result:
 
         `<think>`            `</think>`, because the name of the marker refers to thinking
+        `<think><|end|>`     `<|end|>`, because only the end of thinking can follow `<think>`
         `<notes></notes>`    `</notes>`, because the second marker closes the first marker
         `<notes>`            `</notes>`, if a thinking switch such as enable_thinking=True has added
                              `<notes>`, and `</notes>` occurs in the template or in a prompt
@@ -77,26 +79,28 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
         The closing marker, or "" if the prompt does not open reasoning.
     """
     first, second = first_two(markers(prompt.after_header))  # A missing marker is "".
-    is_thinking = is_thinking_marker(first)
     possible_closings = closing_spellings(first)  # Such as ["</think>"] for `<think>`.
-    if second and (is_thinking or second in possible_closings):
-        return second
     used_closing = first_occurring(turn, possible_closings)  # In the template or in a prompt.
-    if is_thinking:
+    if is_thinking_marker(first):
+        # If no spelling occurs anywhere, the first spelling is the most probable one.
         first_spelling, _ = first_two(possible_closings)
-        return used_closing or first_spelling
+        return second or used_closing or first_spelling
+    if second in possible_closings:
+        return second
     is_changed_by_switch = prompt.after_header != turn.prompts[0].after_header
     return used_closing if is_changed_by_switch else ""
 
 
-def _add_line_breaks(closing: str, opening: str) -> str:
+def _with_probable_line_breaks(closing: str, opening: str) -> str:
     r"""Return `closing` with the line breaks that a model probably writes around this marker.
 
     If a line break follows the opening marker, the closing marker is probably on a line of its own,
     before an empty line. Otherwise, the closing marker is returned unchanged.
 
-    >>> _add_line_breaks("</think>", "<think>\n"), _add_line_breaks("</think>", "<think>")
-    ('\n</think>\n\n', '</think>')
+    >>> _with_probable_line_breaks("</think>", opening="<think>\n")
+    '\n</think>\n\n'
+    >>> _with_probable_line_breaks("</think>", opening="<think>")
+    '</think>'
     """
     is_on_own_line = opening.endswith("\n")
     return f"\n{closing}\n\n" if is_on_own_line else closing
@@ -116,7 +120,7 @@ def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
         The markers, or None if no switch adds an instruction with markers of reasoning.
     """
     for prompt in turn.prompts[1:]:
-        default = turn.prompts[0]
+        default = turn.prompts[0]  # the prompt with the default values of all switches
         pairs = _pairs_in_instructions(default, prompt)
         if not pairs:
             continue
@@ -128,7 +132,8 @@ def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
             right=prompt.conversation,
             finding=f"The instructions mention the pairs of tags {names}.",
         )
-        return markup_of_pairs(pairs[0], pairs[1:])
+        reasoning_pair, *other_pairs = pairs  # The first pair encloses the reasoning.
+        return markup_of_pairs(reasoning_pair, other_pairs)
     return None
 
 

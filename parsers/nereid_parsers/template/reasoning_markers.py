@@ -67,12 +67,15 @@ def is_thinking_marker(marker: str) -> bool:
 def last_opening(before: str) -> str:
     r"""Return the text that opens the reasoning: usually the last marker before the reasoning.
 
-    The white space around the marker belongs to the result. So do words and markers that are joined
-    to the last marker, as in the second example. If words follow the last marker, or if there is no
-    marker, these words open the reasoning, as in the last two examples.
+    The result contains the white space around the marker, because the model writes it, too. Words
+    and markers that are joined to the last marker belong to the result:
 
     >>> last_opening("Hello.\n<think>\n"), last_opening("Hello. <|open|>think<|sep|>")
     ('\n<think>\n', ' <|open|>think<|sep|>')
+
+    If white space and words follow the last marker, the words open the reasoning. If there is no
+    marker, the whole text opens the reasoning:
+
     >>> last_opening("<|start|>\nI think:\n"), last_opening("\nI think:\n")
     ('\nI think:\n', 'I think:\n')
 
@@ -83,15 +86,22 @@ def last_opening(before: str) -> str:
     if not all_markers:
         return before.lstrip("\n")
     last_marker = all_markers[-1]
-    before_marker = before[: last_marker.start()]
     after_marker = before[last_marker.end() :]
-    has_space_and_words = bool(after_marker.strip()) and after_marker[0].isspace()
-    if has_space_and_words:
+    is_followed_by_words = bool(after_marker.strip()) and after_marker[0].isspace()
+    if is_followed_by_words:
         return after_marker
-    # The split keeps the white space: "Hello. <|open|>think" gives "Hello.", " ", "<|open|>think".
-    words_and_spaces = _SPACES.split(before_marker)
-    joined_to_marker = "".join(words_and_spaces[-2:])  # the last white space and the last word
+    joined_to_marker = _last_space_and_word(before[: last_marker.start()])
     return joined_to_marker + last_marker.group() + after_marker
+
+
+def _last_space_and_word(text: str) -> str:
+    r"""Return the last white space in `text`, and the text after this white space.
+
+    >>> _last_space_and_word("Hello. <|open|>think"), _last_space_and_word("Hello.\n")
+    (' <|open|>think', '\n')
+    """
+    words_and_spaces = _SPACES.split(text)  # such as ["Hello.", " ", "<|open|>think"]
+    return "".join(words_and_spaces[-2:])
 
 
 def first_opening(after_header: str) -> str:
@@ -156,9 +166,10 @@ def _marker_or_words_at_start(text: str) -> str:
 def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> ReasoningMarkup:
     """Describe the markers of reasoning. If a header follows the reasoning, describe it, too.
 
-    A header is the text that opens an assistant message. Some templates write the header a second
-    time, between the reasoning and the content. The model then writes the second header itself, and
-    the parser must remove this header from the output:
+    If several markers open the reasoning, the last one is declared as an alternative opening
+    marker. A header is the text that opens an assistant message. Some templates write the header a
+    second time, between the reasoning and the content. The model then writes the second header
+    itself, and the parser must remove this header from the output:
 
     >>> pair = MarkerPair("<think>", "</think>")
     >>> declare_reasoning(pair, "<|assistant|>", "</think><|assistant|>").inner_headers
@@ -169,7 +180,7 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
         header: The header of the model's messages, or "".
         after_reasoning: The text between the reasoning and the next part of the message.
     """
-    also_open = shorter_openings(pair.opening, other_markup=pair.closing + header)
+    also_open = _alternative_openings(pair.opening, other_texts=(pair.closing, header))
     is_header_repeated = bool(header) and header in after_reasoning
     return ReasoningMarkup(
         Reasoning(pair.opening, pair.closing, also_open=also_open),
@@ -177,25 +188,26 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
     )
 
 
-def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
+def _alternative_openings(opening: str, other_texts: tuple[str, ...]) -> tuple[str, ...]:
     """If several markers open reasoning, return the last one. Some models write only this marker.
 
-    The result is () if only one marker opens the reasoning, or if the last marker does not show
-    that reasoning starts. Example: `<|sep|>` also occurs at the end of the reasoning.
+    The result has at most one member. The result is () if only one marker opens the reasoning, or
+    if the last marker also has another meaning. Example: `<|sep|>` also occurs in the text that
+    closes the reasoning, so the parser could not decide what `<|sep|>` alone means.
 
-    >>> shorter_openings("<|message|><|thinking|>", other_markup="<|end|>")
+    >>> _alternative_openings("<|message|><|thinking|>", other_texts=("<|end|>",))
     ('<|thinking|>',)
-    >>> shorter_openings("<|open|>think<|sep|>", other_markup="<|close|>think<|sep|>")
+    >>> _alternative_openings("<|open|>think<|sep|>", other_texts=("<|close|>think<|sep|>",))
     ()
 
     Args:
         opening: The text that opens the reasoning.
-        other_markup: The text that closes the reasoning, and the text that opens an assistant
-            message, as one string.
+        other_texts: The texts that must not contain the last marker: the text that closes the
+            reasoning, and the text that opens an assistant message.
     """
     has_several_markers = len(markers(opening)) > 1
     last_marker = trailing_marker(opening)  # "" if `opening` ends with words
-    is_ambiguous = last_marker in other_markup
+    is_ambiguous = any(last_marker in text for text in other_texts)
     if not has_several_markers or not last_marker or is_ambiguous:
         return ()
     return (last_marker,)
@@ -217,14 +229,14 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
             is None if this text is blank.
         after_content: The text after the content.
     """
-    opening = before_content.strip()
+    # The white space before the opening marker, such as `<answer>`, belongs to the end of the
+    # reasoning. White space after the opening marker is kept, because the model writes it, too.
+    opening = before_content.lstrip()
     if not opening:
         return None
-    first_after, _ = first_two(markers(after_content))  # A missing marker is "".
-    closing = first_after if first_after in closing_spellings(opening) else ""
-    # `lstrip` removes the white space before the opening marker, such as `<answer>`, because this
-    # white space belongs to the end of the reasoning. White space after the opening marker is kept.
-    return Wrapper(before_content.lstrip(), closing)
+    first_marker_after, _ = first_two(markers(after_content))  # "" if there is no marker.
+    is_closing = first_marker_after in closing_spellings(opening.strip())
+    return Wrapper(opening, first_marker_after if is_closing else "")
 
 
 def empty_pairs(text: str) -> list[MarkerPair]:

@@ -72,11 +72,12 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     call = _cut_at_arguments(texts.two_arguments)  # The texts around the name, keys and values.
     if call is None:
         return None
-    markup = _markup_of_calls(texts, call)  # The texts around and between tool calls.
+    markup = _markup_around_names_and_values(texts, call)
     if markup is None:
         return None
-    # The text after the last value is `</arg></call>`. It is divided into `</arg>`, which closes
-    # the argument, and `</call>` (`arguments.close`), which closes the tool call.
+    # In `markup`, `item_close` is still the whole text after the last value, `</arg></call>`.
+    # `list_markup` divides this text into `</arg>`, which closes the argument, and `</call>`
+    # (`arguments.close`), which closes the list of arguments and thus the tool call.
     arguments = list_markup(
         before=call.before_first_key, between=call.between_arguments, after=markup.item_close
     )
@@ -106,12 +107,13 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
     return _TaggedCall(before_name, before_first_key, before_value, between_arguments, after)
 
 
-def _markup_of_calls(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
-    """Return the texts around tool calls whose arguments are between tags: `<k a>1</k>`.
+def _markup_around_names_and_values(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
+    """Return the texts before the names, and after the last values, of tool calls with tags.
 
     Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `,
-    `item_close` is `</k></c>` and `separator` is `;`. Return None unless each of the two tool calls
-    contains its name, its key and its value in this order.
+    `item_close` is `</k></c>` and `separator` is `;`. Each list item extends from the name to the
+    value, so `item_close` still contains the closing tag `</k>` of the argument. Return None unless
+    each of the two tool calls contains its name, its key and its value in this order.
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -168,9 +170,9 @@ def _infer_value_tags(
     The columns show the argument `a` with the string "x" and with the number 41, and the opening
     tag that the result declares:
 
-        <p k="a">x</p>                 <p k="a">41</p>                 <p k="{key}">
-        <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   <p k="{key}" type="{type}">
-        <text k="a">x</text>           <json k="a">41</json>           <text k="{key}">, and the
+    (1) <p k="a">x</p>                 <p k="a">41</p>                 <p k="{key}">
+    (2) <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   <p k="{key}" type="{type}">
+    (3) <text k="a">x</text>           <json k="a">41</json>           <text k="{key}">, and the
                                                                        alternative <json k="{key}">
 
     Args:
@@ -180,23 +182,25 @@ def _infer_value_tags(
         before_string: The text between a key and its value, if the value is a string.
     """
     around_string = _TextAroundArgument(
-        arguments.item_open, before_string, _text_after_string(texts)
+        arguments.item_open, before_string, _text_after_plain_string(texts)
     )
     # The text between two arguments, such as a line break, becomes a part of the closing tag.
     close = arguments.item_close + arguments.separator
-    tags = TaggedArguments(_open_pattern(around_string), close)
+    string_tags = TaggedArguments(_open_pattern(around_string), close)
     around_number = _cut_at_number(texts.number, arguments)
     if around_number is None:  # The template does not render the number as the text "41".
-        return tags
+        return string_tags
     open_with_type = _open_pattern_with_type(around_string, around_number)
-    if open_with_type is not None:
-        return replace(tags, open=open_with_type)
-    number_close = _closing_tag(around_number, around_string) or close
+    if open_with_type is not None:  # Case 2: the opening tag contains the type.
+        return replace(string_tags, open=open_with_type)
+    number_close = _closing_tag_of_number(around_number, around_string) or close
     number_tags = TaggedArguments(_open_pattern(around_number), number_close)
-    return tags if number_tags == tags else replace(tags, also=(number_tags,))
+    if number_tags == string_tags:  # Case 1
+        return string_tags
+    return replace(string_tags, also=(number_tags,))  # Case 3: `also` contains the alternatives.
 
 
-def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> str:
+def _closing_tag_of_number(number: _TextAroundArgument, string: _TextAroundArgument) -> str:
     """Return the closing tag after a number. If strings have the same closing tag, return "".
 
     The text after a value consists of the closing tag and of the end of the tool call. The end of
@@ -204,7 +208,7 @@ def _closing_tag(number: _TextAroundArgument, string: _TextAroundArgument) -> st
 
     >>> string = _TextAroundArgument('<text key="', '">', "</text></call>")
     >>> number = _TextAroundArgument('<json key="', '">', "</json></call>")
-    >>> _closing_tag(number, string)
+    >>> _closing_tag_of_number(number, string)
     '</json>'
     """
     return drop_common_suffix(number.after_value, string.after_value)
@@ -226,9 +230,9 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
-    # `after_name` consists of `arguments.open` and the text before the key. If `after_name`
-    # contains only `arguments.open`, the text before the key is assumed to be the same as for a
-    # string.
+    # `after_name` consists of `arguments.open`, here `>`, and the text before the key. If no text
+    # precedes the key, as in `<call f>a">41`, the text before the key of a string is assumed,
+    # because the parser finds an argument by the text before its key.
     before_key = after_name.removeprefix(arguments.open) or arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 
@@ -242,10 +246,11 @@ def _open_pattern(around: _TextAroundArgument) -> str:
     return f"{escape_braces(around.before_key)}{{key}}{escape_braces(around.before_value)}"
 
 
-def _text_after_string(texts: CallTexts) -> str:
+def _text_after_plain_string(texts: CallTexts) -> str:
     """Return the text that follows the value of the only argument in `texts.one_call`.
 
-    The value is a string. Example: `<call f><arg key="a">x</arg></call>` gives `</arg></call>`.
+    The value is a string without markup. Example: the tool call
+    `<call f><arg key="a">x</arg></call>` gives `</arg></call>`.
     """
     _, _, after_key = texts.one_call.partition(FIRST_KEY)
     _, _, after_value = after_key.partition(FIRST_VALUE)
@@ -257,7 +262,9 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
 
     In the pattern, the field `{key}` replaces the key, and the field `{type}` replaces the type.
     The type is the only word that differs between the tag before a string and the tag before a
-    number. Return None if the two tags differ in another way.
+    number. Some templates write a flag instead of the type: `string="true"` before a string, and
+    `string="false"` before other values. The field `{string}` then replaces the flag. Return None
+    if the two tags differ in another way.
 
     >>> string = _TextAroundArgument('<arg key="', '" type="string">', "</arg>")
     >>> number = _TextAroundArgument('<arg key="', '" type="number">', "</arg>")
@@ -269,9 +276,6 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
     # In the example, the words "string" (`left`) and "number" (`right`) differ between the common
     # texts `" type="` (`prefix`) and `">` (`suffix`).
     parts = difference(string.before_value, number.before_value, split=_split_into_words)
-    # If the tags differ only in the words for a type, such as "string" and "number", the field is
-    # `{type}`. If they differ only in "true" and "false", the field is `{string}`. For any other
-    # difference, the field is None.
     field = _type_field(string_word=parts.left, number_word=parts.right)
     if field is None:
         return None
@@ -306,6 +310,8 @@ def _type_field(string_word: str, number_word: str) -> str | None:
     """
     if string_word == "true" and number_word == "false":
         return "{string}"
+    # Templates have many words for the type of the number 41, such as "number", "int" and "float".
+    # Therefore, each word is accepted.
     if string_word in ("string", "str") and number_word.isalnum():
         return "{type}"
     return None
@@ -321,23 +327,22 @@ class _Quotes(NamedTuple):
 def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
     """Find the quotes, such as `<![CDATA[`, around strings that contain characters like `<`.
 
-    Example: the plain string "x" is rendered as `<v>x</v></call>`, and the string with markup
-    "x<&>y" is rendered as `<v><![CDATA[x<&>y]]></v></call>`. So the quotes are `<![CDATA[` and
-    `]]>`. Return None if the template writes no quotes.
+    Example: the plain string FIRST_VALUE is rendered as `<v>FIRST_VALUE</v></call>`. The string
+    with markup, which starts with FIRST_VALUE and ends with SECOND_VALUE, is rendered as
+    `<v><![CDATA[FIRST_VALUE<&>SECOND_VALUE]]></v></call>`. So the quotes are `<![CDATA[` and `]]>`.
+    Return None if the template writes no quotes.
 
     Args:
         texts: The rendered tool calls. The argument is a plain string in `texts.one_call` and a
             string with markup in `texts.special_value`.
         before_value: The text between the key and a plain string, such as `<v>`.
     """
-    # In `texts.special_value`, the argument is a string that starts with FIRST_VALUE and ends with
-    # SECOND_VALUE.
     words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_VALUE)
     pieces = split_at_words(texts.special_value, *words)
     if pieces is None:
         return None
     _, _, before_special, _, after_special = pieces  # `<v><![CDATA[` and `]]></v></call>`
-    after_value = _text_after_string(texts)  # `</v></call>`
+    after_value = _text_after_plain_string(texts)  # `</v></call>`
     has_same_tags = before_special.startswith(before_value) and after_special.endswith(after_value)
     if not has_same_tags:
         return None

@@ -60,9 +60,9 @@ class Keys:
                 )
 
     def _check_order(self) -> None:
-        """Check the names in `order`: "name" and "arguments" are required, and "id" is optional.
+        """Raise FormatError if `order` does not contain "name" and "arguments", or other names.
 
-        If the attribute `id` is None, `order` must not contain "id".
+        The name "id" is optional. If the attribute `id` is None, `order` must not contain "id".
         """
         members_without_id = set(self.order) - {"id"}
         if members_without_id != {"name", "arguments"}:

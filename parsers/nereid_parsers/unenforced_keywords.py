@@ -36,7 +36,8 @@ def unenforced(schema: object) -> list[str]:
 def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
     """Yield a description of each keyword that xgrammar does not enforce.
 
-    The keywords of `schema` and of all schemas inside `schema` are described. Example:
+    The keywords of `schema` and of the schemas inside `schema` are described. Schemas at a depth of
+    more than `_MAX_DEPTH` are skipped, so that the recursion always ends. Example:
     `{"items": {"not": {}}}` at the path `$` yields "not at $.items".
 
     Args:
@@ -77,11 +78,13 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Check `multipleOf`, `allOf` and `oneOf`. Yield a description of each unenforced keyword.
+    """Describe which of the keywords `multipleOf`, `allOf` and `oneOf` xgrammar does not enforce.
 
-    xgrammar enforces `multipleOf` only for integers without bounds, and `allOf` only for a single
-    schema. xgrammar treats `oneOf` as `anyOf`. Keywords inside other schemas are not described.
-    Example: an `allOf` of two schemas at the path `$` yields "allOf of 2 parts at $".
+    xgrammar enforces these keywords only in some cases: `multipleOf` only for integers without
+    bounds, `allOf` only for a single schema, and `oneOf` only for schemas of which each value
+    matches at most one, because xgrammar treats `oneOf` as `anyOf`. The keywords of inner schemas
+    are not described. Example: an `allOf` of two schemas at the path `$` yields
+    "allOf of 2 parts at $".
 
     Args:
         schema: The JSON schema.
@@ -93,8 +96,6 @@ def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[
     if isinstance(all_of, list) and len(all_of) > 1:
         yield f"allOf of {len(all_of)} parts at {path}"
     one_of = schema.get("oneOf")
-    # xgrammar treats `oneOf` as `anyOf`. This is correct if each value matches at most one of the
-    # schemas.
     if isinstance(one_of, list) and not _are_disjoint(one_of):
         yield f"oneOf whose parts may overlap at {path}"
 

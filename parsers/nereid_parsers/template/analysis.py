@@ -75,28 +75,28 @@ from nereid_parsers.template.checked_format import (
     check_format,
     make_checked_format,
 )
-from nereid_parsers.template.content import compare_content, compare_content_with_call
+from nereid_parsers.template.content import find_content_markers, find_content_markers_beside_calls
 from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN, InputForm
-from nereid_parsers.template.header import compare_generation_prompt
+from nereid_parsers.template.header import find_model_turn
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.quarantine import QuarantineEntry, find_quarantined
 from nereid_parsers.template.reasoning import find_reasoning
-from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
+from nereid_parsers.template.rendered_reasoning import find_rendered_reasoning
 from nereid_parsers.template.report import Supports, TemplateAnalysis
 from nereid_parsers.template.sandbox.compile_template import CompiledTemplate
 from nereid_parsers.template.sandbox.limits import Budget
 from nereid_parsers.template.tools import (
     NO_CALLS,
     ToolFindings,
-    compare_call_presence,
-    compare_two_calls,
+    render_one_call,
+    render_two_calls,
     find_tools,
 )
 
 # If quarantine.py declares the format of the tool calls, the report shows this word. Otherwise, the
 # format is inferred, and the report shows its syntax, such as "JSON".
-_KNOWN_FORM = "recognised"
+_DECLARED_FORM = "recognised"
 
 
 def analyze_template(
@@ -178,7 +178,7 @@ def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAn
     call_form = prober.find_call_form()  # None if the template renders no tool calls.
     if call_form is not None:
         prober.form = call_form
-    turn = compare_generation_prompt(prober)  # the text around the model's answers
+    turn = find_model_turn(prober)  # the text around the model's answers
     if known_format is None:
         checked = _infer_format(turn)
     else:
@@ -225,7 +225,7 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
             conversations.
     """
     reasoning = find_reasoning(turn)
-    content = compare_content(turn, reasoning)
+    content = find_content_markers(turn, reasoning)
     # The comparisons of tool calls need the markers that end an assistant message, such as
     # `<|im_end|>`.
     turn_with_ends = replace(turn, end_markers=content.end_markers)
@@ -233,7 +233,7 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
     if wrapper is None:
         # Some templates write markers such as `<answer>` around the content, but only in messages
         # with tool calls.
-        wrapper = compare_content_with_call(turn_with_ends, reasoning.part)
+        wrapper = find_content_markers_beside_calls(turn_with_ends, reasoning.part)
     tools = find_tools(turn_with_ends, reasoning.part, wrapper)
     return make_checked_format(turn_with_ends, Findings(reasoning, wrapper, tools))
 
@@ -260,15 +260,17 @@ def _check_known_format(
     reasoning = find_rendered_reasoning(turn)
     tools = _compare_known_calls(turn, has_calls=has_calls)
     # The known format contains all markers except those that end a message, such as `<|im_end|>`.
-    no_findings = ReasoningFindings()
-    end_markers = compare_content(turn, no_findings).end_markers
+    end_markers = find_content_markers(turn, reasoning).end_markers
     fmt = _with_turn_ends(known_format.make_format(), end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)
+    # `wrapper` is None, because the known format already declares the markers around the content.
     return check_format(fmt, turn_with_ends, Findings(reasoning, wrapper=None, tools=tools))
 
 
 def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
     """Find out whether the template renders several tool calls in one message.
+
+    The format of the tool calls is already declared in quarantine.py, so it is not inferred.
 
     Mutates: `turn.prober`, which records two comparisons for the report: T1 shows one tool call,
     and T2 shows two tool calls.
@@ -278,9 +280,9 @@ def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
         has_calls: Whether the template renders tool calls.
     """
     renderer = CallRenderer(turn)
-    compare_call_presence(renderer)  # Only the report needs this comparison.
-    two_calls = compare_two_calls(renderer)  # "" if a message can have only one tool call
-    form_of_calls = _KNOWN_FORM if has_calls else NO_CALLS
+    render_one_call(renderer)  # This records the comparison T1. The text of the call is not needed.
+    two_calls = render_two_calls(renderer)  # "" if a message can have only one tool call
+    form_of_calls = _DECLARED_FORM if has_calls else NO_CALLS
     return ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
 
 
@@ -298,6 +300,10 @@ def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
 
 def _supported_features(findings: Findings, form: InputForm) -> Supports:
     """Return which features a template supports, such as several tool calls in one message.
+
+    Example: `calls` is the name of the form of tool calls, such as "JSON". `ids` is "numbered" if
+    the template renders the id of a tool call instead of the function's name, and otherwise
+    "plain". `switches` maps each setting that turns thinking on or off to its effect on the prompt.
 
     Args:
         findings: The findings about reasoning and tool calls. They state, for example, whether the

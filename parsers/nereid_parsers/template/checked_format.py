@@ -47,7 +47,7 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     wrong. The result is then a format without tool calls, so that their text becomes content.
 
     Mutates: `turn.prober.undecided`. A sentence for the report is appended for each message that
-    was parsed wrongly, and for findings that contradict each other.
+    was parsed wrongly. `_make_format` appends a sentence if the findings contradict each other.
 
     Args:
         turn: The text around the model's answers in rendered conversations.
@@ -55,8 +55,8 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     """
     undecided = turn.prober.undecided
     checked = check_format(_make_format(turn, findings), turn, findings)
-    wrong_call = _wrong_call(checked.proofs)  # A rendered message that was parsed wrongly.
-    if wrong_call is not None:
+    wrong_call = _wrongly_parsed_call(checked.proofs)
+    if wrong_call is not None:  # The parser did not return the tool call of this message.
         undecided.append(
             "The format of the calls could not be inferred: the parser did not return the call "
             f"that the template renders as {wrong_call.text!r}."
@@ -65,7 +65,7 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
             tools=ToolFindings(inner_headers=findings.tools.inner_headers)
         )
         checked = check_format(_make_format(turn, without_calls), turn, without_calls)
-    undecided += [_wrong_parts(proof) for proof in checked.proofs if proof.differs]
+    undecided += [_describe_wrong_parts(proof) for proof in checked.proofs if proof.differs]
     return checked
 
 
@@ -81,7 +81,7 @@ def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFor
     return CheckedFormat(findings, fmt, proofs)
 
 
-def _wrong_call(proofs: list[Proof]) -> Proof | None:
+def _wrongly_parsed_call(proofs: list[Proof]) -> Proof | None:
     """Return the message with one tool call, or None if this message was parsed correctly.
 
     A proof is a rendered message that was parsed to check the format. The result is also None if
@@ -91,7 +91,7 @@ def _wrong_call(proofs: list[Proof]) -> Proof | None:
     return wrong_calls[0] if wrong_calls else None
 
 
-def _wrong_parts(proof: Proof) -> str:
+def _describe_wrong_parts(proof: Proof) -> str:
     """Return sentences for the report that name the wrongly parsed parts of a message."""
     return (
         f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
@@ -104,6 +104,9 @@ def _make_format(turn: ModelTurn, findings: Findings) -> Format:
 
     If the findings contradict each other, return a format in which all output is content.
 
+    The attribute `turn` of the `Format` contains the texts that open the model's answer. A format
+    without reasoning and tool calls does not need them, because all text of an answer is content.
+
     Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
 
     Args:
@@ -113,7 +116,7 @@ def _make_format(turn: ModelTurn, findings: Findings) -> Format:
     """
     reasoning = findings.reasoning.part
     ends = _ends_of_format(turn, findings)
-    turn_starts = turn_markers(turn, _visible_markers(reasoning))
+    turn_starts = turn_markers(turn, _markers_without_space(reasoning))
     sources = (Source("inferred from the chat template"),)
     try:
         layout = Sections(reasoning=reasoning, content=findings.wrapper, tools=findings.tools.part)
@@ -123,10 +126,10 @@ def _make_format(turn: ModelTurn, findings: Findings) -> Format:
         return Format("plain", Sections(), ends=ends, sources=sources)
 
 
-def _visible_markers(reasoning: Reasoning | None) -> list[str]:
+def _markers_without_space(reasoning: Reasoning | None) -> list[str]:
     r"""Return the markers of reasoning, such as `<think>`, without the white space around them.
 
-    >>> _visible_markers(Reasoning("<think>", "</think>\n"))
+    >>> _markers_without_space(Reasoning("<think>", "</think>\n"))
     ['<think>', '</think>']
     """
     if reasoning is None:

@@ -89,9 +89,11 @@ def format_for_checkpoint(
         text = dataclasses.replace(text, template=chat_template)
     file_format = _format_of_files(text)
     if reasoning is not None:
-        return _combine(get_format(reasoning=reasoning), reasoning, file_format, _replace_reasoning)
+        chosen = get_format(reasoning=reasoning)
+        return _combine_with_files(chosen, reasoning, file_format, _replace_reasoning)
     if tools is not None:
-        return _combine(get_format(tools=tools), tools, file_format, _replace_tools)
+        chosen = get_format(tools=tools)
+        return _combine_with_files(chosen, tools, file_format, _replace_tools)
     return file_format
 
 
@@ -110,7 +112,7 @@ def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
     return ChosenFormat(fmt, "chosen", why)
 
 
-def _combine(
+def _combine_with_files(
     chosen: Format,
     chosen_name: str,
     file_format: ChosenFormat,
@@ -130,25 +132,34 @@ def _combine(
     """
     why_chosen = f"The user chose the format {chosen_name!r}."
     from_files = file_format.format
-    # Only formats whose layout is `Sections` consist of separate parts.
+    # A layout is either `Sections`, which has separate parts for reasoning, content and tool calls,
+    # or `Messages`, which has no such parts.
     if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
         why_whole = "It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", f"{why_chosen} {why_whole}")
-    layout = combine_sections(chosen.layout, from_files.layout)
+    sections = combine_sections(chosen.layout, from_files.layout)
     why = f"{why_chosen} The source of the other parts: {file_format.why}"
-    combined = _join_formats(chosen, from_files, layout)
+    combined = _join_formats(chosen, from_files, sections)
+    # The analysis of the chat template belongs to the result, because it has given some parts.
     return ChosenFormat(combined, "chosen", why, file_format.analysis)
 
 
-def _join_formats(chosen: Format, from_files: Format, layout: Sections) -> Format:
-    """Combine two formats: join their names, end markers and sources, and use the given `layout`.
+def _join_formats(chosen: Format, from_files: Format, sections: Sections) -> Format:
+    """Join the names, end markers and sources of two formats. Use `sections` as the layout.
 
-    The ends are the texts that the parser removes because they end a turn. The texts that open a
-    turn (`turn`) are those of `from_files`, because the template of the checkpoint writes them.
+    The end markers (`ends`) are the texts that the parser removes because they end a turn. The
+    texts that open a turn (`turn`) are those of `from_files`, because the template of the
+    checkpoint writes them.
+
+    Args:
+        chosen: The format that the user chose by its name.
+        from_files: The format from the files of the checkpoint.
+        sections: The combined layout of the two formats, which declares the reasoning, the content
+            and the tool calls.
     """
     return Format(
         f"{chosen.name}+{from_files.name}",
-        layout,
+        sections,
         ends=(*chosen.ends, *from_files.ends),
         turn=from_files.turn,
         sources=(*chosen.sources, *from_files.sources),

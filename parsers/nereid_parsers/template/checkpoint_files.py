@@ -76,7 +76,12 @@ def _read_templates(path: Path, config: dict[str, Any]) -> object:
     Returns:
         The value in the file. Usually, it is the source of the only template, a dict of names and
         sources, or a list of objects with a name and a source. None if there are no templates.
+
+    Raises:
+        FormatError: chat_template.json is not a valid JSON file, or a file is too long.
     """
+    # chat_template.json is read even if there are .jinja files, so that a malformed file raises
+    # FormatError in each case.
     json_file = _read_json(path / "chat_template.json")  # {} if there is no such file
     jinja_templates = _read_jinja_templates(path)
     if jinja_templates:

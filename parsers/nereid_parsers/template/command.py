@@ -60,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs the command.
     """
     parser.description = _DESCRIPTION
+    # `template inspect FILE` and `template FILE` are equal commands. A subparser would require the
+    # word "inspect", so the word is read as a part of a list, and `run` removes the word.
     parser.add_argument(
         "words",
         nargs="+",
@@ -91,8 +93,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         NereidParsersError: The path is neither a template nor a checkpoint.
     """
-    paths = _without_inspect(options.words)
-    if len(paths) != 1:
+    paths = _without_inspect(options.words)  # a list of at least one path
+    if len(paths) > 1:
         sys.stderr.write(
             "template: the command accepts exactly one file or checkpoint, "
             f"but {len(paths)} were given: {', '.join(paths)}\n"
@@ -120,8 +122,10 @@ def _write_report(report: Report, options: argparse.Namespace) -> None:
 def _without_inspect(words: list[str]) -> list[str]:
     """Remove the optional first word "inspect" from the arguments of the command.
 
-    >>> _without_inspect(["inspect", "a.jinja"]), _without_inspect(["a.jinja"])
-    (['a.jinja'], ['a.jinja'])
+    If "inspect" is the only word, it is the path of a file, and is not removed.
+
+    >>> _without_inspect(["inspect", "a.jinja"]), _without_inspect(["inspect"])
+    (['a.jinja'], ['inspect'])
     """
     starts_with_inspect = words[0] == "inspect" and len(words) > 1
     return words[1:] if starts_with_inspect else words

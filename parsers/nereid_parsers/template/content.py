@@ -51,7 +51,7 @@ class ContentFindings:
         return f"{text} {self.end_markers[0]!r} ends the turn." if self.end_markers else text
 
 
-def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFindings:
+def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFindings:
     """Find the markers around the content of an answer, and the markers that end the answer.
 
     The two markers around the content are called the wrapper. Example: the rendered answer
@@ -75,6 +75,8 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     # Example: if `before` is `<think></think><answer>`, `markup_before` is `<answer>`.
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
     wrapper = _wrapper_around(markup_before, after, turn.after_user_message)
+    # If the wrapper is written only after reasoning, this answer does not contain the wrapper, so
+    # `after` starts with the end markers.
     after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
     findings = ContentFindings(
         wrapper=wrapper or reasoning.wrapper,
@@ -107,12 +109,15 @@ def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> 
     return Wrapper(markup_before, closing)
 
 
-def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
+def find_content_markers_beside_calls(
+    turn: ModelTurn, reasoning: Reasoning | None
+) -> Wrapper | None:
     """Find markers that surround content in messages with tool calls, but not in other messages.
 
-    A template with such markers writes the markers even if the content of the message is empty.
     Example: a message without content is rendered as "<say></say><call>..", and a message with
     content is rendered as "<say>CONTENT</say><call>..". The result is `Wrapper("<say>", "</say>")`.
+    Only the empty markers in the first message prove that the markers belong to the content:
+    without them, a marker beside the content could belong to the tool call.
 
     Mutates: `turn.prober`. If there are markers, `turn.prober` records the comparison for the
     report, with the label C2.
@@ -196,9 +201,10 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     if reasoning is None:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
-    space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
-    # `space_after_close` is the white space at the end of `reasoning.close`. The loop also removes
-    # this white space after the opening marker, because it has no meaning there.
+    # The white space at the end of `reasoning.close`, such as "\n\n". White space beyond this text
+    # belongs to the content. The loop also removes this text after an opening marker, which is
+    # harmless, because no content is there.
+    space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     rest = text
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
@@ -225,12 +231,12 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     """Return the markers that follow the content and end the message. Return [] if there are none.
 
     Usually, the first marker ends the message, such as `<|im_end|>`. A text that also follows a
-    user's message ends a message, too. Examples:
+    user's message ends a message, too. There are three cases:
 
-        after an answer       after a user's message   result
-        `<|eom|><|eot|>`      `<|eot|>`                ["<|eom|>", "<|eot|>"]
-        `<|out|>turn<|of|>`   `<|out|>turn<|of|>`      ["<|out|>turn<|of|>"]
-        `<|im_end|><|x|>`     `<|im_end|>`             ["<|im_end|>"]
+        after an answer           after a user's message   result
+    (1) `<|eom|><|eot|>`          `<|eot|>`                ["<|eom|>", "<|eot|>"]
+    (2) `<|out|>turn<|of|>`       `<|out|>turn<|of|>`      ["<|out|>turn<|of|>"]
+    (3) `<|im_end|><|x|>`         `<|im_end|>`             ["<|im_end|>"]
 
     Args:
         after: The text after the content of an answer.
@@ -242,11 +248,13 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
     if first in ("", EOS_TOKEN):  # EOS_TOKEN is a placeholder for an unknown token.
         return []
-    second_ends_turn = _ends_user_turn(second, after_user_message, turn.header)
-    if second_ends_turn and second != first:
+    is_second_end = second != first and _ends_user_turn(second, after_user_message, turn.header)
+    if is_second_end:  # Case 1: each of the two markers ends a message.
         return [first, second]
     with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
-    return with_words or [first]
+    if with_words:  # Case 2: markers and words end the message.
+        return with_words
+    return [first]  # Case 3
 
 
 def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
@@ -267,11 +275,12 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     """Return the markers and words that end a message, such as `<|out|>turn<|of|>`, as a list.
 
     The text must follow an answer and also a user's message. If one more marker follows the text in
-    both places, the result contains this marker too. Return [] if there is no such text.
+    both places, as in the first example, the result contains this marker too, unless the marker
+    belongs to `header`, as in the second example. Return [] if there is no such text.
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
-    >>> _end_markers_with_words("<|out|>turn<|of|>", "<|out|>turn<|of|><|in|>", "<|in|>")
+    >>> _end_markers_with_words("<|out|>turn<|of|><|in|>", "<|out|>turn<|of|><|in|>", "<|in|>")
     ['<|out|>turn<|of|>']
 
     Args:
@@ -294,9 +303,10 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
     """Return the text, such as `<|out|>turn<|of|>`, that ends an answer and also a user's message.
 
-    The text consists of markers and words. The result is "" if there is no such text. A text that
-    contains the model's header, as in the second example, opens the next message, so the text does
-    not end a message.
+    The text consists of markers with a single word between two markers, and ends before the first
+    other character, such as the space in the first example. The result is "" if there is no such
+    text. If the header of the next message follows the first marker, as in the second example, the
+    words belong to this header, and the result is "".
 
     >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", "<|in|>")
     '<|out|>turn<|of|>'
@@ -312,9 +322,9 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
     if match is None or not after_user_message.startswith(match.group()):
         return ""
     turn_end = match.group()
-    # The first marker ends the message. Only the text after this marker can be the header of the
-    # next message.
-    after_first_marker = turn_end.removeprefix(leading_marker(turn_end))  # `turn<|of|>`
+    # The first marker alone ends the message in any case. Only the text after this marker, such as
+    # `turn<|of|>` or `bot<|sep|>`, can be the header of the next message.
+    after_first_marker = turn_end.removeprefix(leading_marker(turn_end))
     contains_next_header = bool(header.strip()) and header.strip() in after_first_marker
     return "" if contains_next_header else turn_end
 

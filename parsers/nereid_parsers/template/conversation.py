@@ -261,8 +261,9 @@ class InputForm:
     def _assistant_message(self, answer: AssistantMessage, first_number: int) -> dict[str, Any]:
         """Return an assistant message as a dict, in the form that the template expects.
 
-        Templates read reasoning from different places of a message. In this example, the template
-        reads reasoning from the field "thinking":
+        Templates read reasoning from one of three places: from the blocks of the content (BLOCKS),
+        from a part of the content (PARTS), or from a field of the message. In this example, the
+        template reads reasoning from the field "thinking":
 
         >>> InputForm(reasoning="thinking")._assistant_message(AssistantMessage("Hi.", "Hm."), 0)
         {'role': 'assistant', 'content': 'Hi.', 'thinking': 'Hm.'}
@@ -276,7 +277,7 @@ class InputForm:
             return _message_of_blocks(answer)  # The blocks contain the tool calls too.
         if answer.reasoning and self.reasoning == PARTS:
             message = {"role": "assistant", "content": _content_with_thinking(answer)}
-        else:
+        else:  # The reasoning is in a field of the message, or there is no reasoning.
             message = self._message_without_calls(answer)
         if answer.calls:
             message["tool_calls"] = [
@@ -297,8 +298,10 @@ class InputForm:
         if answer.content:
             message = self._text_message("assistant", answer.content)
         else:
+            # The content is "" or None, or the field `content` is omitted.
             message = {"role": "assistant", **_EMPTY_CONTENT[self.empty_content]}
         if answer.reasoning:
+            # As long as it is not known which field the template reads, all fields are set.
             message.update(dict.fromkeys(self._reasoning_fields(), answer.reasoning))
         return message
 
@@ -314,10 +317,18 @@ class InputForm:
     def _tool_call(self, call: ProbeCall, number: int) -> dict[str, Any]:
         """Return a tool call as a dict, in the form that the template expects.
 
-        In this example, the template expects a dict with two keys, and the arguments as JSON:
+        In the first example, the template expects a dict with two keys, and the arguments as JSON:
 
-        >>> InputForm(flat_calls=True, arguments="text")._tool_call(ProbeCall("f", (("a", 1),)), 0)
+        >>> call = ProbeCall("f", (("a", 1),))
+        >>> InputForm(flat_calls=True, arguments="text")._tool_call(call, 0)
         {'name': 'f', 'arguments': '{"a": 1}'}
+        >>> InputForm()._tool_call(call, 0)
+        {'id': 'zq7id0000', 'type': 'function', 'function': {'name': 'f', 'arguments': {'a': 1}}}
+
+        Args:
+            call: The name and the arguments.
+            number: The number of the tool call in the conversation. The id contains the number. A
+                flat tool call has no id.
         """
         arguments: Any = dict(call.arguments)
         if self.arguments == "text":

@@ -271,15 +271,16 @@ def closing_spellings(marker: str) -> list[str]:
     """Return the closing markers that may belong to an opening marker: `</think>` for `<think>`.
 
     For some opening markers, templates spell the closing marker in several ways. The result then
-    contains all these spellings. The result is [] if no rule matches the opening marker.
+    contains all these spellings: first the spellings with other punctuation, such as a slash, and
+    then the spellings with another word. The result is [] if there is no such spelling.
 
     >>> closing_spellings("<think>")
     ['</think>']
     >>> closing_spellings("<|START_THINKING|>")
     ['<|/START_THINKING|>', '</|START_THINKING|>', '<|END_THINKING|>']
     """
-    spellings = _apply_rules(_CLOSING_RULES, marker)
-    for open_word, close_word in _OPEN_CLOSE_WORDS:
+    spellings = _apply_rules(_CLOSING_RULES, marker)  # `</think>`, `<|/START_THINKING|>`
+    for open_word, close_word in _OPEN_CLOSE_WORDS:  # such as "START" and "END"
         if open_word in marker:
             spellings.append(marker.replace(open_word, close_word))
     return spellings
@@ -345,15 +346,16 @@ def opening_spellings(marker: str) -> list[str]:
     """Return the opening markers that may belong to a closing marker: `<think>` for `</think>`.
 
     For some closing markers, templates spell the opening marker in several ways. The result then
-    contains all these spellings. The result is [] if no rule matches the closing marker.
+    contains all these spellings: first the spellings with other punctuation, such as no slash, and
+    then the spellings with another word. The result is [] if there is no such spelling.
 
     >>> opening_spellings("</think>")
     ['<think>']
     >>> opening_spellings("<|END_THINKING|>")
     ['<|START_THINKING|>', '<|BEGIN_THINKING|>']
     """
-    spellings = _apply_rules(_OPENING_RULES, marker)
-    for open_word, close_word in _OPEN_CLOSE_WORDS:
+    spellings = _apply_rules(_OPENING_RULES, marker)  # `<think>` for `</think>`
+    for open_word, close_word in _OPEN_CLOSE_WORDS:  # such as "START" and "END"
         if close_word in marker:
             spellings.append(marker.replace(close_word, open_word))
     return spellings

@@ -49,10 +49,11 @@ _ANSWERED = (
 )
 
 
-def compare_generation_prompt(prober: Prober) -> ModelTurn:
-    r"""Find the header, which is the text that opens every assistant message.
+def find_model_turn(prober: Prober) -> ModelTurn:
+    r"""Find the texts around the model's answers, above all the header of an assistant message.
 
-    Later comparisons need the header to find the model's answer in a rendered conversation.
+    The header is the text that opens every assistant message. Later comparisons need the header to
+    find the model's answer in a rendered conversation.
     Example: the generation prompt, which opens the answer at the end of a prompt, is
     "<|im_start|>assistant\n<think>\n". Rendered messages without reasoning contain only the part
     "<|im_start|>assistant\n", so this part is the header.
@@ -141,7 +142,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
         prober: Renders conversations with the template.
         prompts: The rendered prompts, one for each setting of the thinking switches.
     """
-    question = prober.render(_QUESTION) or ""
+    question = prober.render(_QUESTION) or ""  # without the generation prompt
     question_and_prompt = prober.render(_PROMPT) or question
     answers = _rendered_answers(prober)
     generation_prompt = _generation_prompt(question, question_and_prompt)
@@ -153,7 +154,9 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
         # header of an assistant message.
         after_question = text_after_last(question_and_prompt, USER_TEXT)
         shared_text = _prefix_of_all(after_question, answers)
-    return _drop_text_after_header(shared_text, answers, _user_header(question))
+    # The header of a user message has the form of the header of an assistant message, so it shows
+    # where the header ends.
+    return _drop_text_after_header(shared_text, answers, user_header=_user_header(question))
 
 
 def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: str) -> str:
@@ -168,11 +171,12 @@ def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: st
     Args:
         shared: The text that all prompts and answers have in common.
         answers: The rendered answers, each with the header.
-        user_header: The text that opens a user message, or "" if it is not known. The header of an
-            assistant message has a similar form.
+        user_header: The text that opens a user message, such as `<|user|>`, or "" if it is not
+            known. The header of an assistant message has the same form: text after this form, such
+            as `<think>`, belongs to the answer.
     """
-    without_block = _drop_empty_block(shared)
-    without_marker = _drop_opening_marker(without_block, answers)
+    without_block = _drop_empty_block(shared)  # `<think></think>` at the end is removed.
+    without_marker = _drop_opening_marker(without_block, answers)  # `<think>` at the end, too.
     return _drop_text_after_role(without_marker, user_header)
 
 
@@ -211,7 +215,7 @@ def _rendered_answers(prober: Prober) -> list[str]:
 
 
 def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> str:
-    r"""Return the longest prefix of `generation_prompt` that occurs in all `renderings`.
+    r"""Return the longest prefix of `generation_prompt` that the `renderings` have in common.
 
     The generation prompt opens the model's answer at the end of a prompt, and starts with the
     header of an assistant message. Other renderings of assistant messages show where the header
@@ -222,9 +226,10 @@ def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> st
 
     Args:
         generation_prompt: The generation prompt.
-        renderings: Rendered answers and the ends of rendered prompts. A rendering is ignored if it
-            contains no prefix of the generation prompt. If all renderings are ignored, the result
-            is the whole generation prompt.
+        renderings: Rendered answers and the ends of rendered prompts. A rendering without any
+            prefix of the generation prompt contains no header, so it does not show where the header
+            ends, and is ignored. If all renderings are ignored, the result is the whole generation
+            prompt.
     """
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
@@ -298,13 +303,15 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     Args:
         header: The header that the search has found. It is returned unchanged if its last marker
             does not open reasoning.
-        answers: The rendered answers, each with the header. Only answers with content are used.
+        answers: The rendered answers, each with the header. Only answers with content are used,
+            because in other answers, the marker after the header may belong to a tool call.
     """
     opening = trailing_marker(header)
     if not opening:
         return header
+    # The marker opens reasoning if an answer continues with its closing marker.
     opens_reasoning = any(
-        _is_closed_after_header(answer, header, opening)
+        _closes_after_header(answer, header, opening)
         for answer in answers
         if CONTENT_TEXT in answer
     )
@@ -312,13 +319,13 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     return before_opening if opens_reasoning else header
 
 
-def _is_closed_after_header(answer: str, header: str, opening: str) -> bool:
+def _closes_after_header(answer: str, header: str, opening: str) -> bool:
     """Return whether the text after the header starts with a closing marker, such as `</think>`.
 
     The last marker of the header is `opening`, such as `<think>`. Only a closing marker that
     belongs to `opening`, such as `</think>`, is accepted.
 
-    >>> _is_closed_after_header("<|assistant|><think></think>Hi", "<|assistant|><think>", "<think>")
+    >>> _closes_after_header("<|assistant|><think></think>Hi", "<|assistant|><think>", "<think>")
     True
     """
     _, _, after_header = answer.partition(header.strip())

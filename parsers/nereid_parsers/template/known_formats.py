@@ -39,14 +39,17 @@ def add_family_variants(section: ToolSection) -> ToolSection:
         section: The description that was inferred from the template. It is returned unchanged if
             its tool calls belong to no known family of models.
     """
-    families = _families_of(section)  # The registered descriptions with equal markers.
+    families = _families_of(section)  # The registered sections with equal markers and keys.
     if not families:
         return section
-    first, *others = section.calls
-    # Related models may use other JSON keys than the template, such as "parameters" instead of
+    # The first `Call` is the one that the template renders. The families were found by its markers,
+    # so only this `Call` gets the JSON keys of the families, such as "parameters" besides
     # "arguments".
-    calls = [_accept_family_keys(first, families), *others]
-    family_variants = [variant for family in families for variant in _other_variants(family, first)]
+    rendered_call, *other_calls = section.calls
+    calls = [_accept_family_keys(rendered_call, families), *other_calls]
+    family_variants = [
+        variant for family in families for variant in _variants_after_first(family, rendered_call)
+    ]
     return replace(
         section,
         calls=(*calls, *_new_variants(calls, family_variants)),
@@ -66,7 +69,9 @@ def _families_of(section: ToolSection) -> list[ToolSection]:
     Return [] if no marker starts the tool calls of `section`. Such tool calls of different families
     look alike, so they do not show the family.
     """
-    # A trigger is the text that starts a single tool call, such as `<tool_call>`.
+    # `opens` contains the markers before all tool calls, such as `<tool_calls>`. A trigger is the
+    # text that starts a single tool call, such as `<tool_call>`. The first `Call` is the one that
+    # the template renders.
     has_marker = bool(section.opens or section.calls[0].trigger)
     if not has_marker:
         return []
@@ -91,12 +96,12 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
     return [variant for markup, variant in variant_by_markup.items() if markup not in known_markup]
 
 
-def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
+def _variants_after_first(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """Yield all ways in which a model family writes tool calls, except the first one.
 
-    The first way has the markers of the inferred tool call, but may have another body. Example: the
-    family declares `<call>BODY</call>` and `[call]BODY`, and the template renders
-    `<call>OTHER</call>`. The function yields `[call]OTHER`.
+    The first way has the markers of the inferred tool call, because the family was chosen by these
+    markers, but it may have another body. Example: the family declares `<call>BODY</call>` and
+    `[call]BODY`, and the template renders `<call>OTHER</call>`. The function yields `[call]OTHER`.
 
     Args:
         family: The declaration of the family's tool calls, from the registry of formats.
@@ -104,8 +109,8 @@ def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """
     first_of_family, *others = family.calls
     for variant in others:
-        # In the registry, this variant may have the same body as the first variant. If so, the body
-        # of this variant is replaced with the body that was inferred from the template.
+        # A family that writes the same body between other markers is assumed to do so with the
+        # inferred body, too. A variant with a body of its own keeps this body.
         has_body_of_first = variant.body == first_of_family.body
         yield replace(variant, body=inferred_call.body) if has_body_of_first else variant
 
@@ -199,20 +204,21 @@ def _keys_of(call: Call) -> Keys | None:
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     """Return a copy of `call` that also accepts the JSON keys of the given model families.
 
-    Example: `call` writes the arguments under the key "arguments", and a family also writes them
-    under the key "parameters". The result accepts both keys (`Keys.also`). The result also accepts
-    the keys that the parser ignores in tool calls of a family, such as "type" (`Keys.extra`).
-    Return `call` unchanged if it is not JSON, or if the function's name is itself a key.
+    Example: `call` writes the arguments under the key "arguments". A family has the same key, and
+    also accepts the alternative key "parameters" (`Keys.also`). The result accepts both keys. The
+    result also accepts the keys that the parser ignores in tool calls of a family, such as "type"
+    (`Keys.extra`). Return `call` unchanged if it is not JSON, or if the function's name is itself a
+    key.
 
     Args:
         call: The tool call that was inferred from the template.
-        families: The tool sections of the model families. Each section declares how models of the
-            family write tool calls.
+        families: The tool sections of the model families. The first `Call` of each section has the
+            markers of `call`, and the same keys for the name and the arguments.
     """
     body = call.body
     if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
         return call
-    keys_of_families = [_keys_of(family.calls[0]) for family in families]
+    keys_of_families = [_keys_of(family.calls[0]) for family in families]  # None if not JSON
     all_keys = [body.keys, *(keys for keys in keys_of_families if keys is not None)]
     accepted_keys = replace(
         body.keys,

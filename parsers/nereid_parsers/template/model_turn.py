@@ -76,7 +76,7 @@ class ModelTurn:
         prompts: The rendered prompts, one for each setting of the thinking switches. The first
             prompt is the default. A setting is omitted if the template fails to render the prompt.
         end_markers: The markers that end a message: ("<|im_end|>",). The tuple is empty until
-            `compare_content` has found the markers.
+            `find_content_markers` has found the markers.
         after_user_message: The text after the user's question, if no answer follows. Example:
             "<|im_end|>\n".
     """

@@ -100,7 +100,8 @@ class Prober:
 
         If the template fails because a variable is undefined, the method sets this variable to ""
         and renders the conversation again. In the result, placeholders replace the numbers and ids
-        of tool calls, see `render`.
+        of tool calls, so that two calls differ only in their names and arguments. Example:
+        `zqFirstTool:1 id=zq7id0001` becomes `zqFirstTool:\ue010 id=\ue011`.
 
         Mutates: `_blank_variables`, to which such a variable is added. If the template fails for
             another reason, the error message is stored in `refusals`.
@@ -108,7 +109,7 @@ class Prober:
         while True:  # Each pass, except the last pass, sets one more variable to "".
             try:
                 text = self.template.render(self._variables(conversation, form))
-                return _mask_call_ids(text, form)
+                return _mask_numbers_and_ids(text, form)
             except RenderRefused as refusal:
                 variable = self._undefined_variable(str(refusal))
                 if variable is None:
@@ -176,8 +177,8 @@ class Prober:
 
         Mutates: `comparisons`.
         """
-        left_text = unmask_call_ids(self.render(left) or "")
-        right_text = unmask_call_ids(self.render(right) or "")
+        left_text = restore_numbers_and_ids(self.render(left) or "")
+        right_text = restore_numbers_and_ids(self.render(right) or "")
         self.comparisons.append(
             Comparison(name, changed, left=left_text, right=right_text, finding=finding)
         )
@@ -251,25 +252,25 @@ class Prober:
         return drop_common_suffix(answer_and_tools, tools_at_end)
 
 
-def _mask_call_ids(text: str, form: InputForm) -> str:
+def _mask_numbers_and_ids(text: str, form: InputForm) -> str:
     r"""In a rendered text, replace the numbers and ids of tool calls with placeholders.
 
     COUNTER_MARK replaces each number, and ID_MARK replaces each id. Example: `zqFirstTool:1` has
     the number 1.
 
-    >>> _mask_call_ids("zqFirstTool:1 id=zq7id0001", InputForm())
+    >>> _mask_numbers_and_ids("zqFirstTool:1 id=zq7id0001", InputForm())
     'zqFirstTool:\ue010 id=\ue011'
     """
     text = _NUMBER_AFTER_NAME.sub(rf"\1\2{COUNTER_MARK}", text)
     return text if form.ids == "numbered" else _CALL_ID.sub(ID_MARK, text)
 
 
-def unmask_call_ids(text: str) -> str:
+def restore_numbers_and_ids(text: str) -> str:
     r"""In a rendered text, replace the placeholders with the number and the id of a tool call.
 
     COUNTER_MARK becomes the number 0, and ID_MARK becomes the id of the first tool call.
 
-    >>> unmask_call_ids("zqFirstTool:\ue010 id=\ue011")
+    >>> restore_numbers_and_ids("zqFirstTool:\ue010 id=\ue011")
     'zqFirstTool:0 id=zq7id0000'
     """
     return text.replace(COUNTER_MARK, "0").replace(ID_MARK, _FIRST_CALL_ID)

@@ -28,10 +28,11 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.difference import drop_common_suffix
 from nereid_parsers.template.model_turn import ModelTurn, prompt_after_header
-from nereid_parsers.template.probe import unmask_call_ids
+from nereid_parsers.template.probe import restore_numbers_and_ids
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import NO_CALLS, ToolFindings
 
+# The name of the proof with one tool call. If this proof fails, the analysis drops the tool calls.
 ONE_CALL_PROOF = "one call"
 
 
@@ -117,8 +118,9 @@ class _AnswerRenderer:
         answer = self._text_after_prompt(conversation, prompt)
         if answer is None:
             return None
-        # In a rendering, placeholders replace the ids of tool calls. The parser needs the real ids.
-        return _RenderedAnswer(unmask_call_ids(prompt), unmask_call_ids(answer))
+        # The prober has replaced the numbers and ids of tool calls with placeholders, so that
+        # renderings can be compared. The parser needs real numbers and ids.
+        return _RenderedAnswer(restore_numbers_and_ids(prompt), restore_numbers_and_ids(answer))
 
     def _text_after_prompt(self, conversation: Conversation, prompt: str) -> str | None:
         """Render an answer. Return the part of the answer that a model would write after `prompt`.
@@ -136,10 +138,14 @@ class _AnswerRenderer:
             The text, or None if the template does not render the answer after the prompt.
         """
         if conversation.after_tool_result:
+            # The header may be missing after a tool's result, so the answer is found by comparing
+            # the rendering with the prompt.
             answer = self._answer_to_result(conversation, prompt)
         else:
             answer = self._answer_to_question(conversation, prompt)
-        if answer is None or self.reasoning is None:  # The model writes no reasoning.
+        if answer is None:
+            return None
+        if self.reasoning is None:  # The model writes no reasoning.
             return answer
         return _close_open_reasoning(answer, prompt, self.reasoning)
 
@@ -207,7 +213,7 @@ def _conversations(
 
     There is one conversation for each kind of message that the template can render. Example: if the
     template renders tool calls, the name "one call" and a conversation whose answer is a tool call
-    are yielded.
+    are yielded. The report shows the conversations in this order.
 
     Args:
         reasoning: The findings about reasoning. They contain a conversation with reasoning, if the
@@ -216,7 +222,7 @@ def _conversations(
             several tool calls, or content before a tool call.
     """
     content = AssistantMessage(CONTENT_TEXT)
-    has_calls = tools.form != NO_CALLS
+    has_calls = tools.form != NO_CALLS  # `form` is the syntax of the calls, such as "JSON".
     yield "content", Conversation(content)
     if reasoning.conversation is not None:
         yield "reasoning", reasoning.conversation

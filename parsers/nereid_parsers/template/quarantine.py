@@ -37,7 +37,7 @@ class QuarantineEntry:
         return Format("recognised", self.make_layout(), sources=(source,))
 
 
-def is_harmony(source: str) -> bool:
+def writes_harmony(source: str) -> bool:
     """Return whether a chat template writes messages in Harmony, the format of gpt-oss models.
 
     In Harmony, each message has a channel. Example: `<|channel|>analysis<|message|>` starts a
@@ -49,7 +49,7 @@ def is_harmony(source: str) -> bool:
     return "<|channel|>analysis" in source and "<|message|>" in source
 
 
-def is_recipient_lines(source: str) -> bool:
+def writes_recipient_lines(source: str) -> bool:
     r"""Return whether a template starts each message with `>>>`, the recipient and a line break.
 
     Example: ">>>all\nHello" is content, because its recipient is `all`. The message
@@ -58,11 +58,13 @@ def is_recipient_lines(source: str) -> bool:
     Args:
         source: The source of the template.
     """
-    # `~` joins two texts in Jinja, so a template may contain `'>>>' ~ 'all'`.
+    # The known templates are recognised by words in their source. One template joins two strings in
+    # single quotes with `~`: `'>>>' ~ 'all'`.
     joined_source = source.replace("' ~ '", "")
     if ">>>all" in joined_source:
         return True
-    # A template may also write `>>>` and the recipient 'all' in separate expressions.
+    # Another template writes `>>>` and a string that starts with `all`, such as 'all\n', in
+    # separate expressions. Only the third word shows that `all` is a recipient.
     words_of_template = (">>>", "'all", "recipient")
     return all(word in source for word in words_of_template)
 
@@ -91,7 +93,7 @@ QUARANTINE = (
         model="openai/gpt-oss-20b, openai/gpt-oss-120b",
         reason="The channel of a message depends on the whole conversation, and the recipient of "
         "a call is written in one of two places. A rendering shows only one of them.",
-        matches=is_harmony,
+        matches=writes_harmony,
         make_layout=_harmony_layout,
     ),
     QuarantineEntry(
@@ -99,7 +101,7 @@ QUARANTINE = (
         reason="Content and calls are messages to recipients, and the recipient of content is "
         "'all'. The generation prompt opens the first message, so that the first message is "
         "rendered differently from the messages after it.",
-        matches=is_recipient_lines,
+        matches=writes_recipient_lines,
         make_layout=_recipient_lines_layout,
     ),
 )

@@ -68,6 +68,8 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     Mutates: `turn.prober`, which records comparisons and undecided questions for the report.
     """
     findings = find_rendered_reasoning(turn)  # The markers are still missing.
+    # `findings.conversation` is None if the template renders no reasoning. The markers may still
+    # occur in a prompt or in the source of the template.
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
@@ -77,8 +79,8 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     if findings.conversation is not None:
         # The opening marker of a tool call, such as `<tool_call>`, may end the reasoning instead of
         # `</think>`.
-        interruptions = find_interruptions(turn, part, findings.conversation)
-        part = replace(part, interrupted_by=interruptions)
+        interruption = find_interruption(turn, part, findings.conversation)
+        part = replace(part, interrupted_by=interruption)
     # `markup` may also contain the markers around the content (`wrapper`), and the headers between
     # the reasoning and the content (`inner_headers`).
     return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
@@ -142,7 +144,8 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
     """
     around = _cut_at_reasoning(turn, conversation)  # The texts before and after the reasoning.
     pair = _markers_of_reasoning(turn, around)
-    if not pair.opening or not pair.closing.strip():
+    is_marker_missing = not pair.opening.strip() or not pair.closing.strip()
+    if is_marker_missing:
         turn.prober.record_undecided(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
             f"between {around.before!r} and {around.after_reasoning!r}."
@@ -193,6 +196,7 @@ def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroun
     Args:
         turn: The text around the model's answers. `turn.prober` renders the answer.
         conversation: A conversation whose answer has reasoning, and also content or a tool call.
+            The caller has found that the template renders all of them.
     """
     text = turn.text_after_header(conversation) or ""
     before, _, rest = text.partition(REASONING_TEXT)
@@ -200,7 +204,8 @@ def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroun
     if has_content:
         after_reasoning, _, after_content = rest.partition(CONTENT_TEXT)
         return _TextAroundReasoning(before, after_reasoning, after_content)
-    after_reasoning, _, _ = rest.partition(FIRST_TOOL)
+    after_reasoning, _, _ = rest.partition(FIRST_TOOL)  # up to the name of the called function
+    # None means that the message has no content. "" would mean that no text follows the content.
     return _TextAroundReasoning(before, after_reasoning, after_content=None)
 
 
@@ -228,16 +233,18 @@ def _wrapper_after_reasoning(
 
 
 def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> MarkerPair:
-    """Return the opening and the closing marker of reasoning. A missing marker is returned as "".
+    """Return the opening and the closing marker of reasoning. A missing marker is blank.
 
     Example: if the rendered message is "<think>REASONING</think>CONTENT", the markers are `<think>`
     and `</think>`.
 
     Args:
-        turn: The generation prompts and the template. The opening marker may occur only there.
+        turn: The generation prompts and the template. If the rendered message does not contain the
+            opening marker, the marker is searched there.
         around: The texts around the reasoning of the rendered message.
     """
     opening = _opening_before_reasoning(turn, around.before)
+    # If `opening` is "", the first marker after the reasoning closes the reasoning.
     closing = closing_marker(around.after_reasoning, opening)
     if not opening:
         # The opening marker is derived from the closing marker, for example `<think>` from
@@ -259,7 +266,11 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
         before: The text of the rendered message before the reasoning.
     """
     if before.strip():
-        return last_opening(before)  # Usually the last marker before the reasoning.
+        # The reasoning follows directly, so the last marker in `before`, or the words after this
+        # marker, open the reasoning.
+        return last_opening(before)
+    # In a prompt, other text may follow the opening marker, such as `</think>` if thinking is off.
+    # Therefore, the first marker after the header opens the reasoning.
     openings = [first_opening(prompt.after_header) for prompt in turn.prompts]
     return next((opening for opening in openings if opening), "")
 
@@ -296,7 +307,7 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
 # ---- R5: reasoning before a call ----------------------------------------------------------------
 
 
-def find_interruptions(
+def find_interruption(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
     """Return the marker, such as `<tool_call>`, that ends reasoning instead of `</think>`.
@@ -307,13 +318,14 @@ def find_interruptions(
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
         part: The markers of reasoning.
-        conversation: A conversation whose reasoning the template renders.
+        conversation: A conversation whose reasoning the template renders. Its setting of the
+            thinking switches is used, but its answer is replaced with reasoning and a tool call.
 
     Mutates: `turn.prober`, which records the comparison R5 or an open question for the report.
 
     Returns:
-        A tuple with the marker, as the value of `Reasoning.interrupted_by`. The tuple is empty if
-        the template writes the closing marker, or if there is no marker.
+        A tuple with this one marker, as the value of `Reasoning.interrupted_by`. The tuple is empty
+        if the template writes the closing marker, or if there is no marker.
     """
     answer = AssistantMessage(reasoning=REASONING_TEXT, calls=ONE_CALL)
     with_reasoning = replace(conversation, answer=answer, tools=True)

@@ -26,7 +26,9 @@ from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 # Some templates print a part of a message as JSON or as a Python dict. This expression matches the
 # key in such a text: `'thinking':` in "{'thinking': 'Numbat thinks.'}".
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
-_MAX_SWITCHES_TRIED = 6
+# The largest number of settings of the thinking switches for which reasoning is rendered. With the
+# three answers and up to three places of the reasoning, up to 54 conversations are rendered.
+_MAX_SETTINGS_TRIED = 6
 
 # Three assistant messages with reasoning. The first message also has content, the second has a tool
 # call, and the third has content and a tool call. Some templates render the reasoning of a message
@@ -82,6 +84,7 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     rendered = _find_conversation(turn)
     if rendered is None:  # The template renders no reasoning.
         return ReasoningFindings(switches=switches)
+    # `_rendered_fields` and all later renderings use this form.
     turn.prober.form = replace(turn.prober.form, reasoning=rendered.place)
     return ReasoningFindings(
         conversation=rendered.conversation,
@@ -105,19 +108,23 @@ class _RenderedReasoning(NamedTuple):
 def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
     """Find a conversation for which the template renders the reasoning of the answer.
 
-    Several conversations are rendered, and the first suitable conversation is returned. The
-    conversations differ in the assistant message (with content, with a tool call, or with both), in
-    the setting of the thinking switches such as `enable_thinking`, and in the place of the
-    reasoning. The place is a field of the message, or a part of the content. Return None if the
-    template renders no reasoning.
+    Several conversations are rendered, and the first one in which the content and the tool calls
+    follow the reasoning is returned. The conversations differ in the assistant message (with
+    content, with a tool call, or with both), in the setting of the thinking switches such as
+    `enable_thinking`, and in the place of the reasoning. The place is a field of the message, or a
+    part of the content. Return None if the template renders no reasoning.
     """
-    settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]] or [NO_SWITCHES]
+    # There is one prompt for each setting of the switches.
+    prompts = turn.prompts[:_MAX_SETTINGS_TRIED]
+    settings = [prompt.switches for prompt in prompts] or [NO_SWITCHES]
     places = _possible_places(turn)
+    # An answer with content is preferred, so all settings and places are tried with this answer
+    # before an answer with a tool call is tried.
     for answer, switches, place in product(_ANSWERS, settings, places):
         form = replace(turn.prober.form, reasoning=place)
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
         text = turn.text_after_header(conversation, form)
-        if text is not None and _is_rendered(answer, text):
+        if text is not None and _is_rendered_completely(answer, text):
             return _RenderedReasoning(conversation, place)
     return None
 
@@ -135,7 +142,7 @@ def _possible_places(turn: ModelTurn) -> list[str]:
     return [ALL_REASONING_FIELDS, PARTS]
 
 
-def _is_rendered(answer: AssistantMessage, text: str) -> bool:
+def _is_rendered_completely(answer: AssistantMessage, text: str) -> bool:
     """Return whether `text`, a rendered assistant message, contains the reasoning of `answer`.
 
     The content and the tool calls of `answer` must follow the reasoning. A text that contains a
@@ -143,9 +150,9 @@ def _is_rendered(answer: AssistantMessage, text: str) -> bool:
     expect the reasoning in this place of the message.
 
     >>> answer = AssistantMessage(CONTENT_TEXT, reasoning=REASONING_TEXT)
-    >>> _is_rendered(answer, f"<think>{REASONING_TEXT}</think>{CONTENT_TEXT}")
+    >>> _is_rendered_completely(answer, f"<think>{REASONING_TEXT}</think>{CONTENT_TEXT}")
     True
-    >>> _is_rendered(answer, f"{{'thinking': '{REASONING_TEXT}'}}{CONTENT_TEXT}")
+    >>> _is_rendered_completely(answer, f"{{'thinking': '{REASONING_TEXT}'}}{CONTENT_TEXT}")
     False
     """
     _, reasoning, after_reasoning = text.partition(REASONING_TEXT)
@@ -161,7 +168,8 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
 
     Example: the result is ("reasoning_content",) for a template that writes
     `{{ message.reasoning_content }}`. If the template reads the reasoning from a part of the
-    content, the result is ("parts",) or ("blocks",).
+    content, no field contains the reasoning. The result is then ("parts",) or ("blocks",), the
+    words with which the report names these places.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversation once for
@@ -171,7 +179,7 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
     form = turn.prober.form
     is_part_of_content = form.reasoning in (PARTS, BLOCKS)
     if is_part_of_content:
-        return (form.reasoning,)
+        return (form.reasoning,)  # "parts" or "blocks"
     rendered_fields = []
     for field_name in REASONING_FIELDS:
         form_with_field = replace(form, reasoning=field_name)
@@ -193,12 +201,14 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
     # A setting such as `a=True, b=True` is omitted if `a=True` alone has the same effect.
-    # Therefore, settings with fewer switches come first in the loop.
+    # Therefore, settings with fewer variables come first in the loop.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
         same_effect = [other for other in reported if other.after_header == prompt.after_header]
-        if not any(_switches_of(other) <= _switches_of(prompt) for other in same_effect):
+        # `<=` compares sets: all switches of `other` also belong to this prompt.
+        is_superfluous = any(_switches_of(other) <= _switches_of(prompt) for other in same_effect)
+        if not is_superfluous:
             reported.append(prompt)
     return {prompt.switches.describe(): prompt.after_header for prompt in reported}
 

@@ -139,6 +139,9 @@ class Report:
 def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | None) -> Report:
     """Create a report about a `Format`, with parsed messages as examples.
 
+    The report also shows a constraint: the structural tag that forces the model to call a tool. A
+    constraint depends on the end of the prompt, so the prompt of the first message is used.
+
     Args:
         title: The path of the template or checkpoint, or "" for a report without a title.
         why: Sentences that state the source of the format.

@@ -81,19 +81,20 @@ class RequestTemplate:
             LimitError: The rendering takes more than 5 seconds of processor time, or exceeds the
                 limits on its steps and sizes, see `limits_for_request`.
         """
+        # The limits depend on the size of the request as the client has sent it.
         limits = limits_for_request(variables)
         messages = [_prepare_message(message) for message in variables.get("messages", ())]
         if not continue_final_message:
-            return self._render_in_thread({**variables, "messages": messages}, limits)
+            return self._render_within({**variables, "messages": messages}, limits)
         marked = self._mark_final_message(messages)
-        rendered = self._render_in_thread({**variables, "messages": marked.messages}, limits)
+        rendered = self._render_within({**variables, "messages": marked.messages}, limits)
         return _cut_at_message_end(rendered, marked.final_text)
 
-    def _render_in_thread(self, variables: Mapping[str, Any], limits: Limits) -> str:
+    def _render_within(self, variables: Mapping[str, Any], limits: Limits) -> str:
         """Render the template within the given limits, and return the text.
 
-        Each thread renders a copy of the template. The first call in a thread creates this copy and
-        stores it in `_of_thread`.
+        Each thread renders a copy of the template, because the budget of a rendering belongs to one
+        thread. The first call in a thread creates this copy and stores it in `_of_thread`.
         """
         if not hasattr(self._of_thread, "template"):
             self._of_thread.template = self._template.for_another_thread()
@@ -118,7 +119,10 @@ class RequestTemplate:
             raise ContinuationRefused("the chat template does not write the content of messages")
         if isinstance(content, str):
             return _replace_content(messages, content + _END_OF_MESSAGE, final_text=content)
-        return _mark_last_part(messages, content if isinstance(content, list) else [])
+        # Content of another type, such as a number, has no parts. `_mark_last_part` rejects content
+        # without a part that contains text.
+        parts = content if isinstance(content, list) else []
+        return _mark_last_part(messages, parts)
 
 
 def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) -> _MarkedMessages:
@@ -188,7 +192,8 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _cut_at_message_end(rendered: str, final_text: str) -> str:
     """Remove the text that follows the last message, so that the model continues this message.
 
-    Before the rendering, the text "CONTINUE_FINAL_MESSAGE_TAG " was appended to the last message.
+    Before the rendering, the text "CONTINUE_FINAL_MESSAGE_TAG " was appended to the last message:
+    `_END_WORD` and a space.
 
     >>> _cut_at_message_end("<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG </assistant>", "Well, ")
     '<assistant>Well, '
@@ -204,7 +209,10 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
             message.
     """
     up_to_message_end, end_word, after_end_word = rendered.rpartition(_END_WORD)
-    if not end_word or final_text.strip() not in rendered:
+    # As in transformers, the text may occur anywhere in the prompt. This check finds templates that
+    # delete a part of the message.
+    contains_final_text = final_text.strip() in rendered
+    if not end_word or not contains_final_text:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )

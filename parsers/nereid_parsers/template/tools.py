@@ -26,7 +26,7 @@ from typing import NamedTuple
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
 from nereid_parsers.template.calls import READERS
-from nereid_parsers.template.calls.call_changes import compare_changed_calls
+from nereid_parsers.template.calls.call_changes import record_changed_calls
 from nereid_parsers.template.calls.call_renderer import CallRenderer
 from nereid_parsers.template.calls.call_texts import (
     CallFormat,
@@ -55,8 +55,8 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import markers, text_between
 from nereid_parsers.template.known_formats import add_family_variants
 from nereid_parsers.template.model_turn import ModelTurn
-from nereid_parsers.template.probe import Prober, unmask_call_ids
-from nereid_parsers.template.unrendered_calls import recognise_unrendered_calls
+from nereid_parsers.template.probe import Prober, restore_numbers_and_ids
+from nereid_parsers.template.unrendered_calls import guess_tool_section
 
 NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no tool calls.
 
@@ -103,14 +103,14 @@ def find_tools(
         wrapper: The markers around the content, or None if there are none.
     """
     renderer = CallRenderer(turn, reasoning, wrapper)
-    one_call = compare_call_presence(renderer)  # T1
+    one_call = render_one_call(renderer)  # records T1
     if not one_call:  # The template renders no tool calls, so their format can only be guessed.
-        return ToolFindings(part=recognise_unrendered_calls(renderer))
-    two_calls = compare_two_calls(renderer)  # T2
+        return ToolFindings(part=guess_tool_section(renderer))
+    two_calls = render_two_calls(renderer)  # records T2
     texts = _render_calls(renderer, one_call, two_calls)
-    compare_changed_calls(turn.prober)  # T3 to T7b. Only the report needs these comparisons.
-    content_before_call = find_content_before_call(turn)  # T8
-    findings = ToolFindings(  # These findings contain no format yet.
+    record_changed_calls(turn.prober)  # records T3 to T7b, which only the report needs
+    content_before_call = find_content_before_call(turn)  # records T8
+    findings_without_format = ToolFindings(
         is_parallel=bool(two_calls),
         with_content=content_before_call.is_rendered,
         inner_headers=content_before_call.inner_headers,
@@ -118,10 +118,10 @@ def find_tools(
     # A placeholder replaces the number of each tool call, so that two tool calls differ only in
     # their names and arguments.
     inference = infer_call_format(mask_call_numbers(texts))
-    turn.prober.undecided += inference.problems
+    turn.prober.undecided += inference.problems  # sentences about what could not be inferred
     if inference.call_format is None:
-        return findings
-    return _add_format(findings, inference.call_format, turn.prober)
+        return findings_without_format
+    return _add_format(findings_without_format, inference.call_format, turn.prober)
 
 
 def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober) -> ToolFindings:
@@ -177,19 +177,21 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
 # ---- the comparisons ----------------------------------------------------------------------------
 
 
-def compare_call_presence(renderer: CallRenderer) -> str:
-    """Compare a message with content to a message with a tool call. Return the text of the call.
+def render_one_call(renderer: CallRenderer) -> str:
+    """Render a message with one tool call. Return the text of the tool call.
 
     The result is the text that a model would generate to make the tool call, such as
-    "<call>..</call>". It is "" if the template does not render tool calls.
+    "<call>..</call>". It is "" if the template does not render tool calls. In the result,
+    placeholders replace the numbers and ids of tool calls.
 
-    Mutates: `renderer.turn.prober`, which records the comparison for the report, with the label T1.
+    Mutates: `renderer.turn.prober`, which records a comparison for the report, with the label T1: a
+        message with content, and the message with the tool call.
     """
     text = renderer.text_of_calls(*ONE_CALL)
     # The three words are invented, so only a rendered tool call contains all of them.
     is_rendered = all(word in text for word in (FIRST_TOOL, FIRST_KEY, FIRST_VALUE))
     if is_rendered:
-        finding = f"The call is written as {unmask_call_ids(text)!r}."
+        finding = f"The call is written as {restore_numbers_and_ids(text)!r}."
     else:
         finding = "The template does not render the call."
     renderer.turn.prober.record(
@@ -202,14 +204,15 @@ def compare_call_presence(renderer: CallRenderer) -> str:
     return text if is_rendered else ""
 
 
-def compare_two_calls(renderer: CallRenderer) -> str:
-    """Compare messages with one and with two tool calls. Return the text of the two tool calls.
+def render_two_calls(renderer: CallRenderer) -> str:
+    """Render a message with two tool calls. Return the text of the two tool calls.
 
     The result is the text that a model would generate to make the two tool calls, such as
     "<call>..</call><call>..</call>". It is "" if the template renders only one tool call of a
     message.
 
-    Mutates: `renderer.turn.prober`, which records the comparison for the report, with the label T2.
+    Mutates: `renderer.turn.prober`, which records a comparison for the report, with the label T2: a
+        message with one tool call, and the message with two tool calls.
     """
     prober = renderer.turn.prober
     two_calls = conversation_with_calls(*TWO_CALLS)
@@ -219,7 +222,8 @@ def compare_two_calls(renderer: CallRenderer) -> str:
     if is_parallel:
         finding = "A message can have several calls."
     else:
-        error_message = prober.refusals.get(two_calls)  # None if the template raised no error
+        # If the template raised an error in `text_of_calls`, the prober has stored the message.
+        error_message = prober.refusals.get(two_calls)
         reason = error_message or "the template does not render the second call"
         finding = f"A message can have only one call: {reason}"
     prober.record(
@@ -265,31 +269,34 @@ def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
     between = text_between(text, CONTENT_TEXT, FIRST_TOOL)
     if between is None:
         return ContentBeforeCall(is_rendered=False)
-    inner_headers = _headers_between(between, turn.header.strip())
+    # Empty if the content and the tool call are in one turn.
+    inner_headers = _turn_markers_between(between, turn.header.strip())
     if inner_headers:
         finding = "Content and calls are written as separate turns."
     else:
         finding = "Content is written before the call."
+    without_content = conversation_with_calls(*ONE_CALL)
     turn.prober.record(
         "T8 content before a call",
         "The message has content.",
-        left=conversation_with_calls(*ONE_CALL),
+        left=without_content,
         right=with_content,
         finding=finding,
     )
     return ContentBeforeCall(is_rendered=True, inner_headers=inner_headers)
 
 
-def _headers_between(between: str, header: str) -> tuple[str, ...]:
+def _turn_markers_between(between: str, header: str) -> tuple[str, ...]:
     """If the content and the tool call are two turns, return the markers between the turns.
 
     A template may write the content and the tool call as two turns. Then an end marker closes the
     first turn, and the header opens the second turn. The result contains the header and the first
-    end marker. If the template writes only one turn, the result is ().
+    end marker, if there is one. The parser removes each of these texts, so their order has no
+    meaning. If the template writes only one turn, the result is ().
 
-    >>> _headers_between("<|end|><|start|>assistant<call>", header="<|start|>assistant")
+    >>> _turn_markers_between("<|end|><|start|>assistant<call>", header="<|start|>assistant")
     ('<|start|>assistant', '<|end|>')
-    >>> _headers_between("<call>", header="<|start|>assistant")
+    >>> _turn_markers_between("<call>", header="<|start|>assistant")
     ()
 
     Args:
@@ -342,13 +349,13 @@ def infer_call_format(texts: CallTexts) -> CallInference:
             return CallInference(call_format, problems)
     problems.append(
         "The calls have no form that the analysis knows. "
-        f"A call is written as {unmask_call_ids(texts.one_call)!r}."
+        f"A call is written as {restore_numbers_and_ids(texts.one_call)!r}."
     )
     return CallInference(None, problems)
 
 
 def _tool_section(calls: CallFormat, close: str) -> ToolSection:
-    """Describe how a model writes all tool calls of a message, for example `<calls>..</calls>`.
+    """Build the declaration of all tool calls of a message, for example `<calls>..</calls>`.
 
     Example: in "<calls><call>f</call>, <call>g</call></calls>", `<calls>` opens the tool section,
     `</calls>` closes the tool section, and ", " separates the tool calls.
@@ -357,6 +364,8 @@ def _tool_section(calls: CallFormat, close: str) -> ToolSection:
         calls: The inferred format of one tool call, and the markup of the list of tool calls: the
             opening marker `<calls>` and the separator ", ".
         close: The closing marker `</calls>`. It is ignored if there is no opening marker.
+            `calls.markup.close` is not used, because it also contains the markers that end the
+            message, such as `<|end|>`.
 
     Raises:
         FormatError: The parser could not read such a tool section.
@@ -364,4 +373,5 @@ def _tool_section(calls: CallFormat, close: str) -> ToolSection:
     opening, separator = calls.markup.open, calls.markup.separator
     if not opening.strip():
         return ToolSection(calls.calls, separator=separator)
+    # White space after the closing marker belongs to the text that ends the message.
     return ToolSection(calls.calls, open=opening, close=close.rstrip(), separator=separator)

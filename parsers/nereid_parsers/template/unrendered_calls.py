@@ -18,11 +18,11 @@ from nereid_parsers.template.probe import Prober
 
 # The markers of tool lists and tool results contain these words. Replacing such a word with "call"
 # may give a marker of tool calls: `<|tool_list_start|>` becomes `<|tool_call_start|>`.
-_NOT_CALL_WORD = re.compile(r"list|response|result|output")
+_WORD_OF_OTHER_MARKERS = re.compile(r"list|response|result|output")
 
 
-def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
-    """If the template renders no complete tool call, guess how the model writes tool calls.
+def guess_tool_section(renderer: CallRenderer) -> ToolSection | None:
+    """Guess how the model writes tool calls that its template does not render completely.
 
     A tool section declares how a model writes tool calls, for example between
     `<|tool_call_start|>` and `<|tool_call_end|>`. The registry of formats contains the tool
@@ -40,11 +40,12 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
     if not _offers_tools(prober):
         return None
     is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
-    call_markers = _possible_call_markers(prober)
-    # If the rendering contains the function's name, the template does render tool calls, but the
-    # analysis cannot infer the form of these tool calls. In this case, the registry of known models
-    # is not searched.
-    section = None if is_name_rendered else recognise_tool_section(call_markers)
+    if is_name_rendered:
+        # The template does render tool calls, but the analysis cannot infer their form. A form from
+        # the registry would contradict the template.
+        section = None
+    else:
+        section = recognise_tool_section(_possible_call_markers(prober))
     prober.record_undecided(_describe_unrendered_calls(section))
     return section
 
@@ -84,5 +85,6 @@ def _possible_call_markers(prober: Prober) -> set[str]:
     # Some templates contain a phrase, such as "List of tools: [", that identifies the model family.
     # The tool call markers of these families are known.
     template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
-    derived_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
+    # Markers without a word such as "list" or "response" stay unchanged.
+    derived_markers = [_WORD_OF_OTHER_MARKERS.sub("call", marker) for marker in template_markers]
     return {*prober.added_tokens, *template_markers, *derived_markers}

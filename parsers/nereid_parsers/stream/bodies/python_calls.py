@@ -265,7 +265,9 @@ class UnquotedKeyReader(BodyReader):
         # Some models enclose strings in double quotes, as in JSON, instead of using the declared
         # quote.
         json_quotes = () if quote == '"' else ('"',)
-        dialect = Dialect((quote, *json_quotes), escaping=json_quotes, allows_unquoted_strings=True)
+        dialect = Dialect(
+            (quote, *json_quotes), quotes_with_escapes=json_quotes, allows_unquoted_strings=True
+        )
         self._literal = LiteralReader(dialect, self._types_of)
 
     def _types_of(self, key: str) -> frozenset[str] | None:

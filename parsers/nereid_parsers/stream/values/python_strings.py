@@ -69,15 +69,16 @@ class Dialect:
     Attributes:
         quotes: The markers around strings. The same marker opens and closes a string. If one
             marker is a prefix of another marker, the longer marker comes first.
-        escaping: The quotes that enclose strings with backslash escape sequences.
-        nesting: The quotes that may also occur inside their own strings: `'sed 's/a/b/' f'`. Such a
-            quote ends the string only if a text such as `,` or `)` follows the quote.
+        quotes_with_escapes: The quotes whose strings may contain backslash escape sequences.
+        quotes_allowed_inside: The quotes that may also occur, without a backslash, inside their own
+            strings: `'sed 's/a/b/' f'`. Such a quote ends the string only if a text such as `,` or
+            `)` follows the quote.
         allows_unquoted_strings: Whether a string without quotes is allowed: `{city:New York}`.
     """
 
     quotes: tuple[str, ...]
-    escaping: tuple[str, ...]
-    nesting: tuple[str, ...] = ()
+    quotes_with_escapes: tuple[str, ...]
+    quotes_allowed_inside: tuple[str, ...] = ()
     allows_unquoted_strings: bool = False
 
     def quote_at(self, text: str, pos: int) -> str:
@@ -97,7 +98,9 @@ class Dialect:
 
 
 _PYTHON_QUOTES = ('"""', "'''", '"', "'")
-PYTHON = Dialect(_PYTHON_QUOTES, escaping=_PYTHON_QUOTES, nesting=('"', "'"))
+PYTHON = Dialect(
+    _PYTHON_QUOTES, quotes_with_escapes=_PYTHON_QUOTES, quotes_allowed_inside=('"', "'")
+)
 
 
 class StringReader:
@@ -107,7 +110,7 @@ class StringReader:
         is_closed: Whether the closing quote has been read.
     """
 
-    __slots__ = ("_can_follow", "_find_end", "_is_nesting", "_output", "_quote", "is_closed")
+    __slots__ = ("_can_follow", "_find_end", "_may_occur_inside", "_output", "_quote", "is_closed")
 
     def __init__(
         self, quote: str, dialect: Dialect, can_follow: _Matcher, output: list[str]
@@ -117,17 +120,18 @@ class StringReader:
         Args:
             quote: The quote, which also closes the string.
             dialect: The rules for escape sequences, and for quotes inside strings.
-            can_follow: A function that matches the texts that can follow the string, and the
-                beginnings of such texts.
+            can_follow: A function with the arguments `text`, `start` and `end`. It returns a match
+                if `text[start:end]` starts with a text that can follow the string, such as `,`. If
+                `text` ends too early, the beginning of such a text also matches.
             output: The list to which the JSON text of the string is appended, without quotes.
         """
         self.is_closed = False
         self._quote = quote
         # Whether the quote may also occur inside the string without a backslash, as in `'it's'`.
-        self._is_nesting = quote in dialect.nesting
+        self._may_occur_inside = quote in dialect.quotes_allowed_inside
         self._can_follow = can_follow
         # Finds the closing quote or an escape sequence, whichever comes first.
-        has_escapes = quote in dialect.escaping
+        has_escapes = quote in dialect.quotes_with_escapes
         self._find_end = _string_end_regex(quote, has_escapes).search
         self._output = output
 
@@ -167,10 +171,11 @@ class StringReader:
         text `)` follows. In `f(a='x', b=1)`, the text `, b=` follows the quote.
 
         Returns:
-            The position after the quote, or `pos` if more text is required to decide.
+            The position after the quote, or `pos` if more text is required to decide. Example: in
+            `'x',`, the quote is undecided, because `b` and `=` may follow: `'x', b=1`.
         """
         quote_end = pos + len(self._quote)
-        if not self._is_nesting:  # The quote cannot occur inside its own strings.
+        if not self._may_occur_inside:
             self.is_closed = True
             return quote_end
         max_end = quote_end + _MAX_LOOKAHEAD_CHARS
@@ -181,8 +186,8 @@ class StringReader:
             return quote_end
         # If the match ends at the end of `text`, later text may show that the quote is a part of
         # the string.
-        may_continue = not is_final and len(text) < max_end
-        if may_continue and text_after_quote.end() == len(text):
+        is_undecided = text_after_quote.end() == len(text) and len(text) < max_end
+        if is_undecided and not is_final:
             return pos
         self.is_closed = True
         return quote_end
@@ -190,13 +195,14 @@ class StringReader:
     def _read_escape(self, text: str, pos: int, is_final: bool) -> int:
         r"""Read the escape sequence at `pos`, and convert the escape sequence to JSON text.
 
-        Examples: `\n` is written as `\n`, `\x41` as `A`, and the unknown sequence `\d` as `\\d`.
+        Examples: `\'` is written as `'`, `\x41` as `A`, and the unknown sequence `\d` as `\\d`.
 
         Returns:
             The position after the escape sequence, or `pos` if more text is required.
         """
         is_cut_off = pos + 1 == len(text)  # Only the backslash has arrived.
         if is_cut_off:
+            # If the output ends here, the backslash is dropped, because it has no meaning alone.
             return len(text) if is_final else pos
         letter = text[pos + 1]
         if letter in _NUM_HEX_DIGITS:

@@ -120,18 +120,19 @@ class WrapperFilter:
         stored_text = "".join(self._stored_text)
         if self._waits_for is _WaitsFor.OPENING_BRACE:
             return self._read_brace(stored_text)
-        return self._read_key(stored_text)
+        return self._read_key(stored_text)  # `_waits_for` is FIRST_KEY.
 
     def _read_brace(self, text: str) -> str:
         """Read the opening brace of the arguments. Return the text that the filter need not store.
 
-        These examples show the three cases:
+        These examples show the cases:
 
-            text           result
-            white space    "", because the brace may follow
-            `{"a`          `{`. `"a` stays stored, because it may become the key `"arguments"` of a
-                           superfluous object.
-            `[`            `[`, because no object starts. All later text is passed on, too.
+            text                result
+            white space         "", because the brace may follow
+            much white space    the white space. All later text is passed on, too.
+            `{"a`               `{`. `"a` stays stored, because it may become the key `"arguments"`
+                                of a superfluous object.
+            `[`                 `[`, because no object starts. All later text is passed on, too.
 
         Args:
             text: All text that has arrived. It may start with white space.
@@ -143,7 +144,8 @@ class WrapperFilter:
             return self._stop_filtering(text)
         self._waits_for = _WaitsFor.FIRST_KEY
         whitespace, brace, after_brace = text.partition("{")
-        text_from_key = self._read_key(after_brace)  # "" if the key must be stored.
+        # The key may have arrived, too. `_read_key` returns "" if the text must be stored.
+        text_from_key = self._read_key(after_brace)
         return whitespace + brace + text_from_key
 
     def _read_key(self, text: str) -> str:
@@ -158,13 +160,13 @@ class WrapperFilter:
             `"age`          `"age`. All later text is passed on, too.
 
         Args:
-            text: The text that has arrived after the opening brace.
+            text: All text that has arrived after the opening brace.
         """
         key_start = text.lstrip()
         num_whitespace_chars = len(text) - len(key_start)
         if num_whitespace_chars > _MAX_WHITESPACE_CHARS:
             return self._stop_filtering(text)
-        self._stored_text = [text]
+        self._stored_text = [text]  # `text` contains all earlier pieces after the brace.
         is_wrapper_key = key_start.startswith(_QUOTED_KEYS)
         if is_wrapper_key:
             self._waits_for = _WaitsFor.END
@@ -172,10 +174,15 @@ class WrapperFilter:
         may_become_wrapper_key = any(
             quoted_key.startswith(key_start) for quoted_key in _QUOTED_KEYS
         )
-        return "" if may_become_wrapper_key else self._stop_filtering(text)
+        if may_become_wrapper_key:
+            return ""
+        return self._stop_filtering(text)
 
     def _stop_filtering(self, text: str) -> str:
-        """End the filtering, so that `add` returns all later text unchanged. Return `text`."""
+        """End the filtering, so that `add` returns all later text unchanged. Return `text`.
+
+        `text` is all text that is still stored. The filter deletes its copy of this text.
+        """
         self.is_passing = True
         self._stored_text = []
         return text

@@ -17,7 +17,7 @@ from nereid_parsers.template.conversation import (
     conversation_with_calls,
 )
 from nereid_parsers.template.difference import Difference, difference
-from nereid_parsers.template.probe import Prober, unmask_call_ids
+from nereid_parsers.template.probe import Prober, restore_numbers_and_ids
 
 
 class _CallChange(NamedTuple):
@@ -60,20 +60,21 @@ _CALL_CHANGES = (
 )
 
 
-def compare_changed_calls(prober: Prober) -> None:
+def record_changed_calls(prober: Prober) -> None:
     """Compare the rendering of `ONE_CALL` with the rendering of each call in `_CALL_CHANGES`.
 
     The report shows the comparisons with the labels T3 to T7b. They explain to the user how the
     template writes tool calls. Example: if the changed tool call has a second argument, the
-    recorded finding is `', "b": 2' is added.`
+    recorded finding is `', "b": 2' is added.` In rendered texts, placeholders replace the numbers
+    and ids of tool calls. The recorded findings contain real numbers and ids.
 
     Mutates: `prober.comparisons`. One comparison is appended for each changed tool call.
     """
     unchanged = conversation_with_calls(*ONE_CALL)
-    unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
+    unchanged_text = restore_numbers_and_ids(prober.render(unchanged) or "")
     for change in _CALL_CHANGES:
         changed = conversation_with_calls(change.call)
-        changed_text = unmask_call_ids(prober.render(changed) or "")
+        changed_text = restore_numbers_and_ids(prober.render(changed) or "")
         if changed_text:
             finding = _change_text(difference(unchanged_text, changed_text))
         else:

@@ -47,7 +47,8 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
         one form. A header with an id such as "functions.f:0" has three forms.
     """
     before_name = _split_text_before_name(markup.item_open)  # Such as `<call>` and `<function=`.
-    if _starts_each_argument(before_name.marker.strip(), body):
+    visible_marker = before_name.marker.strip()  # "" if no marker precedes the name
+    if visible_marker and _starts_each_argument(visible_marker, body):
         # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` precedes the name and also each argument, so
         # `<|sep|>` alone does not show where a tool call starts. Therefore, the marker becomes a
         # part of the header.
@@ -84,7 +85,7 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
     >>> _starts_each_argument("<|sep|>", TaggedArguments("<|sep|>{key}=", "<|end|>"))
     True
     """
-    return bool(marker) and isinstance(body, TaggedArguments) and body.open.startswith(marker)
+    return isinstance(body, TaggedArguments) and body.open.startswith(marker)
 
 
 class _HeadVariant(NamedTuple):
@@ -113,7 +114,8 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
         f:0              The model writes the id without "functions.".
         f                The model writes only the name.
 
-    Each member of the result contains the patterns of the header and of the id:
+    Each member of the result contains the patterns of the header and of the id. If the model writes
+    only the name, the pattern of the id is "{id}", which stands for any id:
 
     >>> for variant in _variants_of_head("<call>functions.{name}:{number}"): print(tuple(variant))
     ('<call>functions.{name}:{number}', 'functions.{name}:{number}')
@@ -133,9 +135,9 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
 def _split_text_before_name(text: str) -> _TextBeforeName:
     r"""Split the text before a function's name into a marker, such as `<call>`, and the rest.
 
-    White space around the marker belongs to the marker. If there is no marker, the white space at
-    the start of the text is returned in its place. If the whole text is white space, both parts of
-    the result are "".
+    White space around the marker belongs to the marker. If there is no marker, as in the second
+    example, `marker` is the white space at the start of the text. If the whole text is white space,
+    both parts of the result are "".
 
     >>> _split_text_before_name("<call>\n<function=")
     _TextBeforeName(marker='<call>\n', head_start='<function=')
@@ -147,7 +149,8 @@ def _split_text_before_name(text: str) -> _TextBeforeName:
         return _TextBeforeName("", "")  # White space alone does not open a tool call.
     match = MARKER.match(without_space)
     head_start = without_space if match is None else without_space[match.end() :].lstrip()
-    return _TextBeforeName(text.removesuffix(head_start), head_start)
+    before_head = text.removesuffix(head_start)  # the whole text if `head_start` is ""
+    return _TextBeforeName(marker=before_head, head_start=head_start)
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:

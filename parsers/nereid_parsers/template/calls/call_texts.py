@@ -154,7 +154,8 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 
     Some templates number the tool calls of a message: "0 zqFirstTool, 1 zqSecondTool". The
     placeholder COUNTER_MARK ("\ue010") replaces these digits, so that two tool calls differ only in
-    their names and arguments.
+    their names and arguments. The distance between number and name shows which digit is the number,
+    because markup such as `<h1>` may contain other digits.
 
     >>> texts = CallTexts("0 zqFirstTool", "", "", two_calls="0 zqFirstTool, 1 zqSecondTool")
     >>> mask_call_numbers(texts).one_call
@@ -162,8 +163,7 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts  # A message can have only one tool call.
-    # The gaps are the distances between the number and the name of a tool call.
-    gaps = _find_number_gaps(texts.two_calls)
+    gaps = _find_number_gaps(texts.two_calls)  # the distances between number and name
     return CallTexts(*(_mask_numbers(text, gaps) for text in texts))
 
 
@@ -184,8 +184,9 @@ class _NumberGaps(NamedTuple):
 def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """Find out where a template writes the number of a tool call, relative to the function's name.
 
-    The result contains the number of characters between the number and the name. In the examples,
-    one space precedes the name "zqFirstTool", and ":" follows the name:
+    The result contains the number of characters between the number and the name. The number is the
+    first character, counted from the name, in which the two tool calls differ. This character must
+    be a digit in the first tool call, and the next higher digit in the second tool call.
 
     >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
     _NumberGaps(before_name=1, after_name=None)
@@ -194,8 +195,8 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
-    # The texts before the names are reversed. The index of a digit is then the number of characters
-    # between the digit and the name.
+    # The texts before the names are reversed, so that they start at the name. The index of a digit
+    # is then the number of characters between the digit and the name.
     gap_before_name = _index_of_number(before_first_name[::-1], before_second_name[::-1])
     gap_after_name = _index_of_number(after_first_name, after_second_name)
     return _NumberGaps(before_name=gap_before_name, after_name=gap_after_name)
@@ -204,9 +205,9 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
 def _index_of_number(first: str, second: str) -> int | None:
     """Return the index at which a digit in `first` becomes the next higher digit in `second`.
 
-    The texts are from a first and a second tool call. If the first tool call has the number 0, the
-    second tool call has the number 1. Return None if the first differing characters are other
-    characters, or if no characters differ.
+    The texts are from a first and a second tool call, and both start at the function's name. If the
+    first tool call has the number 0, the second tool call has the number 1. Return None if the
+    first differing characters are other characters, or if no characters differ.
 
     >>> _index_of_number(" index=0>", " index=1>")
     7
@@ -224,7 +225,8 @@ def _index_of_number(first: str, second: str) -> int | None:
 def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
     r"""In `text`, replace the one-digit number of each tool call with COUNTER_MARK.
 
-    `gaps` contains the distance between such a digit and the function's name.
+    `gaps` contains the distance between such a digit and the function's name. If the character at
+    this distance is no digit, the text remains unchanged.
 
     >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", _NumberGaps(before_name=1, after_name=None))
     '\ue010 zqFirstTool, \ue010 zqSecondTool'
@@ -234,10 +236,8 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
         if not found_name:
             continue
         if gaps.before_name is not None:
-            # `gaps.before_name` is counted from the end of `before`, but `_mask_digit` expects an
-            # index from the start of a text. So `before` is reversed for the call, and the result
-            # is reversed back.
-            before = _mask_digit(before[::-1], gaps.before_name)[::-1]
+            digit_index = len(before) - 1 - gaps.before_name
+            before = _mask_digit(before, digit_index)
         if gaps.after_name is not None:
             after = _mask_digit(after, gaps.after_name)
         text = before + found_name + after
@@ -247,10 +247,12 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
 def _mask_digit(text: str, index: int) -> str:
     r"""If the character at the given index is a digit, replace the digit with COUNTER_MARK.
 
+    Return `text` unchanged if the character is no digit, or if the index is outside the text.
+
     >>> _mask_digit("0 zqFirstTool", 0)
     '\ue010 zqFirstTool'
     """
-    character = text[index : index + 1]  # This is "" if the index is outside the text.
-    if not character.isdigit():
+    is_outside = not 0 <= index < len(text)
+    if is_outside or not text[index].isdigit():
         return text
     return text[:index] + COUNTER_MARK + text[index + 1 :]

@@ -68,6 +68,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     if json_of_call is None:
         return None
     if isinstance(json_of_call.value, list):  # `[{"name": "f", ..}]`
+        # The message has one tool call, so the array has one member.
         return _read_arrays(texts, infer_keys(json_of_call.value[0]), json_of_call)
     keys = infer_keys(json_of_call.value)
     if texts.two_calls:
@@ -88,7 +89,8 @@ def _compare_with_two_calls(
         two objects    `<call>{..}</call>, <call>{..}</call>`    the separator is ", "
         one array      `<call>[{..}, {..}]</call>`
 
-    Return None if the JSON of one of the two tool calls is not found.
+    Any other form is read as two objects. Return None if the JSON of one of the two tool calls is
+    not found.
 
     Args:
         texts: The rendered tool calls.
@@ -105,7 +107,7 @@ def _compare_with_two_calls(
     is_one_array = first.start == second.start and isinstance(first.value, list)
     if is_one_array:
         return _read_object_or_array(keys, json_of_call, array=first)
-    markup = _markup_of_two(first, second)
+    markup = _markup_around_both(first, second)  # `<call>`, `</call>` and the separator
     calls: tuple[Call, ...] = (_declare_call(JsonObject(keys), markup),)
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
     if is_call_enclosed:
@@ -118,7 +120,7 @@ def _compare_with_two_calls(
 def _read_object_or_array(
     keys: Keys | NameIsKey, json_object: _JsonInText, array: _JsonInText
 ) -> CallFormat:
-    """Describe the calls of a template that writes one as an object, and several as an array.
+    """Describe a template that writes one tool call as an object, and several as an array.
 
     The result declares the array and the object as two forms of tool calls. There are two cases.
     The columns show one tool call and two tool calls:
@@ -131,12 +133,12 @@ def _read_object_or_array(
         json_object: The object in a message with one tool call.
         array: The array in a message with two tool calls.
     """
+    # `array_format.markup.open` is the marker before all tool calls. It is "" if no marker closes
+    # the array, because the opening marker then belongs to the single `Call` of `array_format`.
     array_format = _read_one_array(keys, array)
-    has_same_opening = json_object.before.strip() == array_format.markup.open.strip()
-    if has_same_opening:
-        # The opening marker is already declared in `array_format.markup`, so this `Call` has no
-        # marker.
-        object_call = Call(JsonObject(keys))
+    is_marker_before_all_calls = json_object.before.strip() == array_format.markup.open.strip()
+    if is_marker_before_all_calls:
+        object_call = Call(JsonObject(keys))  # without a marker of its own
     else:
         object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)
     return replace(array_format, calls=(*array_format.calls, object_call))
@@ -160,10 +162,11 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonIn
     # The two tool calls call the functions FIRST_TOOL and SECOND_TOOL, which do not exist.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
-    # If both names are found in the same array, there is only one array.
-    if first is None or second is None or first.start == second.start:
+    if first is None or second is None:  # No two tool calls are rendered. Assume the first case.
         return _read_one_array(keys, json_of_call)
-    markup = _markup_of_two(first, second)
+    if first.start == second.start:  # One array contains both tool calls.
+        return _read_one_array(keys, json_of_call)
+    markup = _markup_around_both(first, second)
     return CallFormat("JSON array", (_declare_call(JsonArray(keys), markup),), markup)
 
 
@@ -190,7 +193,7 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
     return CallFormat("JSON array", (Call(JsonArray(keys)),), markup)
 
 
-def _markup_of_two(first: _JsonInText, second: _JsonInText) -> ListMarkup:
+def _markup_around_both(first: _JsonInText, second: _JsonInText) -> ListMarkup:
     """Return the texts before, between and after the JSON values of two tool calls.
 
     Example: for `<c>{..}</c>, <c>{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and
@@ -250,7 +253,9 @@ def _decode_json(text: str, start: int) -> _JsonInText | None:
 def _is_call(member: object, name: str) -> bool:
     """Return whether `member` is a JSON object that calls the function `name`.
 
-    The object contains the name as a string, or as the key of the object with the arguments.
+    The object contains the name as the key of an inner object with the arguments, or as the string
+    value of any key. The name is an invented word, such as "zqFirstTool", so no argument has this
+    value.
 
     >>> _is_call({"name": "f"}, "f"), _is_call({"f": {"a": 1}}, "f"), _is_call({"f": 1}, "f")
     (True, True, False)
@@ -281,16 +286,17 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
         return None
     before_name, _, after_name = json_of_call.before.partition(FIRST_TOOL)  # `<call>` and `<args>`
     if texts.two_calls:
-        markup = _markup_of_two_named(texts.two_calls)
+        markup = _markup_of_two_named_calls(texts.two_calls)
     else:
         markup = ListMarkup(item_open=before_name, item_close=json_of_call.after)
     if markup is None:
         return None
+    # The result has one declaration for each form of the header. Most headers have one form.
     calls = calls_with_head(markup, after_name, JsonArguments())
     return CallFormat("name, then JSON", calls, markup)
 
 
-def _markup_of_two_named(two_calls: str) -> ListMarkup | None:
+def _markup_of_two_named_calls(two_calls: str) -> ListMarkup | None:
     """Return the texts before, between and after two tool calls that look like `f{"a": 1}`.
 
     Return None if the JSON of one of the two tool calls is not found. Example: for

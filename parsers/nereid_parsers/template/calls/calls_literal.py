@@ -44,7 +44,8 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     if suffix is None:
         return None
     if not texts.two_calls:
-        around = _cut_out_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
+        # The call ends with the first `)` after the value of its only argument.
+        around = _text_around_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
         # A message with only one tool call shows no separator. The separator is assumed to be `, `,
         # as in a Python list.
         markup = ListMarkup(open=around.before, separator=", ", close=around.after)
@@ -93,8 +94,9 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
         markup: The texts before and after all calls, and the separator between two calls.
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
-    # `markup.item_open` is the white space before each tool call, or "". Before the first tool
-    # call, this white space is added to the text before the list of tool calls.
+    # The markup of a single call, `item_open` and `item_close`, is white space or "". A section has
+    # no such markup, so the white space before the first call is added to `open`. The white space
+    # after the last call is dropped.
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
@@ -138,7 +140,9 @@ def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) ->
         return CallFormat("Python calls", calls, ListMarkup(open=around.open, close=around.close))
     # The text `<calls>f(a="x")` has no closing marker. A list of tool calls can be declared only
     # with a closing marker, so `<calls>` is declared as the opening marker of a single tool call.
-    call = Call(bodies[0], open=around.open)
+    written_form = bodies[0]
+    call = Call(written_form, open=around.open)
+    # `around.close` is blank here.
     return CallFormat("Python calls", (call,), ListMarkup(close=around.close))
 
 
@@ -169,7 +173,7 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     else:
         _, _, after_call = after_value.partition("}")
         markup = ListMarkup(item_open=before_name, item_close=after_call)
-    after_name = before_key.removesuffix("{")
+    after_name = before_key.removesuffix("{")  # the text between the name and the object
     calls = calls_with_head(markup, after_name, BareKeyArguments(quote))
     return CallFormat("bare keys", calls, markup)
 
@@ -180,8 +184,8 @@ def _markup_of_two_calls(two_calls: str, last_character: str) -> ListMarkup:
     Example: for `[f(a="x"), g(b="y")]`, in which ")" is the last character of a tool call, `open`
     is "[", `separator` is ", " and `close` is "]".
     """
-    first = _cut_out_call(two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
-    second = _cut_out_call(first.after, SECOND_TOOL, SECOND_VALUE, last_character)
+    first = _text_around_call(two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
+    second = _text_around_call(first.after, SECOND_TOOL, SECOND_VALUE, last_character)
     return list_markup(first.before, between=second.before, after=second.after)
 
 
@@ -192,12 +196,12 @@ class _TextAroundCall(NamedTuple):
     after: str
 
 
-def _cut_out_call(text: str, name: str, value: str, last_character: str) -> _TextAroundCall:
+def _text_around_call(text: str, name: str, value: str, last_character: str) -> _TextAroundCall:
     """Return the texts before and after the tool call that contains `name` and then `value`.
 
     The tool call starts with the name, and ends with the first `last_character` after the value.
 
-    >>> _cut_out_call('[f(a="x"), g()]', "f", "x", ")")
+    >>> _text_around_call('[f(a="x"), g()]', "f", "x", ")")
     _TextAroundCall(before='[', after=', g()]')
     """
     before, _, after_name = text.partition(name)

@@ -23,9 +23,9 @@ from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
 # The XML tags of two arguments. The name of a tag is the key of the argument, such as `city` in
 # `<city>Paris</city>`.
-_FIRST_OPEN = f"<{FIRST_KEY}>"
-_FIRST_CLOSE = f"</{FIRST_KEY}>"
-_SECOND_CLOSE = f"</{SECOND_KEY}>"
+_FIRST_OPENING_TAG = f"<{FIRST_KEY}>"
+_FIRST_CLOSING_TAG = f"</{FIRST_KEY}>"
+_SECOND_CLOSING_TAG = f"</{SECOND_KEY}>"
 
 
 class _NestedCall(NamedTuple):
@@ -76,16 +76,22 @@ def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
     arguments are not XML elements.
     """
     # In the example, the words are `f`, `<a>`, `1`, `</a>` and `</b>`.
-    words = (FIRST_TOOL, _FIRST_OPEN, FIRST_VALUE, _FIRST_CLOSE, _SECOND_CLOSE)
+    words = (
+        FIRST_TOOL, _FIRST_OPENING_TAG, FIRST_VALUE, _FIRST_CLOSING_TAG, _SECOND_CLOSING_TAG,
+    )  # fmt: skip
     pieces = split_at_words(two_arguments, *words)
     if pieces is None:
         return None
-    # In the example, the pieces are `<c>`, ` ~`, ``, `~`, `~<b>2~` and `</c>`.
-    before_name, before_first_tag, _, before_first_closing_tag, _, after = pieces
-    tag_marker = before_first_closing_tag.strip()
+    before_name = pieces[0]  # `<c>` in the example
+    before_opening_tag = pieces[1]  # ` ~`
+    before_closing_tag = pieces[3]  # `~`
+    after = pieces[5]  # `</c>`
+    # Only the marker is between the value and the closing tag. Other text may precede the marker
+    # before the opening tag.
+    tag_marker = before_closing_tag.strip()
     return _NestedCall(
         before_name,
-        after_name=before_first_tag.removesuffix(tag_marker),
+        after_name=before_opening_tag.removesuffix(tag_marker),
         tag_marker=tag_marker,
         after=after,
     )
@@ -94,9 +100,10 @@ def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
 def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
     """Return the texts around tool calls whose arguments are XML elements, such as `<a>1</a>`.
 
-    Example: for the two tool calls `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`,
-    `item_close` is `</c>` and `separator` is `;`. Return None unless an element follows the name in
-    each of the two tool calls.
+    Example: for the two tool calls `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, the text between the calls,
+    `</c>;<c>`, is divided into `item_close` (`</c>`), `separator` (`;`) and `item_open` (`<c>`),
+    because the second call ends with `</c>` and the first call starts with `<c>`. Return None
+    unless an element follows the name in each of the two tool calls.
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -105,7 +112,8 @@ def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
     """
     if not texts.two_calls:
         return ListMarkup(item_open=call.before_name, item_close=call.after)
-    pieces = split_at_words(texts.two_calls, FIRST_TOOL, _FIRST_CLOSE, SECOND_TOOL, _SECOND_CLOSE)
+    words = (FIRST_TOOL, _FIRST_CLOSING_TAG, SECOND_TOOL, _SECOND_CLOSING_TAG)
+    pieces = split_at_words(texts.two_calls, *words)
     if pieces is None:
         return None
     before_first_call, _, between_calls, _, after_second_call = pieces
@@ -113,18 +121,19 @@ def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """Move `marker` from the end of each tool call to the start of the text after the tool call.
+    """Move each `marker` at the end of a text in `calls` to the start of the next text.
 
-    Some templates write a marker, such as `~`, before every tag. In the tool calls
-    `~<f>..~</f>~<f>..~</f>~</all>`, each tool call is between `~<f>` and `~</f>`. The comparison of
-    the two tool calls has assigned the `~` between the calls to the end of the first call:
+    Some templates write a marker, such as `~`, before every tag, so each text must start with the
+    marker. In `~<f>..~</f>~<f>..~</f>~</all>`, each tool call is between `~<f>` and `~</f>`. But
+    the comparison of the two tool calls has assigned the marker after each `~</f>` to `item_close`,
+    and the first marker to `open`:
 
     >>> markup = ListMarkup(open="~", item_open="<f>", item_close="~</f>~", close="</all>")
     >>> _move_marker_to_next_tag(markup, "~")
     ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~</all>')
     """
     if not marker or not calls.item_close.endswith(marker):
-        return calls  # The markup is already correct.
+        return calls  # Each text already starts with its own marker.
     return replace(
         calls,
         open=calls.open.removesuffix(marker),

@@ -36,6 +36,10 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
         {"function": "zqFirstTool", "args": {"zqKeyOne": ..}}    Keys("function", "args", ..)
         {"zqFirstTool": {"zqKeyOne": ..}}                        NameIsKey(), the name is a key
+
+    A dot separates the keys of inner objects: "function.name" is the key of the name in
+    {"function": {"name": ..}}. The attribute `extra` of the result contains the other keys, which
+    the parser ignores, and `order` is the order in which a model must write the keys.
     """
     name_path = find_path(call, lambda value: value == FIRST_TOOL)
     if name_path is None:
@@ -73,7 +77,9 @@ def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
 def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
     """Return the order in which the name, the arguments and the id occur in a tool call's JSON.
 
-    If the output of a model is constrained, the model must write these members in this order.
+    If the output of a model is constrained, the model must write these members in this order. The
+    result contains "id" only if the id precedes the arguments, because a constraint cannot require
+    a later id.
 
     >>> paths = _MemberPaths(name=("function",), arguments=("args",), id=("call_id",))
     >>> _order_of_members({"call_id": "1", "function": "f", "args": {}}, paths)
@@ -87,12 +93,10 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
     if paths.id is not None:
-        # If the id is in an inner object together with the name or the arguments, `member_by_key`
-        # already contains the key of this object. `setdefault` does not change this entry.
+        # `setdefault` adds no entry if one inner object contains the id and the name or the
+        # arguments: {"function": {"id": .., "name": ..}, "args": ..}. The order then has no id.
         member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
-    # A constraint on the model's output can require an id only before the arguments. Therefore, an
-    # id at the end is omitted from the order.
     return order[:-1] if order[-1] == "id" else order
 
 

@@ -223,7 +223,7 @@ class _Reader:
         """Return an error whose message contains the expression and the given reason."""
         return FormatError(f"the regular expression {self.regex!r} cannot be used: {reason}")
 
-    def next_token(self) -> str:
+    def peek_token(self) -> str:
         """Return the next token, but do not remove it. Return "" at the end of the expression."""
         return self.unread[0] if self.unread else ""
 
@@ -247,7 +247,7 @@ class _Reader:
         [('a',), ('b', 'c')]
         """
         result = self.read_sequence()
-        while self.next_token() == "|":
+        while self.peek_token() == "|":
             self.take_token()
             result += self.read_sequence()
         return result
@@ -262,10 +262,11 @@ class _Reader:
         [('a', 'c'), ('b', 'c')]
         """
         combinations: list[Pieces] = [()]
-        while self.next_token() not in ("|", ")", ""):  # "" is the end of the expression.
+        while self.peek_token() not in ("|", ")", ""):  # "" is the end of the expression.
             element = self.read_element()  # The alternatives of the next element.
-            if _QUANTIFIER.fullmatch(self.next_token()):
+            if _QUANTIFIER.fullmatch(self.peek_token()):
                 element = self.apply_quantifier(element, quantifier=self.take_token())
+            # `start` and `end` are tuples of pieces. Their sum is the concatenation.
             combinations = [start + end for start, end in product(combinations, element)]
             if len(combinations) > _MAX_ALTERNATIVES:
                 raise self.error(
@@ -319,12 +320,14 @@ class _Reader:
         if named is not None:
             self.skip_group()
             return [(VariableText(named.group(1)),)]
-        if opening == "(?":  # the start of any other group
+        # The tokens `(?:` and `(?P<name>` are complete. The token `(?` starts any other group, such
+        # as `(?=`.
+        if opening == "(?":
             raise self.error(
                 "a group that looks ahead or behind, or that sets flags, is not supported"
             )
-        inner_alternatives = self.read_alternatives()
-        self.take_token()  # `read_alternatives` stops at the `)`.
+        inner_alternatives = self.read_alternatives()  # This stops before the `)`.
+        self.take_token()  # the `)`, or an error if the group is not closed
         return inner_alternatives
 
     def skip_group(self) -> None:
@@ -346,6 +349,9 @@ class _Reader:
     def piece_of_escape(self, escape: str) -> Piece:
         r"""Convert an escape, such as `\s`, into a literal text, white space or variable text.
 
+        The escape `\b` matches the boundary of a word, which has no characters, so the result is
+        the empty text. `\w` can match several characters, so the result is variable text.
+
         >>> [_Reader("").piece_of_escape(escape) for escape in (r"\s", r"\w", r"\b", r"\n", r"\.")]
         [OptionalWhitespace(), VariableText(name=''), '', '\n', '.']
 
@@ -357,7 +363,7 @@ class _Reader:
         character = escape.removeprefix("\\")
         if character.isalnum():
             raise self.error(f"the escape {escape} is not supported")
-        return character
+        return character  # The backslash only removes the special meaning, as in `\.`.
 
     def apply_quantifier(self, element: list[Pieces], quantifier: str) -> list[Pieces]:
         r"""Apply a quantifier, such as `?`, to the preceding part of the regular expression.
@@ -377,10 +383,11 @@ class _Reader:
             FormatError: The quantifier repeats a literal, as in `a+`, because a format cannot
                 declare a marker of unlimited length.
         """
+        # One literal in any alternative of the element, as in `(a|\s)*`, is enough.
         contains_literal = any(isinstance(piece, str) for piece in chain.from_iterable(element))
         if not contains_literal:
-            # Optional white space and variable text already match texts of any length, so the
-            # quantifier changes nothing.
+            # Optional white space and variable text stand for texts of any length, even for the
+            # empty text, so the quantifier changes nothing.
             return element
         is_optional = quantifier.startswith("?")
         if is_optional:

@@ -66,6 +66,7 @@ def tool_section(field: Mapping[str, Any]) -> ToolSection:
     Raises:
         FormatError: The declaration is incomplete, or a format cannot express the declaration.
     """
+    # A `Call` has only one closing marker, so other spellings of this marker are not declared.
     closes = marker_spellings(field, "close")
     close = closes[0] if closes else ""
     return ToolSection(tuple(_declare_call(field, start, close) for start in _call_starts(field)))
@@ -101,11 +102,14 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 def _split_call_start(pieces: Pieces) -> _CallStart:
     r"""Split the start of a tool call, such as `<call><f={name}>`, into a marker and a header.
 
-    The marker is `<call>` in the first example, and is missing in the second example. The header is
-    missing in the third example. In a header, optional white space becomes a line break.
+    The first literal is the marker. In a header, optional white space becomes a line break:
 
     >>> _split_call_start(("<call>", OptionalWhitespace(), "<f=", VariableText("name"), ">"))
     _CallStart(marker='<call>', head='\n<f={name}>')
+
+    If the function's name follows the first literal directly, the literal belongs to the header,
+    and there is no marker. If there is no name, there is no header:
+
     >>> _split_call_start(("<f=", VariableText("name"), ">"))
     _CallStart(marker='', head='<f={name}>')
     >>> _split_call_start(("<call>", OptionalWhitespace()))
@@ -129,8 +133,8 @@ def _split_call_start(pieces: Pieces) -> _CallStart:
     if not has_variable_text:
         return _CallStart(text_of_literals(visible_pieces), head="")
     after_literal = visible_pieces[1:]
-    touches_variable_text = isinstance(after_literal[0], VariableText)
-    if touches_variable_text:
+    is_start_of_header = isinstance(after_literal[0], VariableText)  # `<f=` before the name
+    if is_start_of_header:
         return _CallStart(marker="", head=_pattern(visible_pieces))
     return _CallStart(first_literal, _pattern(after_literal))
 
@@ -177,6 +181,7 @@ def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Ca
         start: The declaration of the opening marker and the header.
         close: The closing marker, or "" if there is none.
     """
+    # The header shows whether the body must contain the function's name.
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if is_name_in_body:
@@ -202,6 +207,8 @@ def _declare_body(field: Mapping[str, Any], head: str) -> Body:
     Raises:
         FormatError: The declared form is unknown, or its options are invalid.
     """
+    # In a response template, a field without `content` is text. A tool call cannot be text, so the
+    # value "text" is rejected below.
     content = field.get("content", "text")
     options = field.get("content_args") or {}
     if not isinstance(options, Mapping):
@@ -212,6 +219,8 @@ def _declare_body(field: Mapping[str, Any], head: str) -> Body:
         raise FormatError(
             f"the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is {content!r}"
         )
+    # A format can declare unquoted keys only together with the marker around strings. With only one
+    # of the two options, the body is declared as usual JSON.
     if options.get("unquoted_keys") and options.get("string_delims"):
         return _unquoted_key_arguments(options["string_delims"])
     if "{name}" in head:
@@ -225,9 +234,11 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     The body is a JSON object with one tool call, or a JSON array with all tool calls of a message.
     Three members of `field`, the declaration of the field `tool_calls`, show which of them it is:
 
-        `transform_each`             The body is an array.
-        `repeats` or `transform`     Otherwise, the body is an object.
-        none of these members        The body is an array.
+        `transform_each`             The body is an array, whose members are converted one by one.
+        `repeats` or `transform`     Otherwise, the body is an object, because the field occurs once
+                                     for each tool call, or is converted as a whole.
+        none of these members        The body is an array: the list of tool calls, which is not
+                                     converted.
 
     >>> isinstance(_json_with_name({"repeats": True}), JsonObject)
     True

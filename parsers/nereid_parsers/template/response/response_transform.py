@@ -32,6 +32,11 @@ def keys_of_transform(transform: object) -> Keys:
     >>> keys.name, keys.arguments
     ('f', 'args')
 
+    If one placeholder refers to the whole function, the usual keys follow the path:
+
+    >>> keys_of_transform("{content.call}").name
+    'call.name'
+
     Args:
         transform: A rule, or a list of one rule. A rule is an object of placeholders, or one
             placeholder, such as "{content.tool}". None if there is no transform.
@@ -39,11 +44,12 @@ def keys_of_transform(transform: object) -> Keys:
     Raises:
         FormatError: The transform is malformed, or does not contain the keys.
     """
-    is_list_of_one = isinstance(transform, list) and len(transform) == 1
-    rule: Any = transform[0] if is_list_of_one else transform  # type: ignore[index]
+    rule: Any = transform
+    if isinstance(transform, list) and len(transform) == 1:
+        rule = transform[0]
     if rule is None:  # The model writes the JSON in the form that transformers returns.
         return Keys(name="function.name", arguments="function.arguments", id="id")
-    function = _function_of_rule(rule)
+    function = _function_of_rule(rule)  # This raises FormatError for any other list.
     if isinstance(function, str):
         return _default_keys_in(_path(function))
     return _keys_of_rule(rule, function)
@@ -52,9 +58,10 @@ def keys_of_transform(transform: object) -> Keys:
 def _function_of_rule(rule: object) -> str | Mapping[str, Any]:
     """Return the member `function` of a rule. If this member is missing, return the whole rule.
 
-    A rule describes how transformers builds a tool call from the JSON that a model writes. The
-    result describes the called function. It is one placeholder, or an object with placeholders for
-    the name and the arguments:
+    A rule describes how transformers builds a tool call from the JSON that a model writes. A rule
+    is an object, or a single placeholder (a string), which has no members. The result describes the
+    called function. It is one placeholder, or an object with placeholders for the name and the
+    arguments:
 
     >>> _function_of_rule({"function": "{content}"}), _function_of_rule({"name": "{content.f}"})
     ('{content}', {'name': '{content.f}'})
@@ -84,8 +91,8 @@ def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
 
     Args:
         rule: The whole rule, which may contain a placeholder for the id.
-        function: The object in the rule that contains the placeholders for the name and the
-            arguments.
+        function: The object with the placeholders for the name and the arguments. It is the member
+            `function` of the rule, or the rule itself if there is no such member.
 
     Raises:
         FormatError: A placeholder is missing or malformed.

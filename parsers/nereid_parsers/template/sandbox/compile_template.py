@@ -66,9 +66,11 @@ class CompiledTemplate:
             raise LimitError(
                 f"the template has {len(source)} characters, but the limit is {MAX_SOURCE}"
             )
+        # Only a template that calls these methods may change lists. `_new_environment` reads this.
         self.changes_lists = ".append(" in source or ".pop(" in source
         self._now = now
         env = self._new_environment(budget)
+        # While the template is compiled, its variables and constants are recorded.
         self._code, recorded = _compile(env, source)
         self.names = frozenset(recorded.names)  # The variables that the template reads.
         self.literals = tuple(recorded.literals)  # The string constants and the literal texts.
@@ -76,14 +78,14 @@ class CompiledTemplate:
         self.compared = {
             name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
         }
-        self._literal_size = recorded.literal_size
-        self._load(env)
+        self._literal_size = recorded.literal_size  # the number of characters outside the tags
+        self._load_code_into(env)
 
     def _new_environment(self, budget: Budget) -> LimitedEnvironment:
         """Return a Jinja environment for this template, with the given budget."""
         return LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=self._now)
 
-    def _load(self, env: LimitedEnvironment) -> None:
+    def _load_code_into(self, env: LimitedEnvironment) -> None:
         """Load the compiled code into the Jinja environment `env`, and use `env` for renderings.
 
         Mutates: `_environment`, `_template` and `env.literal_size`.
@@ -98,7 +100,7 @@ class CompiledTemplate:
         The copy has its own budget and environment, but shares the compiled code with the original.
         """
         other = copy.copy(self)
-        other._load(self._new_environment(Budget()))
+        other._load_code_into(self._new_environment(Budget()))
         return other
 
     def render(self, variables: Mapping[str, Any], budget: Budget | None = None) -> str:
@@ -117,14 +119,13 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
-            # This step counts the literal text of the template once. Loops and macros may write
-            # literal text several times, so each loop item and each macro call is counted
-            # separately.
+            # The rendering writes the literal text of the template at least once. Each loop item
+            # and each macro call may write this text again, and counts it in a step of its own.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.
             raise
-        except (RecursionError, MemoryError) as error:
+        except (RecursionError, MemoryError) as error:  # Deep recursion may also use up the memory.
             raise LimitError(
                 "the macros or loops of the template call themselves too deeply"
             ) from error

@@ -6,7 +6,7 @@ rendering is checked against a `Budget`, which limits the time and the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import partial, wraps
 from typing import Any
@@ -70,6 +70,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             optimized=False,  # The optimizer would run parts of a template without any limit.
             finalize=self._finalize,  # jinja2 calls this method for each value that is written.
+            # `Generation` parses the block `{% generation %}`, and limits the time of parsing.
             extensions=[Generation, ext.loopcontrols],
             cache_size=0,
         )
@@ -77,40 +78,48 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.literal_size = 0  # `CompiledTemplate` sets this size after compiling the template.
         self._is_immutable = is_immutable
         self._now = now
-        self.filters = {**self._allowed_filters(), **self._counting_filters()}
+        # The constructor of the base class has set `filters` to the filters of jinja2.
+        self.filters = {**self._allowed_filters(self.filters), **self._inserted_filters()}
         self.globals.pop("lipsum", None)  # This function returns random text.
         self.globals.update(
-            namespace=SafeNamespace,
+            namespace=SafeNamespace,  # rejects names that start with an underscore
             raise_exception=raise_exception,
             strftime_now=self._strftime_now,
         )
 
-    def _allowed_filters(self) -> dict[str, Callable[..., Any]]:
+    def _allowed_filters(
+        self, jinja_filters: Mapping[str, Callable[..., Any]]
+    ) -> dict[str, Callable[..., Any]]:
         """Return the filters that a template may use, as a dict that maps names to functions.
 
         A filter is a function that a template calls as in `items | join(", ")`. The returned
-        functions count each call as one step, and reject large results.
+        functions count each call as one step, and reject large results. Filters that are slow or
+        random are removed. The filter `tojson` is replaced, because that of jinja2 escapes HTML.
         """
-        # `tojson` calls its argument `default` for a value that it cannot write, such as an
-        # iterator. Here, `default` is `_with_length`, which converts an iterator to a list.
-        functions = {**self.filters, "tojson": partial(tojson, default=self._with_length)}
+        # `tojson` calls its argument `default` for a value that is not JSON, such as an iterator.
+        functions = {**jinja_filters, "tojson": partial(tojson, default=self._iterator_to_list)}
         return {
             name: self._limit_filter(name, function)
             for name, function in functions.items()
             if name not in _REMOVED_FILTERS
         }
 
-    def _counting_filters(self) -> dict[str, Callable[..., Any]]:
-        """Return the filters that `AddCounting` adds to templates. The keys are the filter names.
+    def _inserted_filters(self) -> dict[str, Callable[..., Any]]:
+        """Return the filters that the sandbox itself inserts into the syntax tree of a template.
 
-        The filters count the operations of a rendering, for example the items of a loop. The names
-        start with an underscore, so they do not collide with the filters that templates use.
+        The filters count and check the operations of a rendering. Examples:
+
+            `for m in messages`    becomes    `for m in messages | _count_items`
+            `a ~ b`                becomes    `[a, b] | _concatenate`
+            `[a, b]`               becomes    `[a, b] | _check_size`
+
+        The names start with an underscore, so they do not collide with the filters of jinja2.
         """
         return {
             "_count_items": self._count_items,
-            "_count_step": self._count_step,
+            "_count_step": self._count_step,  # at the start of a recursive loop's body
             "_concatenate": self._concatenate,
-            # The lambda reads `self.budget` at each call, because `render` may replace the budget.
+            # `self.budget.check` would be bound to the present budget, which `render` may replace.
             "_check_size": lambda value: self.budget.check(value),
         }
 
@@ -163,11 +172,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             # The method `join` may combine the items of an iterator. `check_method` needs the
             # number of these items, but an iterator has no length. Therefore, iterators are
             # converted to lists.
-            args = tuple(__self._with_length(argument) for argument in args)
+            args = tuple(__self._iterator_to_list(argument) for argument in args)
+            # The order of keyword arguments does not matter for the checks.
             check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
-            budget.check(owner)  # A method such as `append` makes the list larger.
+            # A method such as `append` makes the list larger. Methods do not change a tuple, and a
+            # template cannot make a set.
+            budget.check(owner)
         return budget.check(result)
 
     def _limit_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,13 +201,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             jinja_args, template_args = args[:num_jinja_args], args[num_jinja_args:]
             value, *options = template_args  # The value is the expression before the `|`.
             if name in _SUMMING_FILTERS:  # The check needs the number and the size of the items.
-                value = self._with_length(value)
+                value = self._iterator_to_list(value)
             check_filter(self.budget, FilterCall(name, value, tuple(options), kwargs))
             return self.budget.check(function(*jinja_args, value, *options, **kwargs))
 
         return limited
 
-    def _with_length(self, value: Any) -> Any:  # noqa: ANN401
+    def _iterator_to_list(self, value: Any) -> Any:  # noqa: ANN401
         """Return the items of an iterator as a list, and any other value unchanged.
 
         An iterator, such as the result of the filter `map`, has no length that a check could read.

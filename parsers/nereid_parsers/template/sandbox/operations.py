@@ -22,7 +22,8 @@ _CHARACTERS_PER_BIT_OF_POWER = 200
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
 # Matches a field of a format string whose width is given by an argument, as in `{:{}}`.
 _NESTED_FIELD = re.compile(r"\{[^{}:]*:[^{}]*\{")
-# Matches the start of a field with a name or an index, such as `{name` or `%(name`.
+# Matches the start of a field with a name or an index, such as `{name`, `{0` or `%(name`. A field
+# without a name, such as `{}` or `%s`, writes each value only once.
 _NAMED_FIELD = re.compile(r"(?:\{|%\()[^{}().\[:!]+")
 # Matches the start of a field, up to its width and precision: `%5.2` in `%5.2f`, `{:>5` in `{:>5}`.
 _FIELD_WITH_WIDTH = re.compile(r"%(?:\([^()]*\))?[-+ #.\d]*|\{[^{}:]*:[^{}]*")
@@ -70,11 +71,12 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
     check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
     match name:
         case "format" | "format_map":
+            # The argument of `format_map` is a dict, whose size includes its values.
             check_format(budget, owner, values=args)
         case "replace" if len(args) > 1:
-            _check_replace(budget, owner, args[0], args[1])
+            _check_replace(budget, owner, old=args[0], new=args[1])
         case "join" if args:
-            _check_join(budget, args[0], owner)
+            _check_join(budget, items=args[0], separator=owner)
         case "expandtabs" if args:
             budget.check_size(len(owner) * max(int(args[0]), 1))
         case "translate" if args:  # The table may replace each character with a long text.
@@ -102,7 +104,8 @@ class FilterCall(NamedTuple):
     def option(self, index: int, name: str) -> Any:  # noqa: ANN401
         """Return the value of a filter's option. Return "" if the template passes no value.
 
-        A template passes an option by position or by name, as in `text | replace("a", new="b")`:
+        The checks need the size of an option, and "" has no size. A template passes an option by
+        position or by name, as in `text | replace("a", new="b")`:
 
         >>> call = FilterCall("replace", "abc", ("a",), {"new": "b"})
         >>> call.option(0, "old"), call.option(1, "new")
@@ -127,18 +130,18 @@ def check_filter(budget: Budget, call: FilterCall) -> None:
         case "replace":
             old, new = call.option(0, "old"), call.option(1, "new")
             _check_replace(budget, str(call.value), old, new)
-        case "join":
+        case "join":  # jinja2 calls the separator `d`.
             _check_join(budget, call.value, separator=call.option(0, "d"))
         case "format":
             check_format(budget, call.value, values=options)
-        case "tojson":
-            _check_tojson(budget, options)
+        case "tojson":  # Only long options can make the JSON text much longer than the value.
+            _check_tojson_options(budget, options)
         case "indent" if isinstance(call.value, str):
             width = call.option(0, "width") or _DEFAULT_INDENT
             _check_indent(budget, call.value, width)
 
 
-def _check_tojson(budget: Budget, options: list[Any]) -> None:
+def _check_tojson_options(budget: Budget, options: list[Any]) -> None:
     """Raise LimitError if the options of the filter `tojson` are too long.
 
     The filter writes options such as `indent` and `separators` once for each line of the JSON text,
@@ -217,8 +220,10 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
 
     Example: `"{:>9}{name}".format(1, name="Ann")` has the format string "{:>9}{name}" and the
     values 1 and "Ann". The length of the formatted text is at most the sum of three sizes: the
-    format string, the widths of its fields, and the values. A value may be written several times,
-    as in "{name}{name}". A field whose width is given by an argument, as in `{:>{}}`, is rejected.
+    format string, the widths of its fields, and the values. The values are counted as often as the
+    most frequent field, such as `{name}` in "{name}{name}" or `{0}` in "{0}{0}". A field whose
+    width is given by an argument, as in `{:>{}}`, is rejected. The check covers format strings with
+    `%` and format strings with `{`.
 
     Args:
         budget: The limits.
@@ -239,7 +244,8 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
         raise LimitError(
             "a format string of the template gets its width from an argument, which is not allowed"
         )
-    max_repetitions = max(Counter(_NAMED_FIELD.findall(text)).values(), default=1)
+    num_fields_by_name = Counter(_NAMED_FIELD.findall(text))
+    max_repetitions = max(num_fields_by_name.values(), default=1)
     size_of_values = sum(size_of(value, budget.limits.value_size) for value in values)
     budget.check_size(len(text) + _total_width(text) + max_repetitions * size_of_values)
 

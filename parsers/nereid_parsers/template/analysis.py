@@ -89,9 +89,9 @@ from nereid_parsers.template.sandbox.limits import Budget
 from nereid_parsers.template.tools import (
     NO_CALLS,
     ToolFindings,
+    find_tools,
     render_one_call,
     render_two_calls,
-    find_tools,
 )
 
 # If quarantine.py declares the format of the tool calls, the report shows this word. Otherwise, the

@@ -53,10 +53,9 @@ def find_model_turn(prober: Prober) -> ModelTurn:
     r"""Find the texts around the model's answers, above all the header of an assistant message.
 
     The header is the text that opens every assistant message. Later comparisons need the header to
-    find the model's answer in a rendered conversation.
-    Example: the generation prompt, which opens the answer at the end of a prompt, is
-    "<|im_start|>assistant\n<think>\n". Rendered messages without reasoning contain only the part
-    "<|im_start|>assistant\n", so this part is the header.
+    find the model's answer in a rendered conversation. Example: the generation prompt, which opens
+    the answer at the end of a prompt, is "<|im_start|>assistant\n<think>\n". Rendered messages
+    without reasoning contain only the part "<|im_start|>assistant\n", so this part is the header.
 
     Args:
         prober: Renders conversations with the template.

@@ -39,12 +39,11 @@ def guess_tool_section(renderer: CallRenderer) -> ToolSection | None:
     prober = renderer.turn.prober
     if not _offers_tools(prober):
         return None
+    section = None
+    # If the rendering contains the function's name, the template does render tool calls, but the
+    # analysis cannot infer their form. A form from the registry would contradict the template.
     is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
-    if is_name_rendered:
-        # The template does render tool calls, but the analysis cannot infer their form. A form from
-        # the registry would contradict the template.
-        section = None
-    else:
+    if not is_name_rendered:
         section = recognise_tool_section(_possible_call_markers(prober))
     prober.record_undecided(_describe_unrendered_calls(section))
     return section

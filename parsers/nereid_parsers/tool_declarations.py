@@ -60,9 +60,9 @@ class Keys:
                 )
 
     def _check_order(self) -> None:
-        """Raise FormatError if `order` does not contain "name" and "arguments", or other names.
+        """Raise FormatError unless `order` consists of "name", "arguments" and optionally "id".
 
-        The name "id" is optional. If the attribute `id` is None, `order` must not contain "id".
+        If the attribute `id` is None, `order` must not contain "id".
         """
         members_without_id = set(self.order) - {"id"}
         if members_without_id != {"name", "arguments"}:

@@ -68,7 +68,8 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     if json_of_call is None:
         return None
     if isinstance(json_of_call.value, list):  # `[{"name": "f", ..}]`
-        # The message has one tool call, so the first member of the array is assumed to be this call.
+        # The message has one tool call, so the first member of the array is assumed to be this
+        # call.
         return _read_arrays(texts, infer_keys(json_of_call.value[0]), json_of_call)
     keys = infer_keys(json_of_call.value)
     if texts.two_calls:

@@ -142,8 +142,7 @@ def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) ->
     # with a closing marker, so `<calls>` is declared as the opening marker of a single tool call.
     written_form = bodies[0]
     call = Call(written_form, open=around.open)
-    # `around.close` is blank here.
-    return CallFormat("Python calls", (call,), ListMarkup(close=around.close))
+    return CallFormat("Python calls", (call,), ListMarkup())
 
 
 def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:

@@ -97,7 +97,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         random are removed. The filter `tojson` is replaced, because that of jinja2 escapes HTML.
         """
         # `tojson` calls its argument `default` for a value that is not JSON, such as an iterator.
-        functions = {**jinja_filters, "tojson": partial(tojson, default=self._iterator_to_list)}
+        own_tojson = partial(tojson, default=self._iterator_to_list)
+        functions: dict[str, Callable[..., Any]] = {**jinja_filters, "tojson": own_tojson}
         return {
             name: self._limit_filter(name, function)
             for name, function in functions.items()

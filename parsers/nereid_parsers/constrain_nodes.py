@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nereid_parsers.enforceable_pattern import check_pattern
+
 # A grammar node is a dict that describes a set of texts for xgrammar. Example: `{"type":
 # "const_string", "value": "<a>"}` matches only the text `<a>`.
 Node = dict[str, Any]
@@ -58,7 +60,7 @@ def json_schema(schema: object, excludes: str = "") -> Node:
     """
     node: Node = {
         "type": "json_schema",
-        "json_schema": _without_descriptions(schema),
+        "json_schema": _grammar_schema(schema),
         "max_whitespace_cnt": 1,
     }
     if excludes:
@@ -66,24 +68,33 @@ def json_schema(schema: object, excludes: str = "") -> Node:
     return node
 
 
-def _without_descriptions(schema: object) -> object:
-    """Return a copy of a schema without descriptions, because a grammar does not need them.
+def _grammar_schema(schema: object) -> object:
+    """Return a copy of a schema without the keywords that a grammar does not need or not tolerate.
+
+    A grammar does not need descriptions. A pattern is removed if xgrammar would let the model write
+    a text that is not JSON; see `PatternError.needs_json_escape`.
 
     Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. In the
     keyword `properties`, the key `description` is the name of a property, and its value is a
     schema. Such a key is not removed.
     """
     if isinstance(schema, list):
-        return [_without_descriptions(item) for item in schema]
+        return [_grammar_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, object] = {}
     for key, value in schema.items():
         is_description = key in _DESCRIPTIONS and isinstance(value, str)
-        if is_description:
+        if is_description or (key == "pattern" and _breaks_json(value)):
             continue
-        kept[key] = value if key in _DATA_KEYWORDS else _without_descriptions(value)
+        kept[key] = value if key in _DATA_KEYWORDS else _grammar_schema(value)
     return kept
+
+
+def _breaks_json(pattern: object) -> bool:
+    """Return whether a pattern would let the model write a string that is not JSON."""
+    error = check_pattern(pattern) if isinstance(pattern, str) else None
+    return error is not None and error.needs_json_escape
 
 
 def sequence(*parts: Node) -> Node:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nereid_parsers.enforceable_multiple import is_enforced_multiple
+from nereid_parsers.enforceable_pattern import check_pattern
 from nereid_parsers.stream.values.argument_types import json_type_of
 
 _IGNORED_KEYWORDS = (
@@ -24,9 +25,10 @@ _MAX_DEPTH = 64
 def unenforced(schema: object) -> list[str]:
     """Return a description of each keyword in `schema` that xgrammar does not enforce.
 
-    Measurements with xgrammar 0.2.8 show four cases. xgrammar ignores `not`, `uniqueItems` and
+    Measurements with xgrammar 0.2.8 show five cases. xgrammar ignores `not`, `uniqueItems` and
     conditional keywords. xgrammar enforces `multipleOf` only for integers without bounds. An
-    `allOf` of several schemas accepts any value. xgrammar treats `oneOf` as `anyOf`.
+    `allOf` of several schemas accepts any value. xgrammar treats `oneOf` as `anyOf`. The module
+    enforceable_pattern describes which regular expressions are not enforced.
 
     Example: `unenforced({"items": {"multipleOf": 2}})` returns `["multipleOf at $.items"]`.
     """
@@ -98,6 +100,9 @@ def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[
     one_of = schema.get("oneOf")
     if isinstance(one_of, list) and not _are_disjoint(one_of):
         yield f"oneOf whose parts may overlap at {path}"
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and (error := check_pattern(pattern)):
+        yield f"pattern at {path}, because {error}"
 
 
 def _are_disjoint(options: list[Any]) -> bool:

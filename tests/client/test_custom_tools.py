@@ -218,13 +218,13 @@ LOOKAHEAD = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "(?
             [{"type": "custom", "custom": {"name": "f", "format": WRONG_REGEX}}],
             "tools[0].custom.format.grammar.definition",
             "tools[0].custom.format.grammar.definition must be a regular expression that can be "
-            'enforced, but the part "(b" at the position 1 has no closing parenthesis',
+            "enforced, but the part '(b' at the position 1 has no closing parenthesis",
         ),
         (
             [{"type": "custom", "custom": {"name": "f", "format": LOOKAHEAD}}],
             "tools[0].custom.format.grammar.definition",
             "tools[0].custom.format.grammar.definition must be a regular expression that can be "
-            'enforced, but the part "(?!a)b" at the position 0 is incomplete or not supported',
+            "enforced, but the part '(?!a)b' at the position 0 is incomplete or not supported",
         ),
         (
             [CUSTOM, {"type": "function", "function": {"name": "shell"}}],
@@ -252,7 +252,7 @@ async def test_a_wrong_custom_tool_of_a_chat_is_refused(post, tools, param, mess
             [FLAT | {"format": REGEX | {"definition": "a\\"}}],
             "tools[0].format.definition",
             "tools[0].format.definition must be a regular expression that can be enforced, but the "
-            'part "\\\\" at the position 1 is incomplete or not supported',
+            r"part '\\' at the position 1 is incomplete or not supported",
         ),
         (
             [FLAT | {"format": REGEX | {"syntax": "ebnf"}}],

@@ -64,11 +64,11 @@ class Keys:
 
         If the attribute `id` is None, `order` must not contain "id".
         """
-        members_without_id = set(self.order) - {"id"}
-        if members_without_id != {"name", "arguments"}:
+        members_without_id = sorted(member for member in self.order if member != "id")
+        if members_without_id != ["arguments", "name"] or self.order.count("id") > 1:
             raise FormatError(
-                "Keys.order must contain 'name' and 'arguments', and may contain 'id', but is "
-                f"{self.order!r}"
+                "Keys.order must contain 'name' and 'arguments' once, and may contain 'id' once, "
+                f"but is {self.order!r}"
             )
         if "id" in self.order and self.id is None:
             raise FormatError(

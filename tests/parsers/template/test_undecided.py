@@ -1,7 +1,7 @@
 """The sentences that state what an analysis could not infer."""
 
 import pytest
-from nereid_parsers import analyze_template
+from nereid_parsers import analyze_template, parse
 
 # A template with `PLACE` after the header of each message. It declares the tools first.
 MESSAGES = (
@@ -49,3 +49,14 @@ def test_reasoning_that_no_marker_separates_from_a_call_is_reported():
     )
     analysis = analyze_template(source)
     assert analysis.undecided[0].startswith("R5: The end of reasoning before a call")
+
+
+def test_an_array_that_does_not_begin_with_a_call_does_not_stop_the_analysis():
+    call = (
+        '["v1", {"name": "{{ c.function.name }}", '
+        '"arguments": {{ c.function.arguments | tojson }}}]'
+    )
+    analysis = analyze_template(template(call=f"<call>{call}</call>"))
+    written = '<call>["v1", {"name": "f", "arguments": {"a": 1}}]</call>'
+    message = parse(written, format=analysis.format)
+    assert [(made.name, made.arguments) for made in message.tool_calls] == [("f", '{"a": 1}')]

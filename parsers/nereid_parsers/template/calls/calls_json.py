@@ -69,8 +69,11 @@ def read_json(texts: CallTexts) -> CallFormat | None:
         return None
     if isinstance(json_of_call.value, list):  # `[{"name": "f", ..}]`
         # The message has one tool call, so the first member of the array is assumed to be this
-        # call.
-        return _read_arrays(texts, infer_keys(json_of_call.value[0]), json_of_call)
+        # call. In an array such as `["v1", {"name": ..}]`, the first member is something else.
+        first_member = json_of_call.value[0]
+        if not isinstance(first_member, dict):
+            return None
+        return _read_arrays(texts, infer_keys(first_member), json_of_call)
     keys = infer_keys(json_of_call.value)
     if texts.two_calls:
         return _compare_with_two_calls(texts, keys, json_of_call)

@@ -6,9 +6,10 @@ The engine in process, the gRPC endpoint of the ensemble and `/v1/completions` o
 requests of the same kind: random prompts, greedy sampling and a fixed number of tokens. The three
 take turns in each round, so that other work on the machine affects all of them. The ratio is the
 median of the rounds' ratios. The figures of the endpoints include the client, which runs on the
-same CPUs. The program also measures the time to the first text of each stream, and the CPU time
-per response of all processes except the engine's. That CPU time shows what it saves to merge
-several tokens into one response. A table then gives the CPU time of each process.
+same CPUs. The program also measures the time to the first token and the inter-token latency of
+each stream, and the CPU time per response of all processes except the engine's. The inter-token
+latency is the time from the first to the last response, divided by the number of later tokens. A
+second table gives the CPU time of each process.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
@@ -37,60 +39,137 @@ DEMO = Path(__file__).resolve().parents[2] / "demo" / "chat"
 ENDPOINTS = {"grpc": "Triton", "openai": "the frontend"}
 
 Prompts = Sequence[Sequence[int]]
-# The ratio, the tokens/s of the engine and of the endpoint, the tokens per response, the seconds
-# until the first response, and the CPU seconds per response.
-Figures = tuple[float, float, float, float, float, float]
 
 
-def in_process(engine: Engine, prompts: Prompts, max_tokens: int, concurrency: int) -> float:
-    """Return the tokens/s of the engine alone, with at most `concurrency` requests at a time."""
+class Stream:
+    """The times at which one request was sent and at which its responses arrived."""
+
+    def __init__(self) -> None:
+        """Begin to measure. The request is sent now."""
+        self._sent = time.perf_counter()
+        self._first = self._last = 0.0
+        self.num_responses = 0
+        self.num_tokens = 0
+
+    def record(self, num_tokens: int) -> None:
+        """Record a response that has just arrived.
+
+        Args:
+            num_tokens: the number of tokens in this and all earlier responses of the request.
+        """
+        self._last = time.perf_counter()
+        if self.num_responses == 0:
+            self._first = self._last
+        self.num_responses += 1
+        self.num_tokens = num_tokens
+
+    @property
+    def time_to_first_token(self) -> float:
+        """The seconds from the request to the first response."""
+        return self._first - self._sent
+
+    @property
+    def inter_token_latency(self) -> float:
+        """The seconds from the first to the last response, divided by the tokens after the first.
+
+        If the server merges tokens, several tokens arrive in one response.
+        """
+        return (self._last - self._first) / max(1, self.num_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The figures of one endpoint, or of the engine in process, in one round.
+
+    Attributes:
+        tokens_per_s: the tokens of all streams, divided by the seconds of the round.
+        tokens_per_response: the tokens of all streams, divided by the number of responses.
+        time_to_first_token: the median of the streams, in seconds.
+        inter_token_latency: the median of the streams, in seconds.
+    """
+
+    tokens_per_s: float
+    tokens_per_response: float
+    time_to_first_token: float
+    inter_token_latency: float
+
+    @classmethod
+    def of(cls, streams: Sequence[Stream], seconds: float) -> "Speed":
+        """Return the figures of all streams of a round that has taken this number of seconds."""
+        num_tokens = sum(stream.num_tokens for stream in streams)
+        return cls(
+            tokens_per_s=num_tokens / seconds,
+            tokens_per_response=num_tokens / sum(stream.num_responses for stream in streams),
+            time_to_first_token=statistics.median(s.time_to_first_token for s in streams),
+            inter_token_latency=statistics.median(s.inter_token_latency for s in streams),
+        )
+
+
+@dataclass(frozen=True)
+class Round:
+    """The figures of the engine in process and of one endpoint, measured one after the other.
+
+    Attributes:
+        in_process: the figures of the engine in process.
+        through: the figures of the endpoint.
+        cpu_per_response: the CPU seconds of a response in all processes except the engine's.
+    """
+
+    in_process: Speed
+    through: Speed
+    cpu_per_response: float
+
+    @property
+    def ratio(self) -> float:
+        """The tokens/s through the endpoint, divided by the tokens/s in process."""
+        return self.through.tokens_per_s / self.in_process.tokens_per_s
+
+
+def measure_engine(engine: Engine, prompts: Prompts, max_tokens: int, concurrency: int) -> Speed:
+    """Measure the engine in this process, with at most `concurrency` requests at a time."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     waiting = list(enumerate(prompts))
-    started, running, tokens = time.perf_counter(), 0, 0
-    while waiting or running:
-        while waiting and running < concurrency:
+    streams: dict[str, Stream] = {}
+    started, num_running = time.perf_counter(), 0
+    while waiting or num_running:
+        while waiting and num_running < concurrency:
             number, prompt = waiting.pop()
+            streams[str(number)] = Stream()
             engine.add_request(str(number), prompt, params)
-            running += 1
+            num_running += 1
         for update in engine.step():
-            tokens += len(update.new_token_ids)
-            running -= update.finish_reason is not None
-    return tokens / (time.perf_counter() - started)
+            stream = streams[update.request_id]
+            if update.new_token_ids:
+                stream.record(stream.num_tokens + len(update.new_token_ids))
+            num_running -= update.finish_reason is not None
+    return Speed.of(list(streams.values()), time.perf_counter() - started)
 
 
 async def _ask(
     client: grpcclient.InferenceServerClient, prompt: Sequence[int], max_tokens: int
-) -> tuple[int, int, float]:
-    """Send one streaming request to the gRPC endpoint.
-
-    Returns:
-        The number of tokens, the number of responses, and the seconds until the first response.
-    """
+) -> Stream:
+    """Send one streaming request to the gRPC endpoint."""
     ids = grpcclient.InferInput("input_ids", [len(prompt)], "INT32")
     ids.set_data_from_numpy(np.array(prompt, dtype=np.int32))
-    stream = grpcclient.InferInput("stream", [1], "BOOL")
-    stream.set_data_from_numpy(np.array([True]))
+    stream_input = grpcclient.InferInput("stream", [1], "BOOL")
+    stream_input.set_data_from_numpy(np.array([True]))
     sampling = grpcclient.InferInput("sampling_parameters", [1], "BYTES")
     fields = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
     sampling.set_data_from_numpy(np.array([json.dumps(fields).encode()], dtype=np.object_))
 
     async def requests():  # noqa: ANN202 - tritonclient does not export the type
-        yield {"model_name": "llm", "inputs": [ids, stream, sampling]}
+        yield {"model_name": "llm", "inputs": [ids, stream_input, sampling]}
 
-    started, first, responses, tokens = time.perf_counter(), 0.0, 0, 0
+    stream = Stream()
     async for result, error in client.stream_infer(requests()):
         if error is not None:
             raise error
-        responses += 1
-        first = first or time.perf_counter() - started
-        tokens = json.loads(result.as_numpy("delta")[0])["usage"]["completion_tokens"]
-    return tokens, responses, first
+        stream.record(json.loads(result.as_numpy("delta")[0])["usage"]["completion_tokens"])
+    return stream
 
 
-async def _complete(
-    port: int, model: str, prompt: Sequence[int], max_tokens: int
-) -> tuple[int, int, float]:
-    """Send one streaming request to `/v1/completions`, and return the same figures as `_ask`."""
+async def _complete(port: int, model: str, prompt: Sequence[int], max_tokens: int) -> Stream:
+    """Send one streaming request to `/v1/completions`."""
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -98,25 +177,23 @@ async def _complete(
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    started, first, responses, tokens = time.perf_counter(), 0.0, 0, 0
+    stream = Stream()
     async with posted(port, "/v1/completions", body) as answer:
         if answer.status != 200:
             raise RuntimeError(await answer.text())
         async for event in answer.events():
             if "error" in event:
                 raise RuntimeError(event["error"])
-            responses += bool(event["choices"])
-            first = first or time.perf_counter() - started
-            if event.get("usage"):
-                tokens = event["usage"]["completion_tokens"]
-    return tokens, responses, first
+            if event["choices"]:  # The last event has no choices, only the usage.
+                stream.record(event["usage"]["completion_tokens"])
+    return stream
 
 
-async def through(
+async def measure_endpoint(
     endpoint: str, served: Served, prompts: Prompts, max_tokens: int, concurrency: int
-) -> tuple[float, float, float]:
+) -> Speed:
     """Send all prompts to one endpoint.
 
     Args:
@@ -125,26 +202,20 @@ async def through(
         prompts: token ids of the prompts.
         max_tokens: tokens of each answer.
         concurrency: the number of requests at a time.
-
-    Returns:
-        Tokens/s, tokens per response, and the median seconds until the first response.
     """
     limit = asyncio.Semaphore(concurrency)
     model = httpx.get(f"{served.openai_url}/models").json()["data"][0]["id"]
     async with grpcclient.InferenceServerClient(served.grpc_url) as client:
 
-        async def one(prompt: Sequence[int]) -> tuple[int, int, float]:
+        async def one(prompt: Sequence[int]) -> Stream:
             async with limit:
                 if endpoint == "openai":
                     return await _complete(served.openai_port, model, prompt, max_tokens)
                 return await _ask(client, prompt, max_tokens)
 
         started = time.perf_counter()
-        rows = await asyncio.gather(*(one(prompt) for prompt in prompts))
-        seconds = time.perf_counter() - started
-    tokens = sum(row[0] for row in rows)
-    responses = sum(row[1] for row in rows)
-    return tokens / seconds, tokens / responses, statistics.median(row[2] for row in rows)
+        streams = await asyncio.gather(*(one(prompt) for prompt in prompts))
+        return Speed.of(streams, time.perf_counter() - started)
 
 
 def cpu_by_process(served: Served) -> dict[str, float]:
@@ -170,18 +241,35 @@ def process_table(spent: Sequence[Mapping[str, float]], responses: float, reques
     return table(["process", "CPU time of a response, µs", "of a request, µs"], rows)
 
 
-def line_of(concurrency: int, endpoint: str, rounds: Sequence[Figures]) -> str:
-    """Return one line of text with the medians of the rounds."""
-    ratio, alone, rate, merged, first, cost = (
-        statistics.median(column) for column in zip(*rounds, strict=True)
-    )
-    return (
-        f"concurrency {concurrency:3}: {alone:7.0f} tokens/s in process, "
-        f"{rate:7.0f} tokens/s through {ENDPOINTS[endpoint]}, ratio {ratio:.2f} "
-        f"(rounds: {', '.join(f'{row[0]:.2f}' for row in rounds)}); "
-        f"{merged:.1f} tokens per response; first response after {first * 1000:.0f} ms; "
-        f"{cost * 1000:.2f} ms of CPU time per response outside the engine"
-    )
+def speed_table(concurrency: int, rounds_by_endpoint: Mapping[str, Sequence[Round]]) -> str:
+    """Return a Markdown table with the medians of the rounds, for one number of streams."""
+
+    def row(name: str, speeds: Sequence[Speed], ratio: str, cpu_per_response: str) -> list[str]:
+        return [
+            name,
+            f"{statistics.median(speed.tokens_per_s for speed in speeds):,.0f}",
+            ratio,
+            f"{1000 * statistics.median(speed.time_to_first_token for speed in speeds):.0f} ms",
+            f"{1000 * statistics.median(speed.inter_token_latency for speed in speeds):.1f} ms",
+            f"{statistics.median(speed.tokens_per_response for speed in speeds):.1f}",
+            cpu_per_response,
+        ]
+
+    alone = [round_.in_process for rounds in rounds_by_endpoint.values() for round_ in rounds]
+    rows = [row("in process", alone, "", "")]
+    for endpoint, rounds in rounds_by_endpoint.items():
+        ratios = [round_.ratio for round_ in rounds]
+        all_ratios = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        cpu_ms = 1000 * statistics.median(round_.cpu_per_response for round_ in rounds)
+        speeds = [round_.through for round_ in rounds]
+        ratio = f"{statistics.median(ratios):.2f} ({all_ratios})"
+        rows.append(row(ENDPOINTS[endpoint], speeds, ratio, f"{cpu_ms:.2f} ms"))
+    header = [
+        f"{concurrency} streams" if concurrency > 1 else "1 stream",
+        *("tokens/s", "ratio (rounds)", "time to first token", "inter-token latency"),
+        *("tokens in a response", "CPU time of a response"),
+    ]
+    return table(header, rows)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -201,7 +289,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Measure each concurrency and each endpoint, and print one line for each."""
+    """Measure each concurrency and each endpoint, and print tables for each concurrency."""
     args = arguments().parse_args()
     rng = random.Random(0)
     print("The engine is loaded in this process, then the server starts.", flush=True)
@@ -214,25 +302,26 @@ def main() -> None:
         settings["NEREID_NUM_THREADS"] = str(args.num_threads)
     with Served(args.model, settings) as served:
         for concurrency in args.concurrency:
-            rounds: dict[str, list[Figures]] = {endpoint: [] for endpoint in args.endpoints}
+            num_requests = max(2 * concurrency, 4)
+            rounds: dict[str, list[Round]] = {endpoint: [] for endpoint in args.endpoints}
             spent: dict[str, list[dict[str, float]]] = {name: [] for name in args.endpoints}
             num_responses = dict.fromkeys(args.endpoints, 0.0)
             for _ in range(args.rounds):
 
-                def prompts(concurrency: int = concurrency) -> Prompts:
+                def prompts(num_requests: int = num_requests) -> Prompts:
                     # Each call creates new prompts, so that the prefix cache does not contain them.
                     return [
                         [rng.randrange(engine.info.vocab_size) for _ in range(args.prompt_tokens)]
-                        for _ in range(max(2 * concurrency, 4))
+                        for _ in range(num_requests)
                     ]
 
-                alone = in_process(engine, prompts(), args.output_tokens, concurrency)
+                alone = measure_engine(engine, prompts(), args.output_tokens, concurrency)
                 for endpoint in args.endpoints:
                     asked, before = prompts(), cpu_by_process(served)
-                    rate, merged, first = asyncio.run(
-                        through(endpoint, served, asked, args.output_tokens, concurrency)
+                    speed = asyncio.run(
+                        measure_endpoint(endpoint, served, asked, args.output_tokens, concurrency)
                     )
-                    responses = len(asked) * args.output_tokens / merged
+                    responses = num_requests * args.output_tokens / speed.tokens_per_response
                     used = {
                         role: seconds - before.get(role, 0.0)
                         for role, seconds in cpu_by_process(served).items()
@@ -240,12 +329,14 @@ def main() -> None:
                     spent[endpoint].append(used)
                     num_responses[endpoint] += responses
                     cost = (sum(used.values()) - used.get("engine", 0.0)) / responses
-                    rounds[endpoint].append((rate / alone, alone, rate, merged, first, cost))
-            for endpoint, figures in rounds.items():
+                    rounds[endpoint].append(Round(alone, speed, cost))
+            print(speed_table(concurrency, rounds), flush=True)
+            for endpoint, measured in rounds.items():
+                figures = [asdict(round_) for round_ in measured]
                 rows.append({"concurrency": concurrency, "endpoint": endpoint, "rounds": figures})
-                num_requests = args.rounds * max(2 * concurrency, 4)
-                print(line_of(concurrency, endpoint, figures))
-                print(process_table(spent[endpoint], num_responses[endpoint], num_requests))
+                print(f"\nCPU time by process, through {ENDPOINTS[endpoint]}:\n")
+                num_asked = args.rounds * num_requests
+                print(process_table(spent[endpoint], num_responses[endpoint], num_asked))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

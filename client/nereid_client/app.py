@@ -200,6 +200,11 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
     """Add the middleware. The middleware that is added last is the first to receive a request.
 
+    CountRequests and RequestIds receive a request first, because rejected requests are also counted
+    and have an id. ApiKey finds the client, whose limits AdmissionControl and BodyLimit then check.
+    BodyLimit is the last, because the bodies of rejected requests are not read, and because the
+    time limit includes the time in which a body arrives.
+
     Args:
         app: the application, whose attribute `state` contains the objects that are passed on.
         settings: the settings of the frontend.
@@ -209,6 +214,8 @@ def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) 
     app.add_middleware(
         BodyLimit,
         max_bytes=settings.max_body_bytes,
+        # Each worker process counts only its own bodies, but the gate counts the requests of all
+        # worker processes.
         max_total_bytes=settings.max_total_body_bytes // settings.frontend_workers,
         timeout_s=settings.receive_timeout_s,
         metrics=metrics,

@@ -17,7 +17,8 @@ from nereid.ray.server import ForwardedRequest, ServerUnavailableError
 
 _RESPONSES_PATH = "/v1/responses"
 _STORED_FIELDS = ("background", "previous_response_id")
-_FAILURES = (RayError, RayServeException, ServerUnavailableError)
+# The exceptions that a request receives if its server or node has failed.
+_LOST_SERVER_ERRORS = (RayError, RayServeException, ServerUnavailableError)
 
 
 class Ingress:
@@ -33,7 +34,7 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         """Forward a request to a server, and return the response of the server."""
         body = await request.body()
-        problem = _unsupported(request.url.path, body)
+        problem = _reason_not_to_forward(request.url.path, body)
         if problem is not None:
             return error_response(ApiError(501, problem), request.scope)
         target = request.url.path
@@ -42,36 +43,46 @@ class Ingress:
         headers = tuple(request.headers.items())
         # The hashes let the router choose a server that has cached the beginning of the prompt.
         forwarded = ForwardedRequest(request.method, target, headers, body, prefix_hashes(body))
-        parts = self._servers.forward.remote(forwarded)
+        # `forward` first yields the status and the headers, and then the chunks of the body.
+        response = self._servers.forward.remote(forwarded)
         try:
-            start = await anext(parts)  # the status and the headers of the response
-        except _FAILURES:
-            return error_response(_lost_error(), request.scope)
+            start = await anext(response)
+        except _LOST_SERVER_ERRORS:
+            return error_response(_lost_server_error(), request.scope)
         return StreamingResponse(
-            _body(parts, request.scope, start.headers),
+            _body(response, request.scope, start.headers),
             status_code=start.status,
             headers=start.headers,
         )
 
 
 async def _body(
-    parts: DeploymentResponseGenerator, scope: Scope, headers: dict[str, str]
+    chunks: DeploymentResponseGenerator, scope: Scope, headers: dict[str, str]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the parts of a response body. If the client disconnects, cancel the request."""
+    """Yield the body of a response. If the client disconnects, cancel the request.
+
+    If the server fails in the middle of a stream of server-sent events, yield an error event.
+
+    Args:
+        chunks: yields the bytes of the body. The caller has already read the item with the headers.
+        scope: the ASGI scope of the request. It determines the format of an error event.
+        headers: the headers of the response.
+    """
     try:
-        async for part in parts:
-            yield part
-    except _FAILURES:
+        async for chunk in chunks:
+            yield chunk
+    except _LOST_SERVER_ERRORS:
         lower_case = {name.lower(): value for name, value in headers.items()}
         is_stream = lower_case.get("content-type", "").startswith("text/event-stream")
         if not is_stream:
             raise  # the connection then ends early, so the client notices the failure
-        yield error_event(_lost_error(), scope)
+        yield error_event(_lost_server_error(), scope)
     finally:
-        parts.cancel()
+        # If the client disconnects, Starlette closes this generator.
+        chunks.cancel()
 
 
-def _lost_error() -> ApiError:
+def _lost_server_error() -> ApiError:
     """Return the error for a request whose server or node has failed."""
     return ApiError(
         503,
@@ -81,12 +92,16 @@ def _lost_error() -> ApiError:
     )
 
 
-def _unsupported(path: str, body: bytes) -> str | None:
+def _reason_not_to_forward(path: str, body: bytes) -> str | None:
     """Return the reason why a request cannot be forwarded. If it can be, return None.
 
     The servers do not share their metrics and their stored responses, so requests that need these
     are not forwarded. Of the Responses API, only a new response that needs no stored response is
     forwarded.
+
+    Args:
+        path: the path of the URL.
+        body: the body of the request.
     """
     if path == "/metrics":
         return (
@@ -95,14 +110,15 @@ def _unsupported(path: str, body: bytes) -> str | None:
         )
     if not path.startswith(_RESPONSES_PATH):
         return None
-    is_new_response = path.rstrip("/") == _RESPONSES_PATH
     field = _field_of_stored_response(body)
-    if is_new_response and field is None:
+    # A path below /v1/responses, such as /v1/responses/resp_1, belongs to a stored response.
+    is_path_of_stored_response = path.rstrip("/") != _RESPONSES_PATH
+    if field is None and not is_path_of_stored_response:
         return None
-    place = "" if field is None else f"{field}: "
+    message_prefix = "" if field is None else f"{field}: "
     return (
-        f"{place}Stored responses are not available with Ray Serve, because each server stores its "
-        "own. Send the whole conversation in each request."
+        f"{message_prefix}Stored responses are not available with Ray Serve, because each server "
+        "stores its own. Send the whole conversation in each request."
     )
 
 

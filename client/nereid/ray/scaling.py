@@ -31,21 +31,25 @@ class ScaleWithLoad:
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
         """Return the number of servers that the load requires, and an empty state for Ray.
 
+        If a gauge, such as the number of waiting sequences, is twice its target on average, twice
+        as many servers are required. If no server has reported a gauge, the number does not change.
+
         Ray rounds the number up, applies the smallest and the largest number of replicas, and waits
-        for the configured delays. If no server has reported a gauge, the number does not change.
+        for the configured delays.
         """
         num_servers = context.current_num_replicas
-        quotients = [
-            self._quotient(name, values)
-            for name, values in (context.aggregated_metrics or {}).items()
-            if name in self._targets and values
+        loads = [
+            self._load_per_target(gauge, values_by_server)
+            for gauge, values_by_server in (context.aggregated_metrics or {}).items()
+            if gauge in self._targets and values_by_server
         ]
-        if not num_servers or not quotients:
+        if not num_servers or not loads:
             return context.target_num_replicas, {}
-        largest = max(quotients)
-        is_on_target = abs(largest - 1) <= _TOLERANCE
-        return (num_servers if is_on_target else num_servers * largest), {}
+        largest_load = max(loads)
+        is_on_target = abs(largest_load - 1) <= _TOLERANCE
+        return (num_servers if is_on_target else num_servers * largest_load), {}
 
-    def _quotient(self, name: str, values: Mapping[Any, float]) -> float:
+    def _load_per_target(self, gauge: str, values_by_server: Mapping[Any, float]) -> float:
         """Return the average of a gauge over all servers, divided by the target for this gauge."""
-        return sum(values.values()) / len(values) / self._targets[name]
+        average = sum(values_by_server.values()) / len(values_by_server)
+        return average / self._targets[gauge]

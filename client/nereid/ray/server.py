@@ -21,7 +21,8 @@ REPLICA_HEADER = "x-nereid-replica"
 """The response header that contains the id of the replica that sent the response."""
 
 _PORT_FLAGS = ("--http-port", "--grpc-port", "--metrics-port", "--openai-port")
-_SERVE = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
+# The Python code of the command `nereid`. `python -m nereid_client` would start only the frontend.
+_NEREID_COMMAND = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
 _READY_EVERY_S = 0.5
 _READY_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 60.0
@@ -68,7 +69,9 @@ class Server:
     """Starts `nereid serve` on free ports of its node, and forwards requests to this server."""
 
     def __init__(self, model: str, settings: Mapping[str, str], arguments: Sequence[str]) -> None:
-        """Start the server, and wait until it is ready.
+        """Start `nereid serve`, and wait until its models answer.
+
+        `nereid serve` runs a Triton server and the OpenAI frontend, each as a child process.
 
         Args:
             model: the path of the checkpoint.
@@ -84,7 +87,7 @@ class Server:
         self._session: aiohttp.ClientSession | None = None
         port_flags = [f"{flag}={port}" for flag, port in ports.items()]
         flags = [f"--model={model}", "--log-file=-", *port_flags, *arguments]
-        command = [sys.executable, "-c", _SERVE, "serve", *flags]
+        command = [sys.executable, "-c", _NEREID_COMMAND, "serve", *flags]
         # The frontend listens on 127.0.0.1, because only this replica connects to the frontend.
         environment = {**os.environ, "NEREID_OPENAI_HOST": "127.0.0.1", **settings}
         self._process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)

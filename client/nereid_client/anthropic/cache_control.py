@@ -38,26 +38,36 @@ def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
     Raises: FieldError if a cache_control is wrong.
     """
     ttls: list[Literal["5m", "1h"]] = []
-    for place, part in _parts(body):
-        if part.get(_FIELD) is not None:
-            control = validated(_CacheControl, part[_FIELD], f"{place}{_FIELD}")
+    for path_prefix, cacheable in _cacheable_objects(body):
+        if cacheable.get(_FIELD) is not None:
+            control = validated(_CacheControl, cacheable[_FIELD], f"{path_prefix}{_FIELD}")
             ttls.append(control.ttl or "5m")
     return max(ttls, key=lambda ttl: _TTL_SECONDS[ttl], default=None)
 
 
-def _parts(body: Json) -> Iterator[tuple[str, Json]]:
-    """Yield the path and the value of each object that can have the field cache_control."""
+def _cacheable_objects(body: Json) -> Iterator[tuple[str, Json]]:
+    """Yield each object of a request that can have the field cache_control, with a path prefix.
+
+    These objects are the body, the tools, and the blocks of the system prompt, of the messages and
+    of tool results. The prefix of a tool's fields is "tools[0].", and that of the body's is "".
+    """
     yield "", body
     for name in ("tools", "system"):
-        yield from _items(name, body.get(name))
-    for place, message in _items("messages", body.get("messages")):
-        for inner, block in _items(f"{place}content", message.get("content")):
-            yield inner, block
-            yield from _items(f"{inner}content", block.get("content"))
+        yield from _objects_of_list(name, body.get(name))
+    for message_prefix, message in _objects_of_list("messages", body.get("messages")):
+        blocks = _objects_of_list(f"{message_prefix}content", message.get("content"))
+        for block_prefix, block in blocks:
+            yield block_prefix, block
+            yield from _objects_of_list(f"{block_prefix}content", block.get("content"))
 
 
-def _items(name: str, value: object) -> Iterator[tuple[str, Json]]:
-    """Yield the path of each object in a list, such as "tools[0].", and the object."""
+def _objects_of_list(path: str, value: object) -> Iterator[tuple[str, Json]]:
+    """Yield each object in a list, with the prefix of the paths of its fields.
+
+    Yield nothing if the value is no list.
+
+    Example: the path "tools" and the value [{"name": "a"}] yield ("tools[0].", {"name": "a"}).
+    """
     for index, item in enumerate(value if isinstance(value, list) else ()):
         if isinstance(item, Mapping):
-            yield f"{name}[{index}].", item
+            yield f"{path}[{index}].", item

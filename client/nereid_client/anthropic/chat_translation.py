@@ -49,17 +49,19 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
     if isinstance(request, MessagesRequest):
         translated |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences or None}
     messages = request.chat_messages
+    # If a field occurs several times, its last value is used: translated fields replace copied
+    # fields.
     return {
         **_without_nulls(copied),
         **_without_nulls(translated),
         "messages": messages,
-        **_continuation_fields(messages),
+        **_fields_to_continue_last_message(messages),
         **_tool_fields(request),
         **_session_fields(body),
     }
 
 
-def _continuation_fields(messages: Sequence[Json]) -> Json:
+def _fields_to_continue_last_message(messages: Sequence[Json]) -> Json:
     """Return the fields that make the model continue the last message of a conversation.
 
     If the last message is a message of the assistant, the client has sent the beginning of the

@@ -110,7 +110,9 @@ def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json])
 
     Consecutive messages with the same role become one message, as in Anthropic's API. A system
     message at the start of the conversation is added to the system prompt. A later system message
-    becomes a user message, because many chat templates accept only one system message.
+    becomes a user message, because many chat templates accept only one system message. If the
+    system prompt begins with the billing line of Claude Code, which differs in each conversation,
+    this line is removed, so that the prefix cache can be used.
 
     Example: the message {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"},
     {"type": "text", "text": "Yes"}]} becomes {"role": "assistant", "content": "Yes", "reasoning":
@@ -123,11 +125,11 @@ def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json])
     Raises: FieldError that names the wrong block, its value and the remedy.
     """
     turns = [_read_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
-    opening = list(itertools.takewhile(lambda turn: turn.role == "system", turns))
+    first_turns = list(itertools.takewhile(lambda turn: turn.role == "system", turns))
     system_blocks = [] if system is None else _read_blocks(system, "system", _TEXT_ONLY_BLOCKS)
-    for turn in opening:
+    for turn in first_turns:
         system_blocks += turn.blocks
-    conversation = turns[len(opening) :]
+    conversation = turns[len(first_turns) :]
     if not conversation:
         raise FieldError("messages", "messages must contain at least one message of the user")
     chat = _chat_of_turns([_without_system_role(turn) for turn in conversation])
@@ -265,7 +267,11 @@ def _without_system_role(turn: _Turn) -> _Turn:
 
 
 def _assistant_message(blocks: Sequence[_Block]) -> Json:
-    """Convert the blocks of an assistant's message to one chat message."""
+    """Convert the blocks of an assistant's message to one chat message.
+
+    The arguments of a tool call stay an object, as in Anthropic's API. OpenAI's API has JSON text
+    instead, which the backend would parse, because chat templates expect an object.
+    """
     reasoning = "".join(block.thinking for block in blocks if isinstance(block, _ThinkingBlock))
     calls = [
         {

@@ -75,12 +75,13 @@ class MessageBuilder:
         """Append a delta to the message, and return the events that describe the change.
 
         Raises:
-            ApiError: the server aborted the request.
+            ApiError: the finish reason of the delta shows that the server aborted the request.
             BackendError: the delta continues a tool call that has ended.
         """
         self._usage = delta.get("usage", self._usage)
         events = []
         if reasoning := delta.get("reasoning"):
+            # A new block has no signature, because the signature is a hash of the whole text.
             events += self._add_text(reasoning, "thinking", {"thinking": "", "signature": ""})
         if content := delta.get("content"):
             events += self._add_text(content, "text", {"text": ""})
@@ -194,7 +195,8 @@ class MessageBuilder:
 
         Mutates: `_stop`, the fields of the message that contain the reason.
 
-        Raises: ApiError if Anthropic's API has no stop reason for the delta's finish reason.
+        Raises: ApiError if Anthropic's API has no stop reason for the delta's finish reason, for
+            example because the server aborted the request.
         """
         events = self._finish_block()
         self._stop = self._stop_fields(delta["finish_reason"], delta.get("stop_reason"))

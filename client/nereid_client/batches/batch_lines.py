@@ -108,7 +108,7 @@ class LineParser:
     def parse(self, line: InputLine) -> LineRequest:
         """Return the request in a line.
 
-        Raises: LineError if the line is wrong. The caller then gets the id from `custom_id_in`.
+        Raises: LineError if the line is wrong, or if an earlier line has the same custom_id.
         """
         if line.content is None:
             raise LineError(
@@ -116,7 +116,7 @@ class LineParser:
                 f"The line has more than {self._max_bytes} bytes (max_body_bytes).",
             )
         fields = _parse_object(line.content)
-        custom_id = self._new_custom_id(fields)
+        custom_id = self._check_and_store_custom_id(fields)
         if fields.get("method") != "POST":
             raise LineError(
                 "invalid_method",
@@ -130,8 +130,11 @@ class LineParser:
             )
         return LineRequest(line.number, custom_id, _body(fields.get("body")))
 
-    def _new_custom_id(self, fields: Mapping[str, Any]) -> str:
+    def _check_and_store_custom_id(self, fields: Mapping[str, Any]) -> str:
         """Return and store the custom_id of a line, so that duplicates in later lines are found.
+
+        Args:
+            fields: the JSON object in the line.
 
         Raises: LineError if the custom_id is wrong, or if an earlier line has the same custom_id.
         """
@@ -202,7 +205,8 @@ class ResultFile:
             written.
 
     Attributes:
-        answered: the numbers of the input lines whose results were in the file when it was opened.
+        answered_lines: the numbers of the input lines whose results were in the file when it was
+            opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,7 +214,7 @@ class ResultFile:
         self._path = path
         self._file: BinaryIO | None = None  # opened for the first line
         self._num_bytes = 0  # the size of the complete lines
-        self.answered: set[int] = set()
+        self.answered_lines: set[int] = set()
         if path.exists():
             self._read_lines()
             self._open()
@@ -241,13 +245,13 @@ class ResultFile:
         self._num_bytes += len(line)
 
     def _read_lines(self) -> None:
-        """Read the complete lines of the file, and set `answered` and `_num_bytes`."""
+        """Read the complete lines of the file, and set `answered_lines` and `_num_bytes`."""
         with self._path.open("rb") as file:
             for line in file:
                 match = _LINE_OF_ID.match(line)
                 if match is None or not line.endswith(b"\n"):
                     return  # this line is incomplete
-                self.answered.add(int(match[1]))
+                self.answered_lines.add(int(match[1]))
                 self._num_bytes += len(line)
 
     def _open(self) -> BinaryIO:

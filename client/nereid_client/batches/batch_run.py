@@ -129,8 +129,8 @@ class BatchRun:
     async def _send_lines(self) -> None:
         """Send all lines that have no result yet. Stop if the batch expires or is cancelled.
 
-        The status of the batch then becomes "finalizing". Its result files get ids if they have
-        lines.
+        An interrupted run may have stored some results already. The status of the batch then
+        becomes "finalizing". Its result files get ids if they have lines.
 
         Mutates: the counts, the ids of the result files and the status of the batch.
         """
@@ -139,9 +139,11 @@ class BatchRun:
             ResultFile(self._folder / "output" / "content") as output,
             ResultFile(self._folder / "errors" / "content") as errors,
         ):
-            self._recorded = output.answered | errors.answered
-            batch.request_counts.completed = len(output.answered)
-            batch.request_counts.failed = len(errors.answered)
+            self._recorded = output.answered_lines | errors.answered_lines
+            # The stored counts can be older than the files, because they are not saved for each
+            # line.
+            batch.request_counts.completed = len(output.answered_lines)
+            batch.request_counts.failed = len(errors.answered_lines)
             await self._send_until_expiry(output, errors)
         counts = batch.request_counts
         batch.output_file_id = new_id("file-") if counts.completed else None
@@ -153,16 +155,23 @@ class BatchRun:
         """Send all lines that have no result yet.
 
         If the batch expires or is cancelled, store an error for each line without a result.
+
+        Args:
+            output: the file for the responses to successful requests.
+            errors: the file for all other results.
+
+        Raises: OSError if a result cannot be stored.
         """
         time_to_expiry_s = max(self._batch.expires_at - time.time(), 0.0)
-        left_s = 0.0 if self._is_cancelled else time_to_expiry_s
+        # If the batch is cancelled already, the timeout expires before the first line is sent.
+        timeout_s = 0.0 if self._is_cancelled else time_to_expiry_s
         try:
-            async with asyncio.timeout(left_s) as timeout:
+            async with asyncio.timeout(timeout_s) as timeout:
                 self._timeout = timeout  # the method `cancel` makes this timeout expire at once
                 await self._send_all(output, errors)
         except TimeoutError:
             if not timeout.expired():
-                raise
+                raise  # this is an OSError: the operating system could not access a file in time
             self._batch.outcome = "cancelled" if self._is_cancelled else "expired"
             await self._record_unsent(errors, self._batch.outcome)
 
@@ -178,10 +187,11 @@ class BatchRun:
         try:
             async with asyncio.TaskGroup() as group, aclosing(self._input_lines()) as lines:
                 async for line in lines:
-                    request = self._parse(parser, line, errors)
+                    # Lines with a result are parsed, too, because their ids must not occur again.
+                    request = self._parse_or_record_error(parser, line, errors)
                     if request is not None and request.number not in self._recorded:
                         await self._slots.acquire()
-                        group.create_task(self._send(request, output, errors))
+                        group.create_task(self._send_and_release_slot(request, output, errors))
         except* OSError as group_error:
             storage_error = _first_leaf(group_error)
         if storage_error is not None:
@@ -198,16 +208,26 @@ class BatchRun:
             while (line := await asyncio.to_thread(next, lines, None)) is not None:
                 yield line
 
-    def _parse(self, parser: LineParser, line: InputLine, errors: ResultFile) -> LineRequest | None:
-        """Return the request that a line contains, or store an error if the line is invalid."""
+    def _parse_or_record_error(
+        self, parser: LineParser, line: InputLine, errors: ResultFile
+    ) -> LineRequest | None:
+        """Return the request that a line contains. Return None if the line is invalid.
+
+        For an invalid line without a result, also store the error in the file `errors`.
+        """
         try:
             return parser.parse(line)
         except LineError as error:
             self._record_error(errors, line, error)
             return None
 
-    async def _send(self, request: LineRequest, output: ResultFile, errors: ResultFile) -> None:
+    async def _send_and_release_slot(
+        self, request: LineRequest, output: ResultFile, errors: ResultFile
+    ) -> None:
         """Send the request that one input line contains, and store the response.
+
+        The caller must have acquired one of the slots, which limit the number of running requests.
+        This method releases the slot when the request has ended.
 
         Args:
             request: the request.

@@ -18,7 +18,7 @@ from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.client_keys import Client, KeyFile
 
 _CHECK_EVERY_S = 1.0
-_CLEAN_EVERY_S = 10.0
+_CLEAN_UP_EVERY_S = 10.0
 _MAX_RUNNING_BATCHES = 16
 
 _log = logging.getLogger(__name__)
@@ -67,11 +67,11 @@ class BatchRunner:
 
         # The folder of the batches.
         self._lock: BinaryIO | None = None  # the locked file; None if this process has no lock
-        self._clean_due = 0.0  # the time after which expired files are deleted again
+        self._clean_up_due = 0.0  # the time after which expired files are deleted again
 
         # The task that starts and cancels the batches.
         self._wake_up = asyncio.Event()
-        self._loop_task = asyncio.create_task(self._run())
+        self._loop_task = asyncio.create_task(self._manage_batches())
 
     def wake_up(self) -> None:
         """Start new batches and stop cancelled batches at once, instead of at the next check."""
@@ -85,16 +85,20 @@ class BatchRunner:
         if self._lock is not None:
             self._lock.close()
 
-    async def _run(self) -> None:
-        """Run batches until this task is cancelled."""
+    async def _manage_batches(self) -> None:
+        """Start and cancel batches, and delete old ones, until this task is cancelled.
+
+        Each pass of the loop examines the folder of the batches. The next pass begins after
+        `_CHECK_EVERY_S` seconds, or when `wake_up` is called.
+        """
         while True:
             self._wake_up.clear()
             try:
-                if self._gate.is_draining:
+                if self._gate.is_draining:  # the application is about to stop
                     await self._stop_all()
-                elif self._try_to_lock():
-                    await self._start_and_cancel()
-                    await self._clean()
+                elif self._try_to_lock():  # otherwise, another process runs the batches
+                    await self._start_and_cancel_batches()
+                    await self._clean_up_folder()
             except OSError as error:
                 _log.error("Batches cannot run, because their folder has an error: %s", error)
             with suppress(TimeoutError):
@@ -120,7 +124,7 @@ class BatchRunner:
                 self._lock = lock
         return self._lock is not None
 
-    async def _start_and_cancel(self) -> None:
+    async def _start_and_cancel_batches(self) -> None:
         """Start the batches that are waiting, and cancel the batches that must end."""
         batches = await asyncio.to_thread(self._store.unfinished, frozenset(self._ended))
         for batch in batches:
@@ -169,12 +173,15 @@ class BatchRunner:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _clean(self) -> None:
-        """Delete expired files and batches. Pause all batches while the folder is too large."""
+    async def _clean_up_folder(self) -> None:
+        """Delete expired files and batches. Pause all batches while the folder is too large.
+
+        If the last call that did so was less than `_CLEAN_UP_EVERY_S` seconds ago, do nothing.
+        """
         now = time.time()
-        if now < self._clean_due:
+        if now < self._clean_up_due:
             return
-        self._clean_due = now + _CLEAN_EVERY_S
+        self._clean_up_due = now + _CLEAN_UP_EVERY_S
         files = self._store.files
         await asyncio.to_thread(files.delete_expired, now)
         await asyncio.to_thread(self._store.delete_expired, now)

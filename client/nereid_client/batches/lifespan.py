@@ -30,21 +30,25 @@ async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
     `app.state.batches` is None if the settings turn the Batch API off.
     """
     contexts: Contexts = app.state.contexts
-    batches = _create_batches(app, contexts.default)
+    batches = _start_batches(app, contexts.default)
     app.state.batches = batches
     yield
     if batches is not None:
         await batches.runner.close()
 
 
-_FRACTION_FOR_BATCHES = 4
-"""Batches use at most a quarter of max_concurrent_requests. The rest is for other requests."""
+_LARGEST_SHARE_OF_BATCHES = 0.25
+"""The share of max_concurrent_requests that batches may use. The rest is for other requests."""
 
 
-def _create_batches(app: FastAPI, context: Context) -> Batches | None:
-    """Open the folder of the batches, and start to run the batches in this folder.
+def _start_batches(app: FastAPI, context: Context) -> Batches | None:
+    """Open the folder of the batches, and start a task that runs the batches in this folder.
 
     Return None if the settings turn the Batch API off.
+
+    Args:
+        app: the application that answers the requests of the batches.
+        context: the settings, and the backend that must be ready before a request is sent.
     """
     settings = context.settings
     if not settings.batch_folder or not settings.max_stored_files:
@@ -52,9 +56,9 @@ def _create_batches(app: FastAPI, context: Context) -> Batches | None:
     limits = FileLimits(settings.max_stored_files, settings.max_stored_file_bytes)
     store = BatchStore(FileStore(Path(settings.batch_folder).expanduser(), limits))
     gate = app.state.gate
-    share_of_batches = max(1, settings.max_concurrent_requests // _FRACTION_FOR_BATCHES)
-    limit = min(settings.max_batch_requests, share_of_batches)
-    runner = BatchRunner(
+    largest_share = max(1, int(settings.max_concurrent_requests * _LARGEST_SHARE_OF_BATCHES))
+    limit = min(settings.max_batch_requests, largest_share)
+    runner = BatchRunner(  # a new BatchRunner starts its task at once
         store,
         sender=LineSender(app, context.backend.is_ready),
         slots=LineSlots(limit, gate),

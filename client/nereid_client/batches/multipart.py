@@ -58,7 +58,7 @@ class FormReader:
                 "on_header_field": self._add_header_name,
                 "on_header_value": self._add_header_value,
                 "on_header_end": self._end_header,
-                "on_headers_finished": self._end_headers,
+                "on_headers_finished": self._read_names_of_part,
                 "on_part_data": self._add_data,
                 "on_part_end": self._end_part,
                 "on_end": self._end,
@@ -106,8 +106,8 @@ class FormReader:
             self._disposition = self._header_value
         self._header_name = self._header_value = b""
 
-    def _end_headers(self) -> None:
-        """Read the name of the form part whose headers have just ended.
+    def _read_names_of_part(self) -> None:
+        """Read the field name and the file name of the form part whose headers have just ended.
 
         Mutates: `_name` and `_is_file`. If this part is the file, also `filename`.
 
@@ -125,6 +125,7 @@ class FormReader:
                 param="file",
             )
         filename = options.get(b"filename", b"").decode("utf-8", "replace")
+        # Browsers and HTTP libraries write a quotation mark in a file name as %22.
         self.filename = unquote(filename) or "file"
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:

@@ -212,7 +212,7 @@ class BatchStore:
         self._publish_file(batch, "errors", batch.error_file_id)
 
     def _publish_file(self, batch: Batch, name: str, file_id: str | None) -> None:
-        """Move one result file of a batch to the file store, if the file exists.
+        """Move one result file of a batch to the file store, unless the file was moved already.
 
         Args:
             batch: the batch.
@@ -221,8 +221,10 @@ class BatchStore:
 
         Raises: OSError.
         """
+        if file_id is None:
+            return
         folder = self.folder(batch.id) / name
-        if file_id is None or not folder.exists():
+        if not folder.exists():  # an interrupted call has moved the file, before a restart
             return
         now = int(time.time())
         file = StoredFile(

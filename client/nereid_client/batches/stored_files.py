@@ -226,6 +226,8 @@ class Upload:
 
     def _check_folder_size(self, num_new_bytes: int) -> None:
         """Raise an ApiError 413 if the folder's limit does not allow `num_new_bytes` more bytes."""
+        # `num_bytes` adds the sizes of all files on the disk. One of them is the file of this
+        # upload, whose buffer must be written first.
         self._file.flush()
         num_stored = self._store.num_bytes() + num_new_bytes
         limit = self._store.limits.num_bytes

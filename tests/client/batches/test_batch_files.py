@@ -114,7 +114,7 @@ def test_a_result_file_that_was_cut_anywhere_continues(tmp_path_factory, cut, nu
     if lines:
         path.write_bytes(whole[: len(whole) - min(cut, len(whole))])
     with ResultFile(path) as file:
-        answered = file.answered
+        answered = file.answered_lines
         for number, line in enumerate(lines, 1):
             if number not in answered:
                 file.append(line)

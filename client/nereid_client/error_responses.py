@@ -53,7 +53,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 def _anthropic_status(error: ApiError) -> int:
-    """Return the HTTP status of an error in Anthropic's API."""
+    """Return the HTTP status of an error in Anthropic's API: 529 for 503, else the same status."""
     return _OVERLOADED if error.status == 503 else error.status
 
 
@@ -79,14 +79,15 @@ def _anthropic_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     "invalid_request_error", "message": "prompt is too long: 9000 tokens > 4096 maximum. ..."},
     "request_id": "..."}.
     """
+    status = _anthropic_status(error)  # 529 in place of 503
     message = error.message
     lengths = tokens_and_limit(message)
     if error.code == "context_length_exceeded" and lengths is not None:
         num_tokens, limit = lengths
         message = f"prompt is too long: {num_tokens} tokens > {limit} maximum. {message}"
-    default_type = "api_error" if error.status >= 500 else "invalid_request_error"
+    default_type = "api_error" if status >= 500 else "invalid_request_error"
     fields: dict[str, Any] = {
-        "type": _ANTHROPIC_TYPES.get(_anthropic_status(error), default_type),
+        "type": _ANTHROPIC_TYPES.get(status, default_type),
         "message": message,
     }
     if error.code is not None:

@@ -174,7 +174,7 @@ _REQUIREMENTS = {
 }
 """Maps an error type of pydantic to the end of the sentence "FIELD must be ..."."""
 
-_UNION_TYPES = {
+_DESCRIPTIONS_OF_TYPES = {
     "bool": "true or false",
     "str": "a string",
     "list[str]": "a list of strings",
@@ -265,36 +265,47 @@ def first_field_error(error: ValidationError, place: str = "") -> FieldError:
     if isinstance(error_of_validator, FieldError):
         return error_of_validator
     path = _path(details[0])
-    field = path if _FIELD_PATH.fullmatch(path) else ""
-    return FieldError(field, _message_of(details))
+    # A path can contain a key that the client chose, such as "a key" in `metadata.a key`. Only a
+    # path of field names is reported to the client as the error's `param`.
+    has_only_field_names = _FIELD_PATH.fullmatch(path) is not None
+    return FieldError(path if has_only_field_names else "", _message_for_first_field(details))
 
 
-def _message_of(details: Sequence[ErrorDetails]) -> str:
-    """Return the error message for the first wrong field. `details` are pydantic's errors."""
+def _message_for_first_field(details: Sequence[ErrorDetails]) -> str:
+    """Return the error message for the first wrong field of an object.
+
+    Example: "prompt is required, but the request does not contain it".
+
+    Args:
+        details: pydantic's errors for all wrong fields.
+    """
     first = details[0]
     path = _path(first)
     if first["type"] == "missing":
         return f"{path} is required, but the request does not contain it"
-    if first["type"] == "too_short":
-        min_length = first["ctx"]["min_length"]
-        return f"{path} must have at least {min_length} item, but the request has an empty list"
+    if first["type"] == "too_short":  # no field requires more than one item
+        return f"{path} must have at least 1 item, but the request has an empty list"
     if first["type"] == "string_pattern_mismatch":
         pattern = first["ctx"]["pattern"]
         return (
             f"{path} must match the pattern {pattern}, but the request has {shown(first['input'])}"
         )
-    return _type_message(details)
+    return _type_or_range_message(details)
 
 
-def _type_message(details: Sequence[ErrorDetails]) -> str:
+def _type_or_range_message(details: Sequence[ErrorDetails]) -> str:
     """Return the error message for a field whose value has a wrong type or is out of range.
 
-    Examples:
-        stop=5:        "stop must be a string or a list of strings, but the request has 5"
-        stop=["a", 5]: "stop[1] must be a string, but the request has 5"
+    If a field accepts several types, pydantic reports at least one error for each of these types.
+    The field `stop` accepts a string or a list of strings. Examples:
+
+        stop=5        has the errors "stop: no string" and "stop: no list". The message is "stop
+                      must be a string or a list of strings, but the request has 5".
+        stop=["a", 5] has the errors "stop: no string" and "stop[1]: no string". The message is
+                      "stop[1] must be a string, but the request has 5".
 
     Args:
-        details: the errors of one field. There is one error for each type that the field accepts.
+        details: pydantic's errors. The errors for the first wrong field come first.
     """
     field = _path(details[0])
     value = details[0]["input"]
@@ -358,19 +369,20 @@ def _retry_after(message: str) -> dict[str, str]:
 def _requirement(detail: ErrorDetails) -> str:
     """Return the words that follow "FIELD must be" in an error message, such as "at most 2".
 
-    If a field accepts several types, the path in `detail` ends with pydantic's name of a type.
+    If a field accepts several types, the path in pydantic's error ends with the name of one type,
+    as in ("stop", "list[str]"). The words then describe this type: "a list of strings".
 
-    Examples: "at most 2", "'float' or 'base64'", and "a list of strings" for the path
-    ("stop", "list[str]").
+    Otherwise, the type of the error selects the words. Examples: the type "less_than_equal" returns
+    "at most 2", and the type "literal_error" returns "'float' or 'base64'".
     """
-    type_name = str(detail["loc"][-1]) if detail["loc"] else ""
-    if type_name in _UNION_TYPES:
-        return _UNION_TYPES[type_name]
+    last_part_of_path = str(detail["loc"][-1]) if detail["loc"] else ""
+    if last_part_of_path in _DESCRIPTIONS_OF_TYPES:
+        return _DESCRIPTIONS_OF_TYPES[last_part_of_path]
     requirement = _REQUIREMENTS.get(detail["type"])
     if requirement is None:
-        # Example: for pydantic's message "Input should be a valid URL", this function returns "a
-        # valid URL".
+        # Use pydantic's message. Example: "Input should be a valid URL" returns "a valid URL".
         return re.sub(r"^(Input|String|Value) should (be )?", "", detail["msg"])
+    # Replace the placeholder in a requirement such as "at most {le}".
     limits = {name: _plain_number(limit) for name, limit in detail.get("ctx", {}).items()}
     return requirement.format(**limits)
 
@@ -382,5 +394,6 @@ def _plain_number(value: object) -> object:
 
 def _path(detail: ErrorDetails) -> str:
     """Return the path of a wrong field in the request body, such as `messages[0].role`."""
-    parts = [part for part in detail["loc"] if part not in _UNION_TYPES]
+    # The last part is the name of a type if the field accepts several types.
+    parts = [part for part in detail["loc"] if part not in _DESCRIPTIONS_OF_TYPES]
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")

@@ -47,7 +47,22 @@ def run_frontend(
     Raises: SettingsError if a setting is wrong.
     """
     app = create_app(settings, make_backend, worker)
-    gate: Gate = app.state.gate
+    _reject_requests_after_sigusr1(app.state.gate)
+    _exclude_objects_from_garbage_collection()
+    _raise_descriptor_limit()
+    server = uvicorn.Server(_uvicorn_config(app, settings))
+    sockets = _listening_sockets_of_process(settings, worker)
+    # After SIGINT, uvicorn closes the application and then raises a KeyboardInterrupt.
+    with suppress(KeyboardInterrupt):
+        server.run(sockets)
+
+
+def _reject_requests_after_sigusr1(gate: Gate) -> None:
+    """When SIGUSR1 arrives, make the gate reject new requests. Running requests continue.
+
+    Args:
+        gate: the gate that admits requests to the application.
+    """
 
     def drain(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
         gate.is_draining = True
@@ -56,15 +71,16 @@ def run_frontend(
     # WorkerPool starts each worker process with SIGUSR1 blocked. When SIGUSR1 is unblocked here,
     # `drain` is called if the signal has arrived in the meantime.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    # All objects that exist now are needed until the process ends. `freeze` makes the garbage
-    # collector ignore these objects. Garbage collections are then short and do not delay streams.
+
+
+def _exclude_objects_from_garbage_collection() -> None:
+    """Make the garbage collector ignore all objects that exist now.
+
+    These objects are needed until the process ends. Without them, garbage collections are short and
+    do not delay streams.
+    """
     gc.collect()
     gc.freeze()
-    _raise_descriptor_limit()
-    server = uvicorn.Server(_uvicorn_config(app, settings))
-    sockets = _sockets(settings, worker)
-    with suppress(KeyboardInterrupt):
-        server.run(sockets)
 
 
 def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
@@ -85,8 +101,15 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     )
 
 
-def _sockets(settings: Settings, worker: WorkerPlace | None) -> list[socket.socket]:
+def _listening_sockets_of_process(
+    settings: Settings, worker: WorkerPlace | None
+) -> list[socket.socket]:
     """Return the sockets on which this process waits for connections.
+
+    Args:
+        settings: the settings of the frontend, which contain the address.
+        worker: the number of this process, and the folder that all frontend processes share. None
+            if this is the only frontend process.
 
     Raises: SettingsError if the address of the frontend is in use.
     """

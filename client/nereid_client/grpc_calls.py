@@ -33,7 +33,7 @@ from nereid_client.middleware.tracing import current_traceparent
 _HEALTH_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
 # The client name for calls that no client requested, such as the frontend's health checks.
-_OWN_CALLS = "frontend itself"
+_FRONTEND_ITSELF = "frontend itself"
 _CANCELLED_BY_SERVER = "The Triton server cancelled the request"
 _MEMORY_STATES = ("READY", "LOADING", "UNLOADING")
 """The states of models that use memory, as the Triton server names them."""
@@ -51,7 +51,7 @@ class TritonCalls:
 
     def __init__(self, url: str) -> None:
         self._connections = Connections(url)
-        self._detached: set[asyncio.Task[None]] = set()
+        self._background_tasks: set[asyncio.Task[None]] = set()
 
     async def infer(self, request: Any) -> Any:  # noqa: ANN401 - protobuf messages
         """Send a ModelInferRequest and return the ModelInferResponse.
@@ -62,13 +62,13 @@ class TritonCalls:
             grpc.RpcError: the call failed.
             BackendError: the server cancelled the call.
         """
-        return await self._response("ModelInfer", request, current_client.get().share)
+        return await self._call_method("ModelInfer", request, current_client.get().share)
 
     def stream(self, request: Any) -> "Stream":  # noqa: ANN401 - a protobuf message
         """Send a ModelInferRequest to a decoupled model, which can return several responses."""
         client = current_client.get().share
         connection = self._connections.start_call(client)
-        stream = Stream(connection.start_stream(request), self._run_detached)
+        stream = Stream(connection.start_stream(request), self._run_in_background)
         stream.add_end_callback(partial(self._connections.end_call, client))
         return stream
 
@@ -76,7 +76,7 @@ class TritonCalls:
         """Return whether the server answers."""
         request = service_pb2.ServerLiveRequest()
         try:
-            response = await self._response("ServerLive", request, timeout=_HEALTH_TIMEOUT_S)
+            response = await self._call_method("ServerLive", request, timeout=_HEALTH_TIMEOUT_S)
             return bool(response.live)
         except grpc.RpcError:
             return False
@@ -85,7 +85,7 @@ class TritonCalls:
         """Return whether a model accepts requests."""
         request = service_pb2.ModelReadyRequest(name=model)
         try:
-            response = await self._response("ModelReady", request, timeout=_HEALTH_TIMEOUT_S)
+            response = await self._call_method("ModelReady", request, timeout=_HEALTH_TIMEOUT_S)
             return bool(response.ready)
         except grpc.RpcError:
             return False
@@ -114,7 +114,7 @@ class TritonCalls:
         """
         request = service_pb2.RepositoryIndexRequest()
         try:
-            index = await self._response("RepositoryIndex", request)
+            index = await self._call_method("RepositoryIndex", request)
         except grpc.RpcError as error:
             raise BackendError(error.code().name, error.details() or "no reason is known") from None
         names_in_memory = {model.name for model in index.models if model.state in _MEMORY_STATES}
@@ -126,54 +126,60 @@ class TritonCalls:
         Raises: BackendError.
         """
         try:
-            await self._response(method, request)
+            await self._call_method(method, request)
         except grpc.RpcError as error:
             raise BackendError(error.code().name, error.details() or "no reason is known") from None
 
     async def close(self) -> None:
         """Wait for cancelled calls to end, then close the connections."""
-        await asyncio.gather(*self._detached, return_exceptions=True)
+        await asyncio.gather(*self._background_tasks, return_exceptions=True)
         await self._connections.close()
 
-    async def _response(
+    async def _call_method(
         self,
         method: str,
         request: Any,  # noqa: ANN401 - a protobuf message
-        client: str = _OWN_CALLS,
+        client: str = _FRONTEND_ITSELF,
         timeout: float | None = None,
     ) -> Any:  # noqa: ANN401 - a protobuf message
-        """Send a request, and return the response.
+        """Call a method of the Triton server, and return the response.
 
-        If the calling task is cancelled, cancel the gRPC call. The task that awaits the call is
-        never cancelled, because gRPC would then leak memory. That task ends in the background.
+        The new task `reader` waits for the response. If the calling task is cancelled, the call is
+        cancelled, but `reader` is not: gRPC would leak memory. `reader` ends in the background.
 
         Args:
             method: the name of the gRPC method.
             request: the message of the request.
             client: the client whose connection is used.
             timeout: the time limit in seconds. None means no limit.
+
+        Raises:
+            grpc.RpcError: the call failed.
+            BackendError: the server cancelled the call.
         """
         connection = self._connections.start_call(client)
         call = getattr(connection.stub, method)(request, timeout=timeout)
-        response = asyncio.ensure_future(_await(call))
-        response.add_done_callback(lambda _: self._connections.end_call(client))
+        reader = asyncio.ensure_future(_await(call))
+        reader.add_done_callback(lambda _: self._connections.end_call(client))
         try:
-            return await asyncio.shield(response)
+            return await asyncio.shield(reader)
         except asyncio.CancelledError:
-            if not _is_task_cancelled():
+            # If the server cancels a call, grpc.aio raises a CancelledError in `reader`.
+            was_cancelled_by_server = not _is_current_task_cancelled()
+            if was_cancelled_by_server:
                 raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
-            Call.cancel(call)  # `call.cancel()` would also cancel the task `response`
-            self._run_detached(_wait_for_end(response))
+            Call.cancel(call)  # `call.cancel()` would also cancel `reader`
+            self._run_in_background(_wait_for_end(reader))
             raise
 
-    def _run_detached(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a background task that runs a coroutine to its end.
 
         `close` waits for all background tasks.
         """
         task = asyncio.create_task(work)
-        self._detached.add(task)
-        task.add_done_callback(self._detached.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
 
 class Stream:
@@ -184,18 +190,18 @@ class Stream:
 
     Args:
         call: the stream call of grpc.aio.
-        run_detached: runs a coroutine to its end in a separate task.
+        run_in_background: runs a coroutine to its end in a separate task.
     """
 
     def __init__(
         self,
         call: Any,  # noqa: ANN401 - untyped library
-        run_detached: Callable[[Coroutine[Any, Any, None]], None],
+        run_in_background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._call = call
-        self._run_detached = run_detached
+        self._run_in_background = run_in_background
         self._responses: collections.deque[Any] = collections.deque()
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # set after each response and at the end of the stream
         self._reader = asyncio.create_task(self._read_all())
 
     async def read(self) -> Any:  # noqa: ANN401 - a protobuf message
@@ -218,21 +224,28 @@ class Stream:
 
     def let_end(self) -> None:
         """Wait in the background until the server ends the stream. Ignore further responses."""
-        self._run_detached(self._wait_for_end())
+        self._run_in_background(self._wait_for_end())
 
     def cancel(self) -> None:
         """Cancel the call. A call that has ended is not affected."""
         Call.cancel(self._call)
-        self._run_detached(self._wait_for_end())
+        self._run_in_background(self._wait_for_end())
 
     async def _wait_for_end(self) -> None:
         """Wait for the end of the stream. Cancel the call if the stream does not end in time."""
         await asyncio.wait([self._reader], timeout=_END_TIMEOUT_S)
+        # The method of the base class cancels only the gRPC call. `self._call.cancel()` would also
+        # cancel the reader. If the stream has ended, the call is not affected.
         Call.cancel(self._call)
         await _wait_for_end(self._reader)
 
     async def _read_all(self) -> None:
-        """Read all responses of the stream, and wake the method `read` after each response."""
+        """Read all responses of the stream, and wake the method `read` after each response.
+
+        Raises:
+            grpc.RpcError: the call failed.
+            BackendError: the server cancelled the call.
+        """
         try:
             # This line waits for the metadata before the first call of `read`. Otherwise, `read`
             # would itself start a second gRPC operation that waits for the metadata. If the
@@ -242,11 +255,13 @@ class Stream:
                 self._responses.append(response)
                 self._changed.set()
         except asyncio.CancelledError:
-            if not _is_task_cancelled():
+            # If the server cancels a call, grpc.aio raises a CancelledError in this task.
+            was_cancelled_by_server = not _is_current_task_cancelled()
+            if was_cancelled_by_server:
                 raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
             raise
         finally:
-            self._changed.set()
+            self._changed.set()  # `read` wakes after the end of this task, and then checks the task
 
 
 class InputTensor(NamedTuple):
@@ -317,7 +332,7 @@ def decode_strings(raw: bytes) -> list[bytes]:
     return strings
 
 
-def _is_task_cancelled() -> bool:
+def _is_current_task_cancelled() -> bool:
     """Return True if the current task was cancelled, and False if only its gRPC call was cancelled.
 
     In both cases, the task that awaits the call receives a CancelledError.

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 DEFAULT_URL = "http://127.0.0.1:9000"
 # Environment variables can name a proxy for HTTP requests. The requests of this module do not use
 # the proxy, because a proxy could not reach a server on this machine.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_OPENER_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _MAX_ERROR_CHARS = 200
 
 
@@ -30,6 +30,8 @@ def base_url(url: str) -> str:
 def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
     """Send a GET request, or a POST request if a body is given. Return the response.
 
+    There is no time limit, because a model may need minutes for a response.
+
     Raises: CliError with the server's error message.
     """
     headers = {"Content-Type": "application/json"}
@@ -37,7 +39,7 @@ def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
-        response: http.client.HTTPResponse = _DIRECT.open(
+        response: http.client.HTTPResponse = _OPENER_WITHOUT_PROXY.open(
             urllib.request.Request(url, data, headers)
         )
     except urllib.error.HTTPError as error:

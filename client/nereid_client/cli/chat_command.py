@@ -19,7 +19,8 @@ from nereid_client.cli.api_client import (
 from nereid_client.cli.output import print_json, read_stdin
 from nereid_client.console import CliError, complain, say
 
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+# Escape sequences that change the style in which a terminal prints the following text.
+_DIM_STYLE, _NORMAL_STYLE = "\x1b[2m", "\x1b[0m"
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -160,7 +161,7 @@ def _send_message(url: str, fields: Json, messages: list[Json], question: Json) 
 
     Mutates: messages. The message and the response are appended, unless the request failed.
 
-    Returns: whether the request succeeded.
+    Returns: False if the request failed. A response that the user stopped counts as a success.
     """
     body = {**fields, "messages": [*messages, question]}
     answer: list[str] = []  # the pieces of the content that have been printed
@@ -168,7 +169,7 @@ def _send_message(url: str, fields: Json, messages: list[Json], question: Json) 
         with send(f"{url}/v1/chat/completions", body) as response:
             _print_response(events_of(response), answer)
     except KeyboardInterrupt:  # closing the connection aborts the request
-        say(f"{_PLAIN} [stopped]")
+        say(f"{_NORMAL_STYLE} [stopped]")
     except CliError as error:
         complain(f"{error}")
         return False
@@ -192,17 +193,17 @@ def _print_response(events: Iterator[Json], answer: list[str]) -> None:
         _print_call_pieces(delta.get("tool_calls") or ())
         if reasoning := delta.get("reasoning"):
             if not is_dim and sys.stdout.isatty():
-                sys.stdout.write(_DIM)
+                sys.stdout.write(_DIM_STYLE)
                 is_dim = True
             sys.stdout.write(reasoning)
         if content := delta.get("content"):
             if is_dim:
-                sys.stdout.write(f"{_PLAIN}\n")
+                sys.stdout.write(f"{_NORMAL_STYLE}\n")
                 is_dim = False
             sys.stdout.write(content)
             answer.append(content)
         sys.stdout.flush()
-    say(_PLAIN if is_dim else "")
+    say(_NORMAL_STYLE if is_dim else "")
 
 
 def _print_call_pieces(pieces: Sequence[Json]) -> None:

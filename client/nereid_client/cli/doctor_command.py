@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import typer
 
@@ -30,17 +31,17 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
     which loads the checkpoint. The exit code is 1 if a check failed.
     """
     if context.args and not context.args[0].startswith("-"):
-        _print_results(describe_checkpoint(context.args), as_json=as_json)
-        return
+        _print_results_and_exit(describe_checkpoint(context.args), as_json=as_json)
     checks: dict[str, Callable[[], str]] = {
         "Python": _check_python,
         "numpy": _check_numpy,
         "libpython": lambda: str(find_libpython()),
         "C++ compiler": _check_compiler,
         "memory": _check_memory,
-        "nereid serve": lambda: _check_plan(context.args),
+        "nereid serve": lambda: _check_serve_flags(context.args),
     }
-    _print_results([_run_check(name, check) for name, check in checks.items()], as_json=as_json)
+    results = [_run_check(name, check) for name, check in checks.items()]
+    _print_results_and_exit(results, as_json=as_json)
 
 
 def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:
@@ -59,8 +60,13 @@ def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:
     return results
 
 
-def _print_results(results: list[dict[str, object]], *, as_json: bool) -> None:
-    """Print the results of checks, and exit with code 1 if a check failed."""
+def _print_results_and_exit(results: list[dict[str, object]], *, as_json: bool) -> NoReturn:
+    """Print the results of checks. Exit with code 1 if a check failed, and with code 0 otherwise.
+
+    Args:
+        results: dicts with the keys "check", "ok" and "finding", as `_run_check` returns them.
+        as_json: whether to print JSON instead of a table.
+    """
     if as_json:
         print_json(results)
     else:
@@ -69,8 +75,7 @@ def _print_results(results: list[dict[str, object]], *, as_json: bool) -> None:
             for result in results
         ]
         print_table(["", "check", "finding"], rows)
-    if not all(result["ok"] for result in results):
-        raise typer.Exit(1)
+    raise typer.Exit(0 if all(result["ok"] for result in results) else 1)
 
 
 def show_config(as_json: JsonOption = False) -> None:
@@ -151,7 +156,7 @@ def _check_memory() -> str:
     return f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB are available"
 
 
-def _check_plan(flags: list[str]) -> str:
+def _check_serve_flags(flags: list[str]) -> str:
     """Return a description of the servers that `nereid serve` would start with these flags.
 
     Raises: CliError for a wrong setting, a damaged checkpoint or a port that is in use.

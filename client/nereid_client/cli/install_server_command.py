@@ -71,7 +71,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Install the server and write the launcher, unless both are up to date."""
+    """Install the server and write the launcher, unless both are up to date.
+
+    Returns: the exit code 0.
+    """
     libpython = find_libpython()
     target: Path = args.target.resolve()
     server = target / "pytriton" / "tritonserver"
@@ -82,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
     if not is_installed:
         _pip_install(args.wheel, target)
         stamp.write_text(args.wheel)
-    _copy_stub(server)
+    # The stub is the program that runs Python models. It is also updated in an installed server,
+    # because the Python version can have changed since the installation.
+    _copy_stub_for_this_python(server)
     launcher = launcher_path()
     if _write_launcher(launcher, target, libpython):
         say(f"install-server: wrote {launcher}, which starts {server / 'bin' / 'tritonserver'}")
@@ -129,7 +134,7 @@ def _pip_install(wheel: str, target: Path) -> None:
         )
 
 
-def _copy_stub(server: Path) -> None:
+def _copy_stub_for_this_python(server: Path) -> None:
     """Copy the stub program for the running Python version to the folder backends/python.
 
     The Triton server starts this program in order to run Python models.

@@ -41,15 +41,19 @@ class _FlagCommand(TyperCommand):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Returns: the exit code: 0 after success, 1 after a failure, 2 for a wrong argument or setting.
+    Args:
+        argv: the arguments after the name of the program. By default, those of this process.
+
+    Returns: the exit code. 0 means success. 1 means that a command has run and reports a failure,
+        such as a failed check. 2 means a CliError, or an argument that typer does not accept.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         app(arguments, prog_name="nereid")
-    except CliError as error:
+    except CliError as error:  # only a subcommand raises this error, so there is an argument
         complain(f"nereid {arguments[0]}: {error}")
         return 2
-    except SystemExit as ended:
+    except SystemExit as ended:  # typer raises this exception at the end of every command
         return int(ended.code or 0)
     return 0
 

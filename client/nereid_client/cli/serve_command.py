@@ -68,7 +68,8 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     environment = _environment(args, models.path, models.name)
     if several is None:
         environment |= pooling_models.environment(models.pooling_models)
-    settings = _check_frontend_settings(environment)
+    _add_frontend_defaults(environment)
+    settings = startup_checks.check_frontend_settings(environment)
     host = args.host or "127.0.0.1"
     addresses = {flag: (host, getattr(args, attribute(flag))) for flag in PORT_FLAGS}
     startup_checks.check_ports(addresses | {"--openai-port": (settings.host, settings.port)})
@@ -121,11 +122,14 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     )
 
 
-def _check_frontend_settings(environment: dict[str, str]) -> Settings:
-    """Check the settings of the frontend, and return them.
+def _add_frontend_defaults(environment: dict[str, str]) -> None:
+    """Add the settings of the frontend that have another default with `nereid serve`.
 
-    Mutates: environment. A missing variable for the batch folder is added. If there is a key file,
-        a missing variable for the supervisor's API key is also added.
+    Without a batch folder, the frontend alone would have no Batch API. `nereid serve` uses a folder
+    of its own. If the clients have API keys, the supervisor needs a key, too, because it sends
+    requests to the frontend. This key is generated.
+
+    Mutates: environment, to which the missing variables are added.
 
     Raises: CliError if a setting is wrong.
     """
@@ -133,11 +137,7 @@ def _check_frontend_settings(environment: dict[str, str]) -> Settings:
     if not settings.batch_folder:
         environment["NEREID_BATCH_FOLDER"] = str(_state_folder() / f"batches-{settings.port}")
     if settings.api_key_file and not settings.api_key:
-        # The supervisor sends requests to the frontend, so an API key is generated for the
-        # supervisor.
         environment["NEREID_API_KEY"] = secrets.token_urlsafe(32)
-        return startup_checks.check_frontend_settings(environment)
-    return settings
 
 
 class _OneLanguageModel:

@@ -84,9 +84,10 @@ def find_repository(given: Path | None) -> Path:
     """
     if given is not None:
         return given.expanduser().absolute()
+    # This is the folder `client` of a checkout, or the folder `site-packages` of an environment.
     packages = Path(__file__).resolve().parents[2]
-    for place in (Path.cwd(), packages.parent, packages / "nereid"):
-        repository = place / "model_repository"
-        if repository.is_dir():
-            return repository
-    return Path.cwd() / "model_repository"
+    in_working_folder = Path.cwd() / "model_repository"
+    in_checkout = packages.parent / "model_repository"
+    in_wheel = packages / "nereid" / "model_repository"
+    candidates = (in_working_folder, in_checkout, in_wheel)
+    return next((folder for folder in candidates if folder.is_dir()), in_working_folder)

@@ -61,7 +61,7 @@ def envelope(prefix: str, request_id: str, model: str) -> dict[str, Any]:
     }
 
 
-def rows_of(outputs: PoolingOutputs) -> list[Floats]:
+def vectors_of(outputs: PoolingOutputs) -> list[Floats]:
     """Split the outputs of an embedding model into one float32 array for each text or image.
 
     The shape of an array is [dimension] if the model returns one vector for each input, and
@@ -82,29 +82,30 @@ def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
             and None encode the numbers as nested lists.
     """
     if encoding_format == "base64":
-        return lambda row: f'"{base64.b64encode(row.astype("<f4").tobytes()).decode()}"'
-    return lambda row: _encode(row.tolist())
+        return lambda array: f'"{base64.b64encode(array.astype("<f4").tobytes()).decode()}"'
+    return lambda array: _encode(array.tolist())
 
 
 def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     """Return a function that rounds an array to 8-bit integers and converts them to JSON text.
 
-    Each vector is scaled so that the largest absolute value of its numbers becomes 127. The scale
-    does not change cosine similarities, but it changes dot products. A vector of zeros is not
-    scaled. Example: the array [0.5, -0.25] is encoded as "[127,-64]" if the integers are signed,
-    and as "[255,64]" if the integers are unsigned.
+    The array is one vector, [dimension], or several vectors, [num_vectors, dimension]. Each vector
+    is scaled so that the largest absolute value of its numbers becomes 127. The scale does not
+    change cosine similarities, but it changes dot products. A vector of zeros is not scaled.
+    Example: the array [0.5, -0.25] is encoded as "[127,-64]" if the integers are signed, and as
+    "[255,64]" if the integers are unsigned.
 
     Args:
         is_signed: whether the integers are from -127 to 127 (`int8`) or from 1 to 255 (`uint8`).
     """
     offset = 0 if is_signed else 128
 
-    def write(row: Floats) -> str:
-        largest = np.abs(row).max(axis=-1, keepdims=True)
+    def write(array: Floats) -> str:
+        largest = np.abs(array).max(axis=-1, keepdims=True)  # of each vector
         divisor = np.where(largest > 0, largest, 1)  # a vector of zeros is divided by 1
-        # `row` is divided before the multiplication, because 127 / divisor overflows to infinity if
-        # `divisor` is tiny.
-        integers = np.rint(row / divisor * 127).astype(np.int16)
+        # The array is divided before the multiplication, because 127 / divisor overflows to
+        # infinity if `divisor` is tiny.
+        integers = np.rint(array / divisor * 127).astype(np.int16)
         return _encode((integers + offset).tolist())
 
     return write
@@ -124,8 +125,8 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     """
     offset = 128 if is_signed else 0
 
-    def write(row: Floats) -> str:
-        packed = np.packbits(row > 0).astype(np.int16)
+    def write(array: Floats) -> str:
+        packed = np.packbits(array > 0).astype(np.int16)
         return _encode((packed - offset).tolist())
 
     return write

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from fastapi import Request
 
-from nereid_client.embeddings.embedding_output import Floats, rows_of
+from nereid_client.embeddings.embedding_output import Floats, vectors_of
 from nereid_client.embeddings.model_choice import call_model, choose_model
 from nereid_client.embeddings.pooling_backend import (
     EMBEDDING,
@@ -39,18 +39,18 @@ def uses_late_interaction(served: ServedModel) -> bool:
 async def choose_scorer(request: Request, name: str | None) -> ServedModel:
     """Return the model that scores the documents: a reranker, or an embedding model.
 
-    Return the reranker with the name `name`. If there is no such reranker, but an embedding model
-    with this name uses late interaction, return the embedding model. If `name` is None, a model
-    with any name is suitable.
+    Return the reranker with the name `name`. If there is no such reranker, or if it does not
+    answer, but an embedding model with this name uses late interaction, return the embedding model.
+    If `name` is None, a model with any name is suitable.
 
-    Raises: ApiError 400 or 404 if there is no such model.
+    Raises: ApiError 400 or 404 if there is no such model, 503 if the model does not answer.
     """
     try:
         return await choose_model(request, name, (RERANK,))
     except ApiError:
         served = await _late_interaction_model(request, name)
         if served is None:
-            raise
+            raise  # the error about the reranker
         return served
 
 
@@ -90,15 +90,15 @@ async def late_interaction(
     queries = await _embed_tokens(request, served, inputs, "query", truncate=truncate)
     # If the inputs have the tensor `parts`, this call embeds the documents in `parts`.
     documents = await _embed_tokens(request, served, inputs, "documents", truncate=truncate)
-    query_vectors = rows_of(queries)
-    document_vectors = rows_of(documents)
+    query_vectors = vectors_of(queries)
+    document_vectors = vectors_of(documents)
     if len(query_vectors) == 1:  # the same query is compared with all documents
         query_vectors = query_vectors * len(document_vectors)
     # Computing the scores of a thousand documents takes a tenth of a second or more. A separate
     # thread computes them, so that the event loop is not blocked.
     scores = await asyncio.to_thread(max_sim, query_vectors, document_vectors)
     num_tokens = np.concatenate([queries.arrays["num_tokens"], documents.arrays["num_tokens"]])
-    return PoolingOutputs({"scores": scores, "num_tokens": num_tokens}, {})
+    return PoolingOutputs(arrays={"scores": scores, "num_tokens": num_tokens}, strings={})
 
 
 async def _embed_tokens(
@@ -130,15 +130,20 @@ async def _embed_tokens(
 def _inputs_of_embedder(inputs: ModelInputs, tensor: str) -> ModelInputs:
     """Convert one input tensor of a reranker to the input tensor of an embedding model.
 
-    A reranker receives texts in the tensors "query" and "documents". An embedding model receives
-    texts in the tensor "texts". If a document is an image, both kinds of model receive all
-    documents in the tensor "parts".
+    A reranker receives queries in the tensor "query", and documents in the tensor "documents". If a
+    document is an image, the reranker receives all documents in the tensor "parts" instead. An
+    embedding model receives texts in the tensor "texts", and texts or images in "parts".
 
     Example: the tensors {"query": ["a"], "documents": ["b", "c"]} and the name "documents" return
     the tensors {"texts": ["b", "c"]}.
+
+    Args:
+        inputs: the input tensors of a reranker.
+        tensor: "query" or "documents".
     """
     if tensor in inputs.tensors:
         return ModelInputs({"texts": inputs.tensors[tensor]}, {"texts": inputs.fields[tensor]})
+    # Only "documents" can be absent, because a query is always a text.
     return ModelInputs({"parts": inputs.tensors["parts"]}, {"parts": inputs.fields["parts"]})
 
 

@@ -97,12 +97,10 @@ async def read_request(request: Request, kind: type[R]) -> R:
 async def choose_model(request: Request, name: str | None, kinds: Sequence[str]) -> ServedModel:
     """Return the first served model that has the requested name and can answer the request.
 
-    A target is a pooling model that the server may have. The name of its model is usually known
-    only after the model has answered, so each target with a suitable kind is queried in turn.
-
     Args:
         request: the HTTP request.
-        name: the field `model` of the body, or None if the body has no such field.
+        name: the field `model` of the body. None if the body has no such field: any name is then
+            suitable.
         kinds: the kinds of model that can answer the request, in order of preference. A kind is
             "embedding" or "rerank".
 
@@ -110,16 +108,16 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         ApiError: 404 if no such model is served, 400 if the name belongs to another kind of model,
             503 if the model does not answer.
     """
-    other_names: list[str] = []  # the names of the models that could answer the request
+    other_names: list[str] = []  # the names of suitable models, for the error message
     problems: list[ApiError] = []  # the reasons why models do not answer
     models = pooling_models_of(request)
     targets = [target for kind in kinds for target in models.targets if target.kind == kind]
     for target in targets:
-        if _has_other_name(target, name):
+        if _is_known_by_other_names(target, name):
             other_names.append(target.names[0])
             continue
         try:
-            model = await models.find(target)
+            model = await models.find(target)  # loads the model if necessary
         except (BackendError, TimeoutError) as error:
             problems.append(_problem(error))
             continue
@@ -128,18 +126,33 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         other_names.append(model.name)
     if other_names:
         raise await _wrong_model_error(request, name or "", other_names)
-    # Prefer to report a temporary problem, such as a model that does not answer, because the client
-    # can then try again. A model that is not served (status 404) is a permanent problem.
-    temporary_problems = [problem for problem in problems if problem.status != 404]
-    raise (temporary_problems or problems)[0]
+    raise _most_useful(problems)
 
 
-def _has_other_name(target: PoolingTarget, name: str | None) -> bool:
-    """Return True if the target's names are known and the requested name is not one of them.
+def _is_known_by_other_names(target: PoolingTarget, name: str | None) -> bool:
+    """Return whether a model need not be loaded, because it does not have the requested name.
 
-    In this case, the model need not be loaded, because it cannot answer the request.
+    Without a file that describes several models, `target.names` is empty, and the model itself
+    reports its name.
+
+    Args:
+        target: the model in the model repository.
+        name: the requested name. None if any name is suitable.
     """
     return bool(target.names) and name is not None and name not in target.names
+
+
+def _most_useful(problems: Sequence[ApiError]) -> ApiError:
+    """Return the error to report, if no model can answer a request.
+
+    A temporary problem, such as a model that does not answer, is preferred, because the client can
+    then try again. A model that is not served (status 404) is a permanent problem.
+
+    Args:
+        problems: at least one problem of a model.
+    """
+    temporary_problems = [problem for problem in problems if problem.status != 404]
+    return (temporary_problems or problems)[0]
 
 
 async def select_language_model(request: Request, name: str | None) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from nereid_client.errors import BackendError, FrontendError
 from nereid_client.grpc_calls import InputTensor, TritonCalls, decode_strings, infer_request
-from nereid_client.language_model.triton_backend import is_outage, unreachable_message
+from nereid_client.language_model.triton_backend import means_outage, unreachable_message
 
 EMBEDDING = "embedding"
 RERANK = "rerank"
@@ -261,6 +261,9 @@ def _decode(response: Any) -> PoolingOutputs:  # noqa: ANN401 - a protobuf messa
 def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
     """Return a BackendError for a failed call. The message names the cause.
 
+    If the message means that the server is stopping or must be restarted, the code is UNAVAILABLE
+    instead of gRPC's code, so that the client sends the request again.
+
     Example: a gRPC error with the code INVALID_ARGUMENT and the message "[INVALID_ARGUMENT] texts:
     must not be empty" returns BackendError("INVALID_ARGUMENT", "texts: must not be empty").
 
@@ -279,6 +282,5 @@ def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
         )
     if code == "UNAVAILABLE" and "failed to connect" in message:
         return BackendError(code, unreachable_message(url))
-    if is_outage(message):
-        return BackendError("UNAVAILABLE", message.removeprefix(f"[{code}] "))
-    return BackendError(code, message.removeprefix(f"[{code}] "))
+    sentence = message.removeprefix(f"[{code}] ")
+    return BackendError("UNAVAILABLE" if means_outage(message) else code, sentence)

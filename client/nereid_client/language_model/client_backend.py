@@ -28,17 +28,19 @@ class ClientBackend:
         """Yield the deltas of all choices. See `Backend.generate`.
 
         Add the current LoRA adapter and the current client to the request. The engine divides its
-        time among the clients, and distinguishes clients by `client_id`. All clients with the same
-        `share` have the same `client_id`, so the engine treats these clients as one client.
+        time among the clients, and distinguishes clients by `client_id`. This id is the attribute
+        `share` of a client: a name that several clients can have in common. The engine treats
+        clients with the same id as one client.
         """
         generation = replace(generation, lora_name=current_adapter.get())
         client = current_client.get()
-        # Without a key file, `client.share` is empty. The engine then treats the requests of all
-        # clients alike.
-        if client.share:
+        scheduling_name = client.share
+        # A client without an API key of its own and without the header X-Client-Id has no name. The
+        # engine treats the requests of all such clients alike.
+        if scheduling_name:
             generation = replace(
                 generation,
-                client_id=client.share,
+                client_id=scheduling_name,
                 client_weight=client.weight,
                 priority=client.priority,
             )

@@ -21,7 +21,7 @@ from nereid_client.grpc_calls import (
 from nereid_client.streaming.deltas import Delta
 
 # The ensemble first calls the tokenizer model, which has the output tensors `prompt_token_ids` and
-# `envelope`.
+# `envelope`. The envelope contains all data about a request except its token ids.
 TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _ENVELOPE = "envelope"
@@ -29,9 +29,9 @@ _ENVELOPE = "envelope"
 # executor model contains JSON text.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
-# If a request contains the input `stream`, the model sends the answer in several responses.
-# Otherwise, the model sends one response.
-_STREAM = InputTensor("stream", "BOOL", [True])
+# If a request contains this tensor, the ensemble sends the answer in several responses. Otherwise,
+# the ensemble sends one response.
+_STREAM_THE_ANSWER = InputTensor("stream", "BOOL", [True])
 # The executor model requires these tensors in every request. A request without a prompt contains
 # these values, which the model ignores.
 _NO_PROMPT = (
@@ -232,14 +232,15 @@ class TritonBackend:
     ) -> str:
         """Return the text from the tokenizer model, as described by `Backend.detokenize`.
 
-        For a request with the parameter `return_text`, the tokenizer model's output `envelope` is a
-        JSON object with the text.
+        The tokenizer model's output `envelope` usually describes a request. For a request with the
+        parameter `return_text`, the envelope is the JSON object {"text": TEXT} instead.
         """
-        inputs = [_STREAM, InputTensor("input_ids", "INT32", token_ids)]
+        inputs = [InputTensor("input_ids", "INT32", token_ids)]
         request = infer_request(self._tokenizer, request_id, inputs, [_ENVELOPE])
         request.parameters["return_text"].bool_param = True
         request.parameters["skip_special_tokens"].bool_param = skip_special_tokens
-        return str(json.loads(await self._infer(request))["text"])
+        envelope = await self._infer(request)
+        return str(json.loads(envelope)["text"])
 
     async def request_limits(self) -> Mapping[str, int]:
         """Return the limits of the tokenizer model, as described by `Backend.request_limits`.
@@ -247,7 +248,7 @@ class TritonBackend:
         For a request with the parameter `return_limits`, the tokenizer model's output `envelope` is
         a JSON object with its limits.
         """
-        request = infer_request(self._tokenizer, "limits", [_STREAM], [_ENVELOPE])
+        request = infer_request(self._tokenizer, "limits", inputs=[], outputs=[_ENVELOPE])
         request.parameters["return_limits"].bool_param = True
         limits: dict[str, int] = json.loads(await self._infer(request))
         return limits
@@ -274,13 +275,14 @@ class TritonBackend:
         request = infer_request(self._executor, request_id, _NO_PROMPT, [_STATE])
         for name, value in parameters.items():
             request.parameters[name].string_param = value
-        response = await self._stream_one(request)
-        (raw,) = response.raw_output_contents
-        answer: dict[str, Any] = json.loads(raw)
+        response = await self._only_response_of_executor(request)
+        # The tensor contains the bytes of a JSON text (UINT8), not strings with length prefixes.
+        (state,) = response.raw_output_contents
+        answer: dict[str, Any] = json.loads(state)
         return answer
 
-    async def _stream_one(self, request: Any) -> Any:
-        """Send a request to the executor model, and return the response.
+    async def _only_response_of_executor(self, request: Any) -> Any:
+        """Send a request with a single response to the executor model, and return the response.
 
         The executor model is decoupled: it may send any number of responses. A request to such a
         model needs a stream, even if there is only one response.
@@ -290,8 +292,9 @@ class TritonBackend:
         stream = self._calls.stream(request)
         try:
             message = await stream.read()
-        except grpc.RpcError as error:
+        except grpc.RpcError as error:  # the stream has ended
             raise self._stream_error(error) from None
+        # The stream ends in the background. Its cancellation could crash the Triton server.
         stream.let_end()
         if message is None:
             raise BackendError("UNAVAILABLE", "The executor model does not answer. Try again.")
@@ -375,12 +378,12 @@ def read_error(text: str) -> BackendError:
     match = _CODE_PREFIX.match(text)
     if match is not None:
         return BackendError(match[1], text[match.end() :])
-    if text.startswith("Request for unknown model") or is_outage(text):
+    if text.startswith("Request for unknown model") or means_outage(text):
         return BackendError("UNAVAILABLE", text)
     return BackendError("INTERNAL", text)
 
 
-def is_outage(text: str) -> bool:
+def means_outage(text: str) -> bool:
     """Return whether a message means that the Triton server is stopping or must be restarted."""
     return _STUB_DIED in text or _STOPPING in text
 
@@ -388,9 +391,10 @@ def is_outage(text: str) -> bool:
 def _inputs(generation: Generation) -> list[InputTensor]:
     """Convert a `Generation` object to input tensors of the ensemble or of the tokenizer model.
 
-    A tensor is left out if the generation does not have its value.
+    A tensor is left out if the generation does not have its value. The tensor `stream` is always
+    sent, because the frontend reads every answer as a stream. It does not affect token ids.
     """
-    inputs = [_STREAM]
+    inputs = [_STREAM_THE_ANSWER]
     if generation.text_input is not None:
         inputs.append(_text_tensor("text_input", generation.text_input))
     if generation.chat_request is not None:
@@ -437,13 +441,18 @@ def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:
 
     The result contains one delta for each choice that has new text. The last response of a stream
     may have no delta.
+
+    Args:
+        response: the response, a protobuf message. The tensor `delta` has a JSON object for each
+            choice. If `text_output` was requested, it has the unparsed text of each choice.
+        with_text: whether to add the unparsed text to each delta, with the key `text`.
     """
-    # If `outputs` is empty, `raw_output_contents` is empty, too.
     contents = zip(response.outputs, response.raw_output_contents, strict=False)
     tensors = {output.name: decode_strings(raw) for output, raw in contents}
     deltas = [cast("Delta", from_json(string)) for string in tensors.get("delta", ())]
-    texts = tensors.get("text_output", ()) if with_text else ()
-    for delta, text in zip(deltas, texts, strict=False):
-        if text:
-            delta["text"] = text.decode()
+    if with_text:
+        texts = tensors.get("text_output", ())
+        for delta, text in zip(deltas, texts, strict=False):
+            if text:
+                delta["text"] = text.decode()
     return [delta for delta in deltas if delta]

@@ -13,8 +13,8 @@ from nereid_client.embeddings.embedding_output import (
     join_json_list,
     join_json_object,
     json_response,
-    rows_of,
     usage_of,
+    vectors_of,
 )
 from nereid_client.embeddings.model_choice import (
     call_model,
@@ -47,7 +47,7 @@ async def embeddings(request: Request) -> Response:
         join_json_object(
             {"object": '"embedding"', "index": str(index), "embedding": vector_to_json(vector)}
         )
-        for index, vector in enumerate(rows_of(outputs))
+        for index, vector in enumerate(vectors_of(outputs))
     )
     members = {"object": "list", "model": served.name, "usage": usage_of(outputs)}
     return json_response(members, "data", await join_json_list(items))
@@ -92,7 +92,7 @@ async def _cohere_embed(request: Request, version: str) -> Response:
         "texts": body.texts or [],
         "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}},
     }
-    encoded_lists = await _encode_lists(rows_of(outputs), body.embedding_types or ["float"])
+    encoded_lists = await _encode_lists(vectors_of(outputs), body.embedding_types or ["float"])
     if version == "1" and body.embedding_types is None:
         members["response_type"] = "embeddings_floats"
         return json_response(members, "embeddings", encoded_lists["float"])
@@ -149,7 +149,7 @@ async def _tei_outputs(request: Request, kind: str) -> PoolingOutputs:
 
 
 async def _list_of_vectors(outputs: PoolingOutputs) -> Response:
-    body = await join_json_list(map(WRITERS["float"], rows_of(outputs)))
+    body = await join_json_list(map(WRITERS["float"], vectors_of(outputs)))
     return Response(body, media_type="application/json")
 
 

@@ -11,8 +11,8 @@ from nereid_client.embeddings.embedding_output import (
     join_json_list,
     join_json_object,
     json_response,
-    rows_of,
     usage_of,
+    vectors_of,
 )
 from nereid_client.embeddings.model_choice import (
     call_model,
@@ -54,7 +54,7 @@ async def pooling(request: Request) -> Response:
         rows = _rows_of_classifier(outputs, kind)
     else:
         outputs = await call_model(request, served, body.input, body.options() | {"kind": kind})
-        rows = rows_of(outputs)
+        rows = vectors_of(outputs)
     members = envelope("pool", request_id_of(request), served.name)
     members["usage"] = usage_of(outputs)
     encoded_rows = await _encode_rows(rows, body.vector_type)

@@ -87,6 +87,8 @@ class Gate:
         """
         if self.is_draining:
             return _draining_error()
+        # The budget does not only limit the sum. It also leaves a part of the limit to others, so
+        # that one client cannot use the whole limit.
         if not self._running.fits(client.share, 1):
             return self._too_many_error(client)
         if not client.max_concurrent:
@@ -97,7 +99,7 @@ class Gate:
         return limit_error(
             f"{num_own} requests with this API key are running, but the limit is "
             f"{client.max_concurrent} (max_concurrent_requests of the key)",
-            1,
+            wait_s=1,
         )
 
     def _too_many_error(self, client: Client) -> ApiError:
@@ -157,15 +159,16 @@ class Throttle:
         self._last_message = message
         self._retry_after = retry_after
         # It took `duration_s` seconds until the server rejected this request. In this time, the
-        # server may have received more requests that it must also reject. The frontend therefore
-        # sends no requests for another `duration_s` seconds, but at most for _LONGEST_PAUSE_S
-        # seconds. Otherwise, a slow server would receive requests faster than it can reject them.
-        # There is no pause if the request waited in the server's queue until its time limit,
-        # because `duration_s` then contains the waiting time.
+        # frontend has sent `num_sent_later` requests, which the server must probably also reject.
+        # If these are many, the frontend sends no requests for another `duration_s` seconds, but at
+        # most for _LONGEST_PAUSE_S seconds. Otherwise, a slow server would receive requests faster
+        # than it can reject them. A few rejections are tolerated without a pause.
         duration_s = now - started
-        num_later = sum(admitted > started for admitted in self._admission_times)
+        num_sent_later = sum(sent > started for sent in self._admission_times)
+        # If the request waited in the server's queue until its time limit, `duration_s` contains
+        # the waiting time, and there is no pause.
         was_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
-        if num_later >= _TOLERATED_REJECTIONS and not was_in_queue:
+        if num_sent_later >= _TOLERATED_REJECTIONS and not was_in_queue:
             self._paused_until = now + min(duration_s, _LONGEST_PAUSE_S)
 
     def rejection(self, now: float) -> ApiError | None:
@@ -231,12 +234,15 @@ class AdmissionControl:
 
         The gate limits the number of running requests. A throttle limits the requests of one client
         to one path after the server has rejected many of these requests.
+
+        Two health checks of `nereid serve` may run at the same time without being counted. A
+        further health check is treated as any other request.
         """
         if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
             return
         if is_from_supervisor(scope) and self._num_checks < _MAX_CHECKS:
-            await self._answer_check(scope, receive, send)
+            await self._answer_health_check(scope, receive, send)
             return
         now = time.monotonic()
         client = current_client.get()
@@ -256,11 +262,12 @@ class AdmissionControl:
 
         Args:
             client: the client that sent the request.
-            throttle: limits the requests to an overloaded server. None if it is not overloaded.
+            throttle: limits the client's requests to an overloaded server. None if the server has
+                not rejected any of them.
             now: the current time of time.monotonic().
         """
-        # The transaction prevents other processes from admitting a request between the check and
-        # the count.
+        # Several frontend processes can share the numbers of running requests. The transaction
+        # prevents another process from admitting a request between the check and the count.
         with self._gate.transaction():
             rejection = self._gate.rejection(client) or client.rejection(now)
             if rejection is None and throttle is not None:
@@ -269,11 +276,11 @@ class AdmissionControl:
                 return rejection
             client.count_request(now)
             self._gate.enter(client)
-        if throttle is not None:
+        if throttle is not None:  # each process has throttles of its own
             throttle.record_admission(now)
         return None
 
-    async def _answer_check(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer_health_check(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a health check from `nereid serve`. Health checks are not counted as requests.
 
         Only _MAX_CHECKS such requests run at a time without being counted, because any client can
@@ -288,8 +295,8 @@ class AdmissionControl:
     def _observe_rejections(self, key: tuple[str, str], send: Send, started: float) -> Send:
         """Wrap `send` in a function that also records rejections by the server.
 
-        A throttle stores the rejections of one client and path. If there are many, it limits the
-        further requests.
+        A throttle stores the rejections of one client and path. If there are many, the throttle
+        limits the further requests.
 
         A rejection is a response with the status 503 and the header Retry-After. Only routes that
         call a model send such a response. In Anthropic's API, the status is 529.

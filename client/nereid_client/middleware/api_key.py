@@ -51,9 +51,9 @@ class ApiKey:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        client: Client | None = scope.get(CLIENT_OF_SCOPE) or self._find_client(
-            Headers(scope=scope)
-        )
+        # A request of a batch has no headers. The batch runner stores the client in the scope.
+        client_of_batch: Client | None = scope.get(CLIENT_OF_SCOPE)
+        client = client_of_batch or self._find_client(Headers(scope=scope))
         if client is None and _requires_key(scope):
             await self._refuse(scope, receive, send)
             return

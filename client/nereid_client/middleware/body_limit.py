@@ -96,22 +96,24 @@ class BodyLimit:
         except TimeoutError:
             if not timeout.expired():
                 raise  # `receive` itself has raised this error
-            raise self._too_slow(body.num_bytes) from None
+            raise self._too_slow_error(body.num_bytes) from None
         return message
 
     def _count_bytes(self, message: Message, body: "_ReceivedBody") -> None:
         """Count the bytes of a message, and check that the body does not exceed the limits.
 
-        Mutates: body, to which the bytes are added, and the total of all bodies.
+        Mutates: body, whose attributes `num_bytes` and `is_complete` are updated, and the total of
+            all bodies. The bytes are not added if they exceed a limit.
 
         Raises: ApiError 413 if the body is too large, 429 if all bodies together are too large.
         """
         num_bytes = len(message.get("body", b""))
-        body.is_complete = body.is_complete or not message.get("more_body")
+        if not message.get("more_body"):  # also true if the client has disconnected
+            body.is_complete = True
         if body.num_bytes + num_bytes > self._max_bytes:
-            raise self._error(f"more than {self._max_bytes}")
+            raise self._too_large_error(size=f"more than {self._max_bytes}")
         if not self._total.fits(body.client, num_bytes):
-            raise self._total_error()
+            raise self._total_too_large_error()
         self._total.add(body.client, num_bytes)
         body.num_bytes += num_bytes
 
@@ -125,9 +127,14 @@ class BodyLimit:
         digits = content_length.lstrip("0") or "0"
         if len(digits) <= _MAX_DIGITS and int(digits) <= self._max_bytes:
             return None
-        return self._error(digits[:_MAX_DIGITS])
+        return self._too_large_error(size=digits[:_MAX_DIGITS])
 
-    def _error(self, size: str) -> ApiError:
+    def _too_large_error(self, size: str) -> ApiError:
+        """Return the error for a body that is too large.
+
+        Args:
+            size: the number of bytes for the error message, such as "900" or "more than 500".
+        """
         return ApiError(
             413,
             f"The request body has {size} bytes, but the limit is {self._max_bytes} "
@@ -136,7 +143,7 @@ class BodyLimit:
             limit="max_body_bytes",
         )
 
-    def _too_slow(self, num_received: int) -> ApiError:
+    def _too_slow_error(self, num_received: int) -> ApiError:
         return ApiError(
             408,
             f"The frontend received only {num_received} bytes of the request body within "
@@ -146,7 +153,7 @@ class BodyLimit:
             limit="receive_timeout_s",
         )
 
-    def _total_error(self) -> ApiError:
+    def _total_too_large_error(self) -> ApiError:
         return ApiError(
             429,
             f"The bodies of the requests that run have {self._total.used} bytes, but the limit is "

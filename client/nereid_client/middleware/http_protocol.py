@@ -35,7 +35,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # been received so far.
     _num_header_bytes = 0
     # Whether the last call of `data_received` completed the headers or the body of a request.
-    _has_progress = False
+    _has_completed_part = False
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - uvicorn's signature
         """Start the timer of the first request."""
@@ -56,11 +56,12 @@ class LimitedProtocol(HttpToolsProtocol):
         """
         if self._timer is None and not self._has_headers:
             self._start_timer()
-        self._has_progress = False
-        # The parser calls `on_headers_complete` and `on_message_complete` when it has read all
-        # headers or the whole body of a request. These methods set `_has_progress`.
+        self._has_completed_part = False
+        # The parser calls `on_headers_complete` and `on_message_complete` if `data` contains the
+        # end of the headers or of the body. Both methods set `_has_headers` and
+        # `_has_completed_part`. The first one also sets `_num_header_bytes` to 0.
         super().data_received(data)
-        contains_only_headers = not self._has_headers and not self._has_progress
+        contains_only_headers = not self._has_headers and not self._has_completed_part
         if not contains_only_headers:
             return
         self._num_header_bytes += len(data)
@@ -79,7 +80,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Stop the timer, because the headers of the request have arrived."""
-        self._has_headers = self._has_progress = True
+        self._has_headers = self._has_completed_part = True
         self._num_header_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
@@ -87,7 +88,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Record the end of a request. The next bytes are the headers of a new request."""
         self._has_headers = False
-        self._has_progress = True
+        self._has_completed_part = True
         super().on_message_complete()
 
     def _start_timer(self) -> None:

@@ -89,10 +89,12 @@ class Timeouts:
     async def _call_with_limit(
         self, limit: "_TimeLimit", response: "_ObservedResponse", scope: Scope, receive: Receive
     ) -> None:
-        """Call the application. If the timeout of the request expires, end the response.
+        """Call the application. If the timeout of the request expires, end the request.
 
         The timeout expires for one of three reasons: the time limit is reached, the client does not
-        read the response, or another request aborts this request.
+        read the response (found by `_UnreadWatch`), or another request aborts this request (through
+        `running`). If the client does not read, uvicorn closes the connection, and no error is
+        sent.
 
         Args:
             limit: the time limit of the request.

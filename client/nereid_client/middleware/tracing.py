@@ -42,7 +42,7 @@ class Traces:
             await self._app(scope, receive, send)
         elif self._tracer is None:
             given = Headers(scope=scope).get("traceparent", "")
-            _set_traceparent(scope, given if _TRACEPARENT.fullmatch(given) else "")
+            _store_traceparent(scope, given if _TRACEPARENT.fullmatch(given) else "")
             await self._app(scope, receive, send)
         else:
             await self._call_in_span(scope, receive, send)
@@ -50,8 +50,10 @@ class Traces:
     async def _call_in_span(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle the request in a span. The span continues the client's trace, if there is one.
 
-        The span has the status code of the response. Without the optional package OpenTelemetry,
-        there is no tracer, and this method is not called. The imports are therefore here.
+        The span has the status code of the response. The calls to the models contain the
+        `traceparent` of the span, so that their spans belong to the same trace. Without the
+        optional package OpenTelemetry, there is no tracer, and this method is not called. The
+        imports are therefore here.
         """
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -68,7 +70,7 @@ class Traces:
         ) as span:
             headers_of_span: dict[str, str] = {}
             propagator.inject(headers_of_span)
-            _set_traceparent(scope, headers_of_span["traceparent"])
+            _store_traceparent(scope, headers_of_span["traceparent"])
 
             async def send_observed(message: Message) -> None:
                 if message["type"] == "http.response.start":
@@ -80,18 +82,24 @@ class Traces:
             try:
                 await self._app(scope, receive, send_observed)
             finally:
-                _describe(span, scope)
+                # The route and the client are known only now, after the application was called.
+                _add_route_and_client(span, scope)
 
 
-def _set_traceparent(scope: Scope, traceparent: str) -> None:
-    """Store the trace context of the current request for gRPC calls and log records."""
+def _store_traceparent(scope: Scope, traceparent: str) -> None:
+    """Store the trace context of the current request for gRPC calls and log records.
+
+    Args:
+        scope: the ASGI scope of the request, which gets the id of the trace for log records.
+        traceparent: the W3C header of this name. "" if there is no trace.
+    """
     current_traceparent.set(traceparent)
     if traceparent:
         scope["state"]["trace_id"] = traceparent.split("-")[1]
 
 
-def _describe(span: Any, scope: Scope) -> None:  # noqa: ANN401 - the type of an optional package
-    """Set the name and the attributes of the span for a request whose response has ended.
+def _add_route_and_client(span: Any, scope: Scope) -> None:  # noqa: ANN401 - an optional package
+    """Add the route, the request id and the client to the span of a request that has ended.
 
     For an unknown route, the span gets the name "unknown" instead of the path, because a client can
     send any path.

@@ -50,7 +50,7 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")]
 # and a known name is at least this value. Example: "max_token" is treated as a typing error,
 # because the ratio between "max_token" and "max_tokens" is 0.94. llama.cpp's field "return_tokens"
 # is ignored, because the ratio between "return_tokens" and "return_token_ids" is 0.92.
-_TYPING_ERROR = 0.93
+_MIN_SIMILARITY_OF_TYPING_ERROR = 0.93
 # At most this many unknown field names are compared with the known names, because the comparison of
 # thousands of names would take seconds.
 _MAX_COMPARED_FIELDS = 32
@@ -297,21 +297,24 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
     unknown = [name for name in body if name not in known][:_MAX_COMPARED_FIELDS]
     if not unknown:
         return
-    known_by_plain_name = {_plain_name(name): name for name in known}
+    known_by_letters = {_lower_case_letters(name): name for name in known}
     for name in unknown:
         similar = difflib.get_close_matches(
-            _plain_name(name), known_by_plain_name, n=1, cutoff=_TYPING_ERROR
+            _lower_case_letters(name),
+            known_by_letters,
+            n=1,
+            cutoff=_MIN_SIMILARITY_OF_TYPING_ERROR,
         )
         if similar:
-            hint = known_by_plain_name[similar[0]]
+            similar_name = known_by_letters[similar[0]]
             raise FieldError(
                 name,
-                f"The request has the unknown field {shown(name)}. Did you mean {shown(hint)}? "
-                "Nereid ignores most unknown fields, but it rejects an unknown field whose name is "
-                "similar to the name of a known field.",
+                f"The request has the unknown field {shown(name)}. Did you mean "
+                f"{shown(similar_name)}? Nereid ignores most unknown fields, but it rejects an "
+                "unknown field whose name is similar to the name of a known field.",
             )
 
 
-def _plain_name(name: str) -> str:
+def _lower_case_letters(name: str) -> str:
     """Return a field name in lower case without "_" and "-". "maxTokens" becomes "maxtokens"."""
     return name.lower().replace("_", "").replace("-", "")

@@ -135,20 +135,23 @@ def read_custom_tool(tool: Mapping[str, Any], place: str) -> Json:
     return to_function(validated(CustomTool, tool.get("custom"), custom_place), custom_place)
 
 
-def check_names(names: Iterable[str], distinct: Container[str], hint: str = "") -> None:
-    """Check that each name in `distinct` is the name of at most one tool.
+def check_unique_names(
+    names: Iterable[str], names_to_check: Container[str], hint: str = ""
+) -> None:
+    """Check that each name in `names_to_check` is the name of at most one tool.
 
-    The calls of these tools are converted, so each of these names must belong to only one tool.
+    The backend receives some tools in another form, for example a custom tool as a function. The
+    frontend converts a call of such a tool back, and finds the tool by the name in the call.
 
     Args:
         names: the names of all tools in a chat.
-        distinct: the names that must not occur twice.
+        names_to_check: the names of the tools that are converted.
         hint: a sentence that is appended to the error message.
 
     Raises: FieldError that contains the name.
     """
     for name, count in Counter(names).items():
-        if count > 1 and name in distinct:
+        if count > 1 and name in names_to_check:
             message = f"tools must have different names, but several are called {shown(name)}."
             raise FieldError("tools", f"{message} {hint}".rstrip())
 

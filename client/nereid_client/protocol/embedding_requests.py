@@ -349,7 +349,7 @@ def read_inputs(value: object, field: str) -> ModelInputs:
     if not value:
         raise FieldError(field, f"{field} must not be an empty list")
     tensors = _tensors_of(value, field)
-    return ModelInputs(tensors, dict.fromkeys(tensors, field))
+    return ModelInputs(tensors, fields=dict.fromkeys(tensors, field))
 
 
 def _tensors_of(items: list[Any], field: str) -> dict[str, list[Any]]:
@@ -373,6 +373,11 @@ def _token_tensors(lists: Sequence[Sequence[int]]) -> dict[str, list[int]]:
 def refuse_videos_and_audio(part: dict[str, Any], field: str, place: str) -> None:
     """Check that a content part has no video and no audio.
 
+    Args:
+        part: the content part.
+        field: the request field that contains the part, such as "input", for the error's `param`.
+        place: the path of the part in the request, such as "input[2]", for the error message.
+
     Raises: FieldError that names the key of the part and an alternative.
     """
     for name, remedy in _REFUSED_PARTS.items():
@@ -387,6 +392,13 @@ def content_part(value: object, field: str, place: str) -> dict[str, str]:
 
     Example: OpenAI's {"type": "image_url", "image_url": {"url": "data:"}} returns
     {"image": "data:"}.
+
+    Args:
+        value: the content part, or a text.
+        field: the request field that contains the part, such as "input", for the error's `param`.
+        place: the path of the part in the request, such as "input[2]", for the error message.
+
+    Raises: FieldError if the value is no content part, or if its content is not supported.
     """
     if isinstance(value, str):
         return {"text": value}
@@ -413,6 +425,12 @@ def content_part(value: object, field: str, place: str) -> dict[str, str]:
 
 def _content_of(part: dict[str, Any], name: str, field: str, place: str) -> str:
     """Return the value of the key `name` in a content part: a text, or the URL of an image.
+
+    Args:
+        part: the content part.
+        name: "text", "image" or "image_url".
+        field: the request field that contains the part, such as "input", for the error's `param`.
+        place: the path of the part in the request, such as "input[2]", for the error message.
 
     Raises: FieldError if the value is not a string.
     """

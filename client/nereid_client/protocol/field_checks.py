@@ -5,7 +5,7 @@ from typing import Any
 
 from nereid_client.errors import FieldError, shown
 from nereid_client.protocol.custom_tools import (
-    check_names,
+    check_unique_names,
     custom_tool_names,
     is_custom,
     read_custom_tool,
@@ -85,22 +85,24 @@ def _check_schema(schema: object, field: str, schema_field: str) -> None:
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Check that all tools of a chat are functions or custom tools, and check the custom tools.
 
-    The backend checks the functions.
+    A tool with the key `function` is a function, whatever its type is. The backend checks the
+    functions.
 
-    Raises: FieldError that names the first wrong tool.
+    Raises: FieldError that names the first wrong tool, or a name that two tools have.
     """
     for index, tool in enumerate(tools):
         kind = tool.get("type", "function")
+        is_function = kind == "function" or "function" in tool
         if is_custom(tool):
             read_custom_tool(tool, f"tools[{index}]")
-        elif kind != "function" and "function" not in tool:
+        elif not is_function:
             raise FieldError(
                 "tools",
                 f"tools[{index}].type must be function or custom, but the request has "
                 f"{shown(kind)}. Nereid has no tools of its own.",
             )
     names = [str(name) for _, name in map(_kind_and_name, tools)]
-    check_names(names, custom_tool_names(tools))
+    check_unique_names(names, custom_tool_names(tools))
 
 
 def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
@@ -123,6 +125,7 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
             "tool_choice",
             f"tool_choice={shown(choice)} requires tools, but the request has none",
         )
+    # `_chosen_tools` refuses an unknown form. For "required", it returns no tools.
     for kind, name in _chosen_tools(choice):
         names = [each for kind_of_tool, each in offered if kind_of_tool == kind]
         if name not in names:
@@ -141,7 +144,8 @@ def _chosen_tools(choice: str | Mapping[str, Any]) -> list[tuple[str, object]]:
 
     Example: {"type": "custom", "custom": {"name": "f"}} returns [("custom", "f")].
 
-    Raises: FieldError if the choice has no known form.
+    Raises: FieldError if the choice has no known form, if it contains no tool, or if a tool has no
+        name.
     """
     if choice == "required":
         return []
@@ -151,8 +155,8 @@ def _chosen_tools(choice: str | Mapping[str, Any]) -> list[tuple[str, object]]:
         tools = [_kind_and_name(choice)]
     elif isinstance(choice, Mapping) and kind == "allowed_tools":
         tools = _allowed_tools(choice.get("allowed_tools"))
-    has_unnamed_tool = not all(name for _, name in tools)
-    if tools and not has_unnamed_tool:
+    all_have_names = all(name for _, name in tools)
+    if tools and all_have_names:
         return tools
     raise FieldError(
         "tool_choice",

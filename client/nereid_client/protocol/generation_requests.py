@@ -138,6 +138,7 @@ class ChatCompletionRequest(GenerationRequest):
             if value is not None and name not in frontend_fields
         }
         if self.response_format:
+            # Validation has converted this field from the format of another server to OpenAI's.
             fields["response_format"] = self.response_format
         return with_functions(fields)
 
@@ -175,7 +176,7 @@ class CompletionRequest(GenerationRequest):
             raise FieldError(
                 "best_of",
                 f"best_of must be at least n, but the request has best_of={self.best_of} and "
-                f"n={self.n}",
+                f"n={self.num_choices}",
             )
         if self.stream and self.best_of > self.num_choices:
             raise FieldError(
@@ -247,7 +248,7 @@ class CompletionRequest(GenerationRequest):
         return bool(self.echo) and self.logprobs is not None
 
     @property
-    def num_generated(self) -> int:
+    def num_generated_choices(self) -> int:
         """The number of choices to generate for each prompt. Only the best choices are returned."""
         return max(self.best_of or 1, self.num_choices)
 
@@ -263,14 +264,15 @@ class CompletionRequest(GenerationRequest):
         passed_on = PASSED_ON - {"n"}
         given = self.model_dump(exclude_none=True)
         fields = {name: value for name, value in given.items() if name in passed_on}
-        if self.num_generated > 1:
-            fields["n"] = self.num_generated
-        if self.only_prompt:
+        if self.num_generated_choices > 1:
+            fields["n"] = self.num_generated_choices
+        if self.only_prompt:  # max_tokens=0
             # The engine computes the log-probabilities of a prompt only if the request generates
             # tokens.
             fields["max_tokens"] = 1
-        if self.echoes_logprobs:
-            # The frontend puts the tokens of the prompt before the generated tokens.
+        if self.echoes_logprobs:  # echo=true with logprobs
+            # The frontend puts the tokens of the prompt before the generated tokens. The engine
+            # computes the prompt's log-probabilities once, for `logprobs` and `prompt_logprobs`.
             fields["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
             fields["return_token_ids"] = True
         return fields

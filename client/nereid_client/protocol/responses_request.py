@@ -17,7 +17,7 @@ from nereid_client.protocol.common_fields import (
     GenerationRequest,
     StreamOptions,
 )
-from nereid_client.protocol.custom_tools import check_names
+from nereid_client.protocol.custom_tools import check_unique_names
 from nereid_client.protocol.field_checks import (
     check_response_format,
     check_tool_choice,
@@ -218,7 +218,7 @@ class ResponsesRequest(GenerationRequest):
         tools = self.chat_tools or ()
         # The model calls a tool in a namespace by the name NAMESPACE__TOOL. If two tools had the
         # same name in this form, the frontend could not determine which of them the model called.
-        check_names(
+        check_unique_names(
             [tool[tool["type"]]["name"] for tool in tools],
             converted_tools(self.tools or ()),
             "A tool in a namespace is called NAMESPACE__TOOL.",

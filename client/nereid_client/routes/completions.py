@@ -105,7 +105,7 @@ async def _generations(request: Request, body: CompletionRequest) -> list[Genera
         request_id,
         sampling_parameters=to_json(body.sampling_parameters()),
         with_text=True,
-        num_choices=body.num_generated,
+        num_choices=body.num_generated_choices,
     )
     generations = []
     for index, prompt in enumerate(prompts):

@@ -48,8 +48,8 @@ def run_frontend(
     """
     app = create_app(settings, make_backend, worker)
     _reject_requests_after_sigusr1(app.state.gate)
-    _exclude_objects_from_garbage_collection()
-    _raise_descriptor_limit()
+    _exclude_objects_from_garbage_collection()  # long collections would delay streams
+    _raise_descriptor_limit()  # each connection needs a file descriptor
     server = uvicorn.Server(_uvicorn_config(app, settings))
     sockets = _listening_sockets_of_process(settings, worker)
     # After SIGINT, uvicorn closes the application and then raises a KeyboardInterrupt.

@@ -144,8 +144,9 @@ class TritonCalls:
     ) -> Any:  # noqa: ANN401 - a protobuf message
         """Call a method of the Triton server, and return the response.
 
-        The new task `reader` waits for the response. If the calling task is cancelled, the call is
-        cancelled, but `reader` is not: gRPC would leak memory. `reader` ends in the background.
+        A new task, `reader`, waits for the response. If the calling task is cancelled, this method
+        cancels the gRPC call, but not `reader`, because gRPC would then leak memory. After the end
+        of the call, `reader` ends in the background.
 
         Args:
             method: the name of the gRPC method.
@@ -261,7 +262,7 @@ class Stream:
                 raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
             raise
         finally:
-            self._changed.set()  # `read` wakes after the end of this task, and then checks the task
+            self._changed.set()  # wakes `read`, which then sees that this task has ended
 
 
 class InputTensor(NamedTuple):

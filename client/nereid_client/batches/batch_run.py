@@ -129,8 +129,9 @@ class BatchRun:
     async def _send_lines(self) -> None:
         """Send all lines that have no result yet. Stop if the batch expires or is cancelled.
 
-        An interrupted run may have stored some results already. The status of the batch then
-        becomes "finalizing". Its result files get ids if they have lines.
+        Lines have a result already if an earlier run was interrupted, for example by a restart. At
+        the end, the status of the batch becomes "finalizing", and each result file with at least
+        one line gets an id.
 
         Mutates: the counts, the ids of the result files and the status of the batch.
         """
@@ -163,7 +164,8 @@ class BatchRun:
         Raises: OSError if a result cannot be stored.
         """
         time_to_expiry_s = max(self._batch.expires_at - time.time(), 0.0)
-        # If the batch is cancelled already, the timeout expires before the first line is sent.
+        # If the batch is cancelled already, the timeout expires before the first line is sent, and
+        # the errors are stored below.
         timeout_s = 0.0 if self._is_cancelled else time_to_expiry_s
         try:
             async with asyncio.timeout(timeout_s) as timeout:

@@ -176,7 +176,7 @@ class BatchRunner:
     async def _clean_up_folder(self) -> None:
         """Delete expired files and batches. Pause all batches while the folder is too large.
 
-        If the last call that did so was less than `_CLEAN_UP_EVERY_S` seconds ago, do nothing.
+        Do nothing if this method has cleaned up less than `_CLEAN_UP_EVERY_S` seconds ago.
         """
         now = time.time()
         if now < self._clean_up_due:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CliError as error:  # only a subcommand raises this error, so there is an argument
         complain(f"nereid {arguments[0]}: {error}")
         return 2
-    except SystemExit as ended:  # typer raises this exception at the end of every command
+    except SystemExit as ended:  # typer ends a command with this exception
         return int(ended.code or 0)
     return 0
 

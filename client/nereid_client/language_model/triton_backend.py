@@ -447,6 +447,7 @@ def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:
             choice. If `text_output` was requested, it has the unparsed text of each choice.
         with_text: whether to add the unparsed text to each delta, with the key `text`.
     """
+    # The two lists have one item for each output tensor. They are empty if there are no deltas.
     contents = zip(response.outputs, response.raw_output_contents, strict=False)
     tensors = {output.name: decode_strings(raw) for output, raw in contents}
     deltas = [cast("Delta", from_json(string)) for string in tensors.get("delta", ())]

@@ -57,9 +57,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timer is None and not self._has_headers:
             self._start_timer()
         self._has_completed_part = False
-        # The parser calls `on_headers_complete` and `on_message_complete` if `data` contains the
-        # end of the headers or of the body. Both methods set `_has_headers` and
-        # `_has_completed_part`. The first one also sets `_num_header_bytes` to 0.
+        # If `data` contains the end of the headers, the parser calls `on_headers_complete`, which
+        # sets `_has_headers` to True and `_num_header_bytes` to 0. If `data` contains the end of
+        # the body, the parser calls `on_message_complete`, which sets `_has_headers` to False.
+        # Both methods set `_has_completed_part` to True.
         super().data_received(data)
         contains_only_headers = not self._has_headers and not self._has_completed_part
         if not contains_only_headers:

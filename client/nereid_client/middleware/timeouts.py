@@ -117,7 +117,7 @@ class Timeouts:
             if not timeout.expired():
                 raise  # the application itself has raised this error
             if watch.is_unread:
-                self._report_unread(scope)
+                self._count_and_log_unread_response(scope)
             elif request.is_aborted:
                 await response.end_with(abort_error(), scope, receive)
             else:
@@ -136,7 +136,7 @@ class Timeouts:
             return _TimeLimit(requested_s, is_requested=True)
         return _TimeLimit(self._limit_s or None, is_requested=False)
 
-    def _report_unread(self, scope: Scope) -> None:
+    def _count_and_log_unread_response(self, scope: Scope) -> None:
         """Count and log a request that ended because the client stopped reading the response."""
         error = ApiError(499, "The client did not read the response", limit="unread_timeout_s")
         self._metrics.count_refusal(error)

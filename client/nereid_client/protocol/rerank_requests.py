@@ -11,12 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
-from nereid_client.protocol.embedding_requests import (
-    ModelInputs,
-    PoolingRequest,
-    content_part,
-    refuse_videos_and_audio,
-)
+from nereid_client.protocol.content_parts import content_part, refuse_videos_and_audio
+from nereid_client.protocol.embedding_requests import ModelInputs, PoolingRequest
 from nereid_client.protocol.request_body import RequestBody
 
 Document = str | dict[str, str]

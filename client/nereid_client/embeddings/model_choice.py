@@ -112,6 +112,9 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
     problems: list[ApiError] = []  # the reasons why models do not answer
     models = pooling_models_of(request)
     targets = [target for kind in kinds for target in models.targets if target.kind == kind]
+    if not targets:  # The file of `--config` describes no such model.
+        message = f"The server has no model of the kind {' or '.join(map(repr, kinds))}."
+        raise ApiError(404, message, param="model", code="model_not_found")
     for target in targets:
         if _is_known_by_other_names(target, name):
             other_names.append(target.names[0])

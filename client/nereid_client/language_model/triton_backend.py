@@ -294,8 +294,10 @@ class TritonBackend:
             message = await stream.read()
         except grpc.RpcError as error:  # the stream has ended
             raise self._stream_error(error) from None
-        # The stream ends in the background. Its cancellation could crash the Triton server.
-        stream.let_end()
+        finally:
+            # The stream ends in the background, also if this task is cancelled. The cancellation of
+            # the stream could crash the Triton server.
+            stream.let_end()
         if message is None:
             raise BackendError("UNAVAILABLE", "The executor model does not answer. Try again.")
         if message.error_message:

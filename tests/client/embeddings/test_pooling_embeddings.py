@@ -8,7 +8,9 @@ import numpy as np
 import openai
 import pytest
 from fakes.fake_pooling import vector
+from nereid_client.embeddings import model_choice
 from nereid_client.embeddings.embedding_output import WRITERS, join_json_list
+from nereid_client.embeddings.pooling_backend import PoolingModels
 
 pytestmark = pytest.mark.anyio
 
@@ -40,6 +42,16 @@ async def test_token_ids_are_one_input_and_lists_of_them_several(ask, pooling):
     two = (await ask("/v1/embeddings", input=[[97, 98], [99]])).json()["data"]
     assert [item["embedding"] for item in two] == [vector("ab"), vector("c")]
     assert pooling.calls[-1].tensors["input_lengths"] == [2, 1]
+
+
+async def test_a_server_without_embedding_models_answers_404(ask, monkeypatch):
+    def without_models(backend, control):
+        return PoolingModels(backend, targets=[])
+
+    monkeypatch.setattr(model_choice, "_create_pooling_models", without_models)
+    error = problem(await ask("/v1/embeddings", input="abc"), status=404)
+    assert error["code"] == "model_not_found"
+    assert error["message"] == "The server has no model of the kind 'embedding'."
 
 
 async def test_base64_holds_little_endian_floats(ask):

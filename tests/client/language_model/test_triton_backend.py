@@ -160,6 +160,28 @@ async def test_leaving_at_the_last_delta_lets_the_stream_end_by_itself(backend, 
     assert not any("leaves-" in line for line in server.lines)
 
 
+async def test_a_question_to_the_executor_that_is_cancelled_lets_its_stream_end(monkeypatch):
+    class SilentStream:
+        has_been_released = False
+
+        async def read(self):
+            await asyncio.Event().wait()
+
+        def let_end(self):
+            self.has_been_released = True
+
+    backend, stream = TritonBackend("127.0.0.1:1", "llm"), SilentStream()
+    monkeypatch.setattr(backend._calls, "stream", lambda request: stream)
+    task = asyncio.create_task(backend._only_response_of_executor(None))
+    await asyncio.sleep(0)
+    assert not stream.has_been_released
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stream.has_been_released
+    await backend.close()
+
+
 async def test_many_streams_share_the_channel_without_mixing(backend):
     answers = await asyncio.gather(
         *(collect(backend, f"stream {n} says {n}", with_text=True) for n in range(64))

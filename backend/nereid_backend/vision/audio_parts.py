@@ -89,9 +89,10 @@ def read_audio_url(url: str, field: str) -> FoundAudio:
 def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
     """Return the audio in a content part. The audio is not decoded yet.
 
-    The part contains a base64 text, a data URL, the bytes of a file, or an array of samples.
-    Example: {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}} returns
-    audio with the source "UklGRg==".
+    The value of the part can be an object with a base64 text or a data URL, a data URL alone, the
+    bytes of a file, or an array of samples. A base64 text without an object is refused. Example:
+    {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}} returns audio with
+    the source "UklGRg==".
 
     Args:
         part: a content part for which `is_audio_part` returns true.
@@ -100,13 +101,14 @@ def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
     Raises:
         RequestError: the content part has no audio, or the format of the audio is not WAV.
     """
-    source = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
-    if isinstance(source, Mapping):  # an object with a base64 text or a URL
-        _check_format(source.get("format", "wav"), field)
-        data = source.get("data")
-        if isinstance(data, str) and data:
-            return FoundAudio(field, data)
-        source = source.get("url")
+    value = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
+    source = value
+    if isinstance(value, Mapping):  # an object with a base64 text (`data`) or a data URL (`url`)
+        _check_format(value.get("format", "wav"), field)
+        base64_text = value.get("data")
+        if isinstance(base64_text, str) and base64_text:
+            return FoundAudio(field, base64_text)
+        source = value.get("url")
     if isinstance(source, str) and source:
         return read_audio_url(source, field)
     if isinstance(source, bytes):

@@ -184,7 +184,12 @@ class ChatProcessor:
 
         The prompt consists of a placeholder for each image, video and audio file, and of the texts.
         Example: one image and the text "Hi" become "<image>Hi" if the processor's placeholder for
-        images is "<image>".
+        images is "<image>". Some processors insert the placeholders themselves, and refuse a text
+        with placeholders. Only a second attempt, without placeholders, then succeeds.
+
+        Raises:
+            RequestError: the media are invalid, or the processor refuses the prompt. If both
+                attempts have failed, this is the error of the attempt with placeholders.
         """
         texts = [text for message in messages for text in _texts(message.get("content"))]
         text = "\n".join(texts)
@@ -192,12 +197,11 @@ class ChatProcessor:
         placeholders = [value for value in values if isinstance(value, str)]
         if len(placeholders) < len(media):  # The processor has no placeholder for some media.
             return self.prepare_text(text, list(media))
+        # `prepare_text` empties the list of media, so each attempt gets a copy.
         try:
             return self.prepare_text("".join([*placeholders, text]), list(media))
         except RequestError as error:
             error_with_placeholders = error
-        # Some processors insert the placeholders themselves, and refuse a text that contains
-        # placeholders. Therefore try again without placeholders.
         with suppress(RequestError):
             return self.prepare_text(text, list(media))
         raise error_with_placeholders
@@ -281,6 +285,8 @@ class ChatProcessor:
                 f"messages: the checkpoint's processor cannot prepare the {contents}: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
+        # `_video_arguments` requests the metadata only for the processor itself. The metadata is no
+        # argument of the model.
         return {name: value for name, value in outputs.items() if name != "video_metadata"}
 
     def _media_arguments(self, media: list[Medium]) -> dict[str, Any]:

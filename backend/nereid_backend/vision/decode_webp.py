@@ -43,6 +43,8 @@ def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images 
         memory = PixelMemory(decoded)
     except (ValueError, AttributeError):
         return None  # The memory of the new image cannot be written to directly.
+    # Pillow stores each pixel in four bytes, even in the mode RGB, which ignores the fourth byte.
+    # Therefore libwebp can write RGBA pixels into the memory of an RGB image, too.
     row_bytes = _PIXEL_BYTES * image.width
     num_bytes = row_bytes * image.height
     if not library.WebPDecodeRGBAInto(data, len(data), memory.address, num_bytes, row_bytes):

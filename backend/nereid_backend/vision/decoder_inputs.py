@@ -167,14 +167,9 @@ def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> Decod
         num_tokens: the number of tokens of the prompt.
 
     Raises:
-        UnfitError: the decoder got an argument that is not supported.
+        UnfitError: the decoder got an argument that is not supported, or too few embeddings.
     """
-    for name, value in recorded.items():
-        is_known = name in _RECORDED or name in _IGNORED
-        # An unknown tensor or collection could contain values for each token, and the engine does
-        # not know how to divide such values into chunks. Plain values, such as flags, are ignored.
-        if not is_known and isinstance(value, Tensor | list | tuple | dict):
-            raise UnfitError(f"its decoder has the argument {name}")
+    _refuse_unknown_arguments(recorded)
     embeddings = recorded["inputs_embeds"]
     if embeddings.shape[:2] != (1, num_tokens):
         raise UnfitError(
@@ -183,19 +178,29 @@ def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> Decod
     position_ids = recorded.get("position_ids")
     positions = None
     if position_ids is not None:
+        # The shape is [1, num_tokens] or [num_axes, 1, num_tokens].
         by_axis = position_ids.reshape(-1, num_tokens)
         positions = PromptPositions(by_axis, _next_positions(by_axis))
-    inputs = DecoderInputs(embeddings[0], positions, deepstack=[], deepstack_mask=None)
     # Some decoders add image features to the hidden states of their first layers (DeepStack).
-    features = recorded.get(DEEPSTACK)
+    features_of_layers = recorded.get(DEEPSTACK)
     mask = recorded.get(DEEPSTACK_MASK)
-    if features is not None and mask is not None:
-        inputs.deepstack_mask = mask.reshape(num_tokens)
-        inputs.deepstack = [
-            _with_text_rows(layer_features, inputs.deepstack_mask, inputs.embeddings)
-            for layer_features in features
-        ]
-    return inputs
+    if features_of_layers is None or mask is None:
+        return DecoderInputs(embeddings[0], positions, deepstack=[], deepstack_mask=None)
+    mask = mask.reshape(num_tokens)
+    deepstack = [_with_text_rows(features, mask, embeddings[0]) for features in features_of_layers]
+    return DecoderInputs(embeddings[0], positions, deepstack, mask)
+
+
+def _refuse_unknown_arguments(recorded: dict[str, Any]) -> None:
+    """Raise an UnfitError if the engine cannot divide an argument of the decoder into chunks.
+
+    An unknown tensor or collection could contain values for each token, and the engine does not
+    know how to divide such values. Plain values, such as flags, are the same for all chunks.
+    """
+    for name, value in recorded.items():
+        is_known = name in _RECORDED or name in _IGNORED
+        if not is_known and isinstance(value, Tensor | list | tuple | dict):
+            raise UnfitError(f"its decoder has the argument {name}")
 
 
 def _with_text_rows(features: Tensor, mask: Tensor, embeddings: Tensor) -> Tensor:

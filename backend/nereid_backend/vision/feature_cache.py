@@ -39,10 +39,10 @@ class FeatureCache:
     """
 
     def __init__(self, model: Module, max_bytes: int) -> None:
-        """In each module, replace the methods in `_METHODS` by methods that use this cache.
+        """Create an empty cache, and make the encoders of a model use the cache.
 
-        If the method `get_audio_features` cannot be replaced, replace the method `forward` of the
-        audio encoder.
+        For this purpose, the methods get_image_features, get_video_features and get_audio_features
+        of the model and its modules are replaced by methods that first search the cache.
 
         Args:
             model: the model.
@@ -58,7 +58,7 @@ class FeatureCache:
         self._num_bytes = 0
         # `_digest` is the hash of the images for which the model currently runs. Outside the `with`
         # block of `used_for`, `_digest` is None. `_num_calls` counts the calls of the model's
-        # encoders for these images.
+        # encoders for these images. The number of a call is a part of the key of its features.
         self._digest: bytes | None = None
         self._num_calls = 0
         # Whether an encoder is currently running.

@@ -44,8 +44,9 @@ class ImageProcess:
         self._module = module
         self._model = model
         self._lock = threading.Lock()
-        # A function that kills the process; None if there is no process.
-        self._kill: weakref.finalize[..., Any] | None = None
+        # A function that kills the process; None if there is no process. Python calls the function
+        # when this object is deleted.
+        self._kill_process: weakref.finalize[..., Any] | None = None
         self._connection: Connection | None = None
         # Whether the process has loaded the checkpoint's processor, which prepares images.
         self._is_ready = False
@@ -135,14 +136,16 @@ class ImageProcess:
                     [*command, self._model, str(_TIMEOUT_S)],
                     pass_fds=[child_end.fileno()],
                     stdin=subprocess.DEVNULL,
+                    # The process forks a child for its requests, and a child does not have the
+                    # threads of its parent. Therefore libraries must not start threads.
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )
             except OSError:
                 connection.close()
                 raise
         self._connection = connection
-        # If this object is deleted without a call of `close`, kill the process.
-        self._kill = weakref.finalize(self, _kill, process)
+        # If this object is deleted without a call of `close`, Python kills the process.
+        self._kill_process = weakref.finalize(self, _kill, process)
         return connection
 
     def _end(self) -> None:
@@ -151,9 +154,9 @@ class ImageProcess:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        if self._kill is not None:
-            self._kill()
-            self._kill = None
+        if self._kill_process is not None:
+            self._kill_process()
+            self._kill_process = None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -77,35 +77,39 @@ class ImageSources:
         self._timeout_s = timeout_s
         self._folder = folder
 
-    def read(self, images: Sequence[bytes], limits: ImageLimits, max_bytes: int) -> list[bytes]:
+    def read(
+        self, media: Sequence[bytes], limits: ImageLimits, max_total_bytes: int
+    ) -> list[bytes]:
         """Replace each remote URL and each file URL by the content of the image file in base64.
 
-        Data URLs and images in base64 are returned unchanged.
+        Data URLs and base64 texts are returned unchanged. Videos and audio files are always data
+        URLs.
 
         Args:
-            images: the images. Each image is a URL or base64 text.
-            limits: the limits of the images.
-            max_bytes: the largest total size of the files that are read.
+            media: the images, videos and audio files. Each item is a URL or a base64 text.
+            limits: the limits of the number of items (`max_images`) and of the size of one file
+                (`max_bytes`).
+            max_total_bytes: the largest total size of the files that are read.
 
         Raises:
             RequestError: a URL is not allowed, the file cannot be read, or a limit is exceeded.
             ModelError: httpx2 is not installed.
         """
-        if len(images) > limits.max_images:
+        if len(media) > limits.max_images:
             raise RequestError(
-                f"messages: the request has {len(images)} images, videos and audio files, but the "
+                f"messages: the request has {len(media)} images, videos and audio files, but the "
                 f"limit is {limits.max_images}. Send fewer files."
             )
-        # The bytes and the time that remain for all images of the request.
-        budget = _Budget(max_bytes, time.monotonic() + self._timeout_s)
+        # The bytes and the time that remain for all files of the request.
+        budget = _Budget(max_total_bytes, time.monotonic() + self._timeout_s)
         result = []
-        for number, image in enumerate(images, 1):
-            scheme = image[:8].split(b":", 1)[0].lower()
+        for number, item in enumerate(media, 1):
+            scheme = item[:8].split(b":", 1)[0].lower()
             if scheme in (b"http", b"https", b"file"):
-                content = self._read_url(image, f"messages: image {number}", limits, budget)
+                content = self._read_url(item, f"messages: image {number}", limits, budget)
                 result.append(base64.b64encode(content))
             else:
-                result.append(image)
+                result.append(item)
         return result
 
     def _read_url(self, image: bytes, field: str, limits: ImageLimits, budget: _Budget) -> bytes:
@@ -136,6 +140,8 @@ class ImageSources:
             limit: the largest number of bytes of the file.
             budget: the time that remains for all downloads of the request.
         """
+        # `_download_with_redirects` checks the host of each URL again. Without this first check,
+        # the error for a forbidden host would depend on whether httpx2 is installed.
         self._check_host(url, field)
         try:
             import httpx2

@@ -190,10 +190,11 @@ class _ChildProcess:
 
 
 def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
-    """Answer requests in this child process until the parent process closes the connection.
+    """Answer requests in this child process, and then end the process. This never returns.
 
-    The memory and the CPU time of the child process are limited. If the child process refuses a
-    request, it ends after this request. This function never returns.
+    The process ends when the parent process closes the connection. It also ends after a request
+    that it refuses, because a hostile image may have changed the state of the process. The memory
+    and the CPU time of the process are limited.
     """
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)
@@ -202,12 +203,11 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
             answer = _answer(prepare, connection)
             answer.send(connection)
     except (EOFError, OSError):
-        # The parent process has closed the connection.
-        return
+        pass  # The parent process has closed the connection.
     except MemoryError:
         # There may not be enough memory left to build an error message, so this process ends
         # without an answer. The parent process then retries or refuses the request.
-        return
+        pass
     finally:
         os._exit(0)
 

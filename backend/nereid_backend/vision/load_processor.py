@@ -79,15 +79,18 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | None:
     """Return the processor with all its components, or None if a component cannot be loaded.
 
+    After None, the caller tries to load the processor without its component for videos.
+
     Raises:
-        ImportError, OSError, ValueError: the processor cannot be loaded, and it has no component
-            for images, so loading it without the component for videos would not help.
+        ImportError, OSError, ValueError: the processor cannot be loaded, and has no component for
+            images.
     """
     try:
         processor = _from_pretrained(AutoProcessor, folder)
     except (ImportError, OSError, ValueError):
         component_names = _processor_class(folder, config).get_attributes()
         if "image_processor" not in component_names:
+            # The caller's second attempt needs a component for images, so it would fail, too.
             raise
         return None
     # If the files do not name the class of the processor, AutoProcessor returns only a component of
@@ -174,10 +177,13 @@ def _load_without_video(folder: Path, config: PretrainedConfig) -> Any:  # noqa:
         else:
             components.append(_from_pretrained(_AUTO_CLASSES[name], folder))
     # The processor's config contains both settings and components. Pass on only the settings,
-    # because the components are passed separately.
+    # because the components are passed separately. `_COMPONENTS` are the components of any class.
     processor_config, _ = processor_class.get_processor_dict(folder, local_files_only=True)
     settings = {name: value for name, value in processor_config.items() if name not in _COMPONENTS}
-    return _class_accepting_no_video(processor_class).from_args_and_dict(components, settings)
+    # The constructor of `processor_class` checks the types of the components, and refuses a
+    # `_NoVideo`. The constructor of the subclass does not check the component for videos.
+    subclass = _class_accepting_no_video(processor_class)
+    return subclass.from_args_and_dict(components, settings)
 
 
 def _class_accepting_no_video(processor_class: type[ProcessorMixin]) -> Any:  # noqa: ANN401 - a class

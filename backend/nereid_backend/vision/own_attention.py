@@ -9,8 +9,13 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 
-class _Choice(NamedTuple):
-    """A config object, and the attention implementation for the modules that use this object."""
+class _ConfigAttention(NamedTuple):
+    """A config object, and the own attention of the modules that use this object.
+
+    Attributes:
+        config: the config object, whose attribute _attn_implementation_internal is switched.
+        attention: the name of the attention implementation: "sdpa" or "eager".
+    """
 
     config: Any
     attention: str
@@ -37,8 +42,8 @@ class OwnAttention:
         for module in model.modules():
             if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
                 modules_of_configs.setdefault(id(module.config), []).append(module)
-        self._choices = [
-            _Choice(modules[0].config, "sdpa" if _support_sdpa(modules) else "eager")
+        self._attention_of_configs = [
+            _ConfigAttention(modules[0].config, "sdpa" if _support_sdpa(modules) else "eager")
             for modules in modules_of_configs.values()
         ]
 
@@ -46,16 +51,18 @@ class OwnAttention:
     def activated(self) -> Iterator[None]:
         """Return a context manager. In its `with` block, the model uses its own attention.
 
-        At the end of the block, the model uses the previous attention implementation again.
+        Each config of the model names the attention implementation ("sdpa" or "eager") of the
+        modules that use the config. At the end of the block, the previous names are restored.
         """
-        before = [choice.config._attn_implementation_internal for choice in self._choices]
-        for choice in self._choices:
-            choice.config._attn_implementation_internal = choice.attention
+        own = self._attention_of_configs
+        previous = [config._attn_implementation_internal for config, _ in own]
+        for config, attention in own:
+            config._attn_implementation_internal = attention
         try:
             yield
         finally:
-            for choice, attention in zip(self._choices, before, strict=True):
-                choice.config._attn_implementation_internal = attention
+            for (config, _), previous_attention in zip(own, previous, strict=True):
+                config._attn_implementation_internal = previous_attention
 
 
 def _support_sdpa(modules: list[Module]) -> bool:

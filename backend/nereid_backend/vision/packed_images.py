@@ -45,7 +45,7 @@ class _ImageChunk:
     inputs: DecoderInputs
 
     @property
-    def rows(self) -> slice:
+    def batch_rows(self) -> slice:
         """The slice that selects the tokens of this `_ImageChunk` from all tokens of the batch."""
         return slice(self.first_row, self.first_row + self.end - self.start)
 
@@ -55,12 +55,12 @@ class _ImageChunk:
         return self.prompt_end > self.start
 
     @property
-    def prompt_rows(self) -> slice:
+    def prompt_rows_in_batch(self) -> slice:
         """The slice that selects the prompt tokens of this `_ImageChunk` from the batch."""
         return slice(self.first_row, self.first_row + self.prompt_end - self.start)
 
     @property
-    def prompt_tokens(self) -> slice:
+    def prompt_rows_in_inputs(self) -> slice:
         """The slice that selects the prompt tokens of this `_ImageChunk` from `inputs`."""
         return slice(self.start, self.prompt_end)
 
@@ -154,6 +154,7 @@ class PackedImages:
             inputs = self._inputs.get(chunk.sequence)
             is_done = chunk.start + chunk.num_tokens >= chunk.sequence.num_prompt_tokens
             if inputs is not None and is_done:
+                # Copy the empty slices, because a slice keeps the memory of the whole tensor.
                 inputs.embeddings = inputs.embeddings[:0].clone()
                 inputs.deepstack = [rows[:0].clone() for rows in inputs.deepstack]
 
@@ -161,6 +162,9 @@ class PackedImages:
         self, batch: StepBatch, chunks: list[_ImageChunk], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return new values for the decoder's arguments in a step that includes images.
+
+        The embeddings of the prompts with images are replaced by the recorded embeddings, which
+        contain the image features. Output tokens have no recorded embeddings.
 
         Args:
             batch: the inputs of the step.
@@ -173,8 +177,8 @@ class PackedImages:
             embeddings = self._model.get_input_embeddings()(batch.input_ids)
         embeddings = embeddings.clone()
         for chunk in prompt_chunks:
-            recorded = chunk.inputs.embeddings[chunk.prompt_tokens]
-            embeddings[0, chunk.prompt_rows] = recorded.to(embeddings)
+            recorded = chunk.inputs.embeddings[chunk.prompt_rows_in_inputs]
+            embeddings[0, chunk.prompt_rows_in_batch] = recorded.to(embeddings)
         replaced: dict[str, Any] = {"inputs_embeds": embeddings}
         if "input_ids" in kwargs:
             # A decoder accepts either token ids or embeddings.
@@ -182,6 +186,7 @@ class PackedImages:
         positions = _positions(batch, chunks)
         if positions is not None:
             replaced["position_ids"] = positions
+        # Some decoders add further image features in their first layers (DeepStack).
         return replaced | _deepstack_arguments(batch, prompt_chunks)
 
 
@@ -199,7 +204,7 @@ def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
     positions = batch.position_ids.repeat(num_axes, 1)
     for chunk in chunks:
         if chunk.inputs.positions is not None:
-            positions[:, chunk.rows] = chunk.inputs.positions.between(chunk.start, chunk.end)
+            positions[:, chunk.batch_rows] = chunk.inputs.positions.between(chunk.start, chunk.end)
     return positions if num_axes == 1 else positions[:, None]
 
 
@@ -209,22 +214,25 @@ def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> 
     This technique is called DeepStack. Return an empty dict if no prompt has such features.
     Otherwise, the arguments are the mask of the image tokens, [1, num_tokens] bool, and a list with
     one tensor for each layer: the features of the image tokens, [num_image_tokens, hidden_size].
+
+    Args:
+        batch: the inputs of the step.
+        prompt_chunks: the parts of prompts with images that this step computes.
     """
     mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-    # Each inner list belongs to one `_ImageChunk`, and contains one feature tensor for each layer.
+    # One list for each chunk. The list contains one feature tensor for each layer.
     features_of_chunks: list[list[Tensor]] = []
     for chunk in prompt_chunks:
         inputs = chunk.inputs
         if inputs.deepstack_mask is None:
             continue
-        is_image_token = inputs.deepstack_mask[chunk.prompt_tokens]
-        mask[0, chunk.prompt_rows] = is_image_token
-        features_of_chunks.append(
-            [rows[chunk.prompt_tokens][is_image_token] for rows in inputs.deepstack]
-        )
+        # `inputs` describes the whole prompt, but this step computes only a part of the prompt.
+        part = chunk.prompt_rows_in_inputs
+        is_image_token = inputs.deepstack_mask[part]
+        mask[0, chunk.prompt_rows_in_batch] = is_image_token
+        features_of_chunks.append([features[part][is_image_token] for features in inputs.deepstack])
     if not features_of_chunks:
         return {}
-    # `features_of_chunks` has one list for each `_ImageChunk`. `zip` yields one tuple for each
-    # layer.
+    # `zip` yields one tuple for each layer, which contains the layer's features of all chunks.
     features_of_layers = [torch.cat(features) for features in zip(*features_of_chunks, strict=True)]
     return {DEEPSTACK_MASK: mask, DEEPSTACK: features_of_layers}

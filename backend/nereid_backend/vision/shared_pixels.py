@@ -22,7 +22,7 @@ _NUM_CHANNELS = 3
 _PAGE_BYTES = 4096
 # Maps the address of an image's pixels to the `_SharedPixels` of the image. An entry is removed as
 # soon as no array uses the pixels.
-_shared: "WeakValueDictionary[int, _SharedPixels]" = WeakValueDictionary()
+_shared_by_address: "WeakValueDictionary[int, _SharedPixels]" = WeakValueDictionary()
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
@@ -63,19 +63,23 @@ class PixelMemory:
             image: an image whose pixels are decoded and have four bytes, such as an RGB image.
 
         Raises:
-            ValueError: the pixels are not in one block of memory.
+            ValueError: the pixels do not have four bytes, or are not in one block of memory.
             AttributeError: this version of Pillow cannot export the memory.
         """
-        # When the PyCapsule is deleted, the exported structure and its reference to the pixels are
-        # freed.
+        # Pillow raises a ValueError if the pixels are in several blocks. When the PyCapsule is
+        # deleted, the exported structure and its reference to the pixels are freed.
         _, self._capsule = image.__arrow_c_array__()
-        array = _ArrowArray.from_address(_get_pointer(self._capsule, b"arrow_array"))
-        # `array` has one child, which contains the bytes of all pixels (four bytes for each pixel).
-        # The child has two buffers. The first buffer would mark missing values. The second buffer
-        # contains the bytes.
-        if array.n_children != 1 or array.children[0].contents.offset != 0:
+        array_of_pixels = _ArrowArray.from_address(_get_pointer(self._capsule, b"arrow_array"))
+        # In Arrow, an array of pixels with four bytes has one child: the array of all bytes. An
+        # array of pixels with one byte has no child.
+        if array_of_pixels.n_children != 1:
             raise ValueError("the image has no pixels of four bytes")
-        self.address: int = array.children[0].contents.buffers[1]
+        array_of_bytes = array_of_pixels.children[0].contents
+        if array_of_bytes.offset != 0:
+            raise ValueError("the bytes of the pixels do not begin at the start of their buffer")
+        # The first buffer of an Arrow array marks missing values, and is empty here. The second
+        # buffer contains the values, which are the bytes of the pixels.
+        self.address: int = array_of_bytes.buffers[1]
 
 
 class _SharedPixels:
@@ -111,6 +115,8 @@ def pixel_array(image: Any) -> "np.ndarray[Any, Any] | None":  # noqa: ANN401 - 
 
     Return None if `image` is not an RGB image of Pillow, if a colour of the image is transparent,
     or if the memory cannot be shared.
+
+    Mutates: `_shared_by_address`. As long as the array exists, `shared_image` can find the image.
     """
     from PIL.Image import Image
 
@@ -121,7 +127,8 @@ def pixel_array(image: Any) -> "np.ndarray[Any, Any] | None":  # noqa: ANN401 - 
         pixels = _SharedPixels(image)
     except (ValueError, AttributeError):
         return None
-    _shared[pixels.address] = pixels
+    # The array has the only reference to `pixels`, so the entry is removed with the array.
+    _shared_by_address[pixels.address] = pixels
     return np.asarray(pixels)
 
 
@@ -129,13 +136,16 @@ def shared_image(array: "np.ndarray[Any, Any]") -> Any:  # noqa: ANN401 - an ima
     """Return the image whose pixels an array shares; None if there is no such image.
 
     The array must contain all pixels of the image, with the channels as the first or the last
-    dimension.
+    dimension. `pixel_array` has stored the image under the address of its first pixel.
     """
     address = array.__array_interface__["data"][0]
-    pixels = _shared.get(address)
-    # An operation such as a rotation gives the image new pixels (`image.im`). The array then still
-    # has the old pixels (`core`).
-    if pixels is None or pixels.image.im is not pixels.core:
+    pixels = _shared_by_address.get(address)
+    if pixels is None:
+        return None
+    # `image.im` is Pillow's object with the present pixels of the image. `core` is the object when
+    # the array was created. An operation such as a rotation replaces `image.im`.
+    has_new_pixels = pixels.image.im is not pixels.core
+    if has_new_pixels:
         return None
     channels_last = np.asarray(pixels)
     channels_first = np.moveaxis(channels_last, -1, 0)

@@ -144,10 +144,10 @@ class SplitPath:
                 chunk_plan = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.used_for(images.digest):
                     logits_of_chunks.append(self._images.forward(chunk_plan))
-        # For a chunk without logits, `forward` returns a tensor with 0 rows. Leave out these
-        # tensors, because tensors with different numbers of columns cannot be concatenated. A
-        # tensor with 0 rows can have more columns than the others if the model has more embeddings
-        # than logits.
+        # For a chunk without logits, `forward` returns a tensor with 0 rows, and with one column
+        # for each embedding of the model, because the number of logits is not known then. Some
+        # models have more embeddings than logits. Tensors with different numbers of columns cannot
+        # be concatenated, so leave out the tensors with 0 rows.
         nonempty = [logits for logits in logits_of_chunks if len(logits)]
         return torch.cat(nonempty) if nonempty else logits_of_chunks[0]
 
@@ -169,8 +169,8 @@ def _plan_of_sequences(plan: StepPlan, has_images: list[bool], *, with_images: b
     flagged_chunks = zip(plan.chunks, has_images, strict=True)
     chunks = [chunk for chunk, has in flagged_chunks if has == with_images]
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    # Copies of blocks are needed only for sequences without images, because only these sequences
-    # store tokens in blocks.
+    # A sequence with images has no data in KV cache blocks, and no snapshots of a recurrent state,
+    # because its forward path does not use the engine's cache.
     copies = [] if with_images else plan.copies
     snapshots = None if with_images else _snapshots_without_images(plan.snapshots, has_images)
     return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)

@@ -20,11 +20,14 @@ _libraries: list[object] = []
 
 
 def declare_operators() -> None:
-    """Declare the operators that `import torchvision` needs.
+    """Declare the operators `nms` and `qnms`, so that `import torchvision` succeeds without CUDA.
+
+    The usual build of torchvision is linked with CUDA libraries. If they are missing, torchvision
+    cannot load its own operators, and its import fails at these two operators. The declared
+    operators have no implementation, so a call of such an operator fails.
 
     Do nothing if torchvision is not installed, if torch has CUDA, or if an earlier call has
-    declared the operators. Call this function before the first import of torchvision. The declared
-    operators have no implementation, so a call of such an operator fails.
+    declared the operators. Call this function before the first import of torchvision.
     """
     if _libraries or find_spec("torchvision") is None:
         return
@@ -41,5 +44,5 @@ def declare_operators() -> None:
     library = library_class("torchvision", "FRAGMENT")
     for name in _OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}{_SIGNATURE}")
+            library.define(f"{name}{_SIGNATURE}")  # Both operators have the same signature.
     _libraries.append(library)

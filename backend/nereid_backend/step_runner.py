@@ -154,8 +154,7 @@ class Runner:
         previous_token_ids = None
         if previous is not None and previous.pending is not None:
             previous_token_ids = previous.pending.token_ids
-        # After an error, `_clearing` resets the stored data of the sequences in the plan.
-        with self._clearing(plan):
+        with self._clearing_on_error(plan):
             try:
                 logits = self._path.forward(plan, previous_token_ids)
             except BaseException:
@@ -170,20 +169,19 @@ class Runner:
     def sample(self, step: RunningStep, plan: StepPlan) -> None:
         """Start to sample tokens from the logits of a forward pass that `start` has launched.
 
-        If the step was planned before the previous step had finished, call this method only after
-        the tokens of the previous step were added to their sequences. The token masks depend on
-        these tokens.
+        Call this method only after the tokens of the previous step were added to their sequences,
+        because the token masks depend on these tokens.
 
         Args:
             step: the step that `start` returned. Mutated: the plan and the sampling positions are
                 replaced by those of `plan`, and the token masks and the pending tokens are added.
-            plan: the current plan of the step. Fewer chunks may sample tokens than in the plan that
-                `start` received, because the previous step may have ended sequences.
+            plan: the current plan of the step. It can differ from the plan that `start` received:
+                if the previous step has ended a sequence, no token is sampled for this sequence.
         """
-        if plan is not step.plan:
+        if plan is not step.plan:  # The previous step has ended sequences.
             step.plan = plan
             step.sampling = sampling_of(plan)
-        with self._clearing(plan):
+        with self._clearing_on_error(plan):
             step.masks = self._filled_masks(step)
             self._launch_sampling(step)
 
@@ -203,11 +201,12 @@ class Runner:
         The result contains the new tokens of each sequence, and the log-probabilities of the prompt
         tokens of requests that have asked for them.
 
-        Mutates: the guides (which limit the next tokens) of the sequences that get tokens. If the
-            logits of a sequence contain NaN or infinity, the sequence's stored data is reset.
+        Mutates: `read_sampled` advances the guide of each sequence that gets tokens. A guide limits
+            the next tokens to a grammar. If the logits of a sequence contain NaN or infinity, the
+            sequence's stored data, such as its KV cache blocks, is reset.
         """
         plan = step.plan
-        with self._clearing(plan):
+        with self._clearing_on_error(plan):
             reports = {index: _read_reports(parts) for index, parts in step.reports.items()}
             if step.pending is None:
                 return StepResult(prompt_logprobs=reports)
@@ -238,7 +237,7 @@ class Runner:
         logits = step.logits
         assert logits is not None
         step.logits = None
-        step.reports = _prompt_logprobs(logits, step.plan)
+        step.reports = _launch_prompt_logprobs(logits, step.plan)
         sampling = step.sampling
         if not sampling.positions:
             return
@@ -249,8 +248,11 @@ class Runner:
         step.pending = self._sampler.launch(logits, sampling.positions, step.masks)
 
     @contextmanager
-    def _clearing(self, plan: StepPlan) -> Iterator[None]:
-        """If the `with` block raises an error, reset the stored data of all sequences in `plan`."""
+    def _clearing_on_error(self, plan: StepPlan) -> Iterator[None]:
+        """If the `with` block raises an error, reset the stored data of all sequences in `plan`.
+
+        The stored data, such as KV cache blocks, may contain NaN after an error.
+        """
         try:
             yield
         except BaseException:
@@ -259,8 +261,8 @@ class Runner:
             raise
 
 
-def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
-    """Compute prompt log-probabilities for each request that asks for them.
+def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
+    """Start to compute prompt log-probabilities for each request that asks for them.
 
     Args:
         logits: [sum of the chunks' num_logits, vocab_size].
@@ -268,7 +270,9 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
 
     Returns:
         Maps the index of a chunk to the log-probabilities of its prompt tokens, which are still
-        being copied to the host. Chunks of other requests are left out.
+        being copied to the host. There is one item for each slice of consecutive tokens, because
+        `rank_prompt` divides the tokens into slices to limit the memory. Chunks of other requests
+        are left out.
     """
     reports: dict[int, list[_Report]] = {}
     next_row = 0  # the index of the first row of `logits` that belongs to the next chunk
@@ -281,8 +285,9 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
             continue
         tokens = _predicted_prompt_tokens(chunk)
         if tokens:
-            slices = rank_prompt(logits[first_row : first_row + len(tokens)], tokens, num_top)
-            reports[index] = [_Report(ranked, HostCopy(ranked.tensors)) for ranked in slices]
+            rows = logits[first_row : first_row + len(tokens)]
+            ranked_slices = rank_prompt(rows, tokens, num_top)
+            reports[index] = [_Report(ranked, HostCopy(ranked.tensors)) for ranked in ranked_slices]
     return reports
 
 

@@ -18,10 +18,10 @@ _DECODING_METHODS = ("decode", "_decode", "convert_tokens_to_string")
 # A character has at most 4 bytes in UTF-8. Even if each byte is a separate token, the character
 # consists of at most 4 tokens.
 _MAX_CHARACTER_TOKENS = 4
-# The text of at most `_MAX_HELD_TOKENS` tokens is held back until further tokens complete the text.
-# If more tokens in a row cannot be decoded, their bytes are invalid, and further tokens would not
+# The text of at most `_MAX_WAITING_TOKENS` tokens waits until further tokens complete the text. If
+# more tokens in a row cannot be decoded, their bytes are invalid, and further tokens would not
 # help.
-_MAX_HELD_TOKENS = 8
+_MAX_WAITING_TOKENS = 8
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool) -> Decode:
@@ -89,8 +89,8 @@ class Detokenizer:
         If the text ends in the middle of a character, return "" and wait for the next tokens. A
         tokenizer decodes the bytes of an incomplete character as the replacement character U+FFFD.
         Example: two tokens contain the two bytes of "é". Two calls of this method return "" and
-        "é". If more than 8 tokens wait, their bytes are invalid, so the text before the invalid
-        bytes is returned.
+        "é". If more than 8 tokens wait, their bytes are invalid, so waiting longer would not help.
+        The text before the invalid bytes is then returned.
         """
         if not token_ids:
             return ""
@@ -99,16 +99,17 @@ class Detokenizer:
         self._window.extend(token_ids)
         returned_text = self._returned_text()
         text = self._decode(self._window)
-        num_held = len(self._window) - self._num_returned
-        can_wait = num_held <= _MAX_HELD_TOKENS
         ends_within_character = text.endswith(_REPLACEMENT)
         # If the new tokens add no text (for example, special tokens), wait for more tokens, because
         # tokens without text are not useful as the context for decoding the next tokens.
         has_new_text = len(text) != len(returned_text)
-        if can_wait and (ends_within_character or not has_new_text):
+        is_ready = has_new_text and not ends_within_character
+        num_waiting = len(self._window) - self._num_returned
+        if not is_ready and num_waiting <= _MAX_WAITING_TOKENS:
             return ""
         if ends_within_character:
             return self._return_decodable(returned_text)
+        # If too many tokens without text have waited, the new text is "".
         self._mark_returned(len(self._window))
         return text[len(returned_text) :]
 
@@ -130,21 +131,23 @@ class Detokenizer:
     def _return_decodable(self, returned_text: str) -> str:
         """Return the new text up to its last complete character.
 
-        This method is called if too many tokens wait for the rest of a character. One token after
-        the other is left out at the end, until the text ends with a complete character. A character
-        has at most four tokens. If the text without the last four tokens still ends with U+FFFD,
-        the bytes are invalid, and this text is returned.
+        This method is called if more than 8 tokens wait for the rest of a character. Leave out the
+        last token, then the last two tokens and so on, until the text ends with a complete
+        character. Leave out at most four tokens, because a character has at most four. If the text
+        then still ends with U+FFFD, the bytes are invalid, and this text is returned.
 
         Args:
             returned_text: the text of the tokens in the window whose text was returned earlier.
         """
-        num_complete = len(self._window) - 1
-        min_complete = len(self._window) - _MAX_CHARACTER_TOKENS
-        text = self._decode(self._window[:num_complete])
-        while text.endswith(_REPLACEMENT) and num_complete > min_complete:
-            num_complete -= 1
-            text = self._decode(self._window[:num_complete])
-        self._mark_returned(num_complete)
+        # The text cannot become shorter than `returned_text`, because more tokens wait than are
+        # left out.
+        num_decoded = len(self._window) - 1
+        min_decoded = len(self._window) - _MAX_CHARACTER_TOKENS
+        text = self._decode(self._window[:num_decoded])
+        while text.endswith(_REPLACEMENT) and num_decoded > min_decoded:
+            num_decoded -= 1
+            text = self._decode(self._window[:num_decoded])
+        self._mark_returned(num_decoded)
         return text[len(returned_text) :]
 
     def _mark_returned(self, end: int) -> None:

@@ -110,13 +110,14 @@ def _converted_tensors(
 
     Args:
         weights: the weights of the source by name. A weight is read from disk when it is indexed.
-        integer_names: the names of the weights that become integers of `bits` bits.
+        integer_names: the names of the weights of linear layers, which become integers of `bits`
+            bits.
         bits: 4 or 8; None if no weight becomes integers.
         dtype: the data type of the other weights.
     """
     for name, lazy_weight in weights.items():
         weight = lazy_weight[...]  # read from disk
-        is_matrix = weight.dim() == 2
+        is_matrix = weight.dim() == 2  # `quantise_weight` accepts only matrices.
         if bits is not None and name in integer_names and is_matrix:
             layer_name = name.removesuffix(".weight")
             for suffix, tensor in _rounded_tensors(weight, bits).items():
@@ -261,10 +262,12 @@ def _write_config(
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config") or {}
     # The config of a model that accepts images has a second section, `text_config`. In both
-    # sections, remove the fields that describe the old data type.
+    # sections, remove the description of old integers, and the old name of the field `dtype`.
     for section in (config, text_config):
         section.pop("quantization_config", None)
         section.pop("torch_dtype", None)
+    # This field determines the data type of the whole model. A field `dtype` in `text_config` has
+    # no effect, so it is not changed.
     config["dtype"] = dtype_name
     if quantization_config is not None:
         config["quantization_config"] = quantization_config

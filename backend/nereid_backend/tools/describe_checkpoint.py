@@ -104,6 +104,9 @@ def _memory_findings(folder: Path) -> list[Finding]:
 
     Example of a finding: {"check": "memory with dtype=bfloat16", "ok": True, "finding": "2.0 GiB
     for the weights"}. The headers of the weight files must be readable.
+
+    `ok` is always True, because a checkpoint is not faulty if its weights do not fit into the free
+    memory. Another data type or another machine can be chosen.
     """
     free_bytes = available_memory()
     findings = []

@@ -174,11 +174,13 @@ class FeedbackWriter:
         self._key = bytes(memory[:_KEY_BYTES])
         self.address = address
 
-    def verify(self, message: bytes) -> bytes:
-        """Check that an executor has signed a message, and return the packed StepState in it.
+    def attach_and_verify(self, message: bytes) -> bytes:
+        """Map an executor's shared memory, and check that the executor has signed a message.
 
-        The message contains the address of the executor's shared memory. The key that checks the
-        signature is at the beginning of this memory.
+        Return the packed StepState in the message. The message also contains the address of the
+        executor's memory, and the key that checks the signature is at the beginning of this memory.
+        A client cannot send the address of a memory with another key: `attach` accepts only a
+        memory file that a process of the server's own user has created.
 
         Args:
             message: the address, a line feed, the signature, and the packed StepState (the return

@@ -24,7 +24,7 @@ from nereid_backend.settings_validation import (
     settings_class,
 )
 
-_PREFIX = "NEREID_"
+_NEREID = "NEREID_"
 # In the settings `reasoning_parser` and `tool_parser`, the value `none` means that there is no
 # parser.
 NO_FORMAT = "none"
@@ -177,7 +177,7 @@ def read_settings(
     """
     texts = _parameters(args)
     check_names(texts, _LANGUAGE_MODEL_NAMES)
-    texts |= _variables(_PREFIX, environ)
+    texts |= _variables(_NEREID, environ)
     return from_texts(ServingSettings, texts), from_texts(EngineConfig, texts)
 
 
@@ -205,7 +205,7 @@ def read_pooling_settings(
         # config.pbtxt sets a default checkpoint. If this checkpoint is not installed, ignore the
         # default.
         del texts["model"]
-    texts |= _variables(f"{_PREFIX}{prefix}".upper(), environ)
+    texts |= _variables(f"{_NEREID}{prefix}".upper(), environ)
     serving = from_texts(PoolingServing, texts, prefix=prefix)
     if texts.get("model", _NO_MODEL).lower() == _NO_MODEL:
         return serving, None
@@ -245,16 +245,17 @@ def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
         ConfigError: the name of a variable begins with "NEREID_", but neither a model nor the
             frontend has this setting.
     """
-    given = {
+    all_given = {
         variable: text.strip()
         for variable, text in environ.items()
-        if variable.startswith(_PREFIX) and text.strip()
+        if variable.startswith(_NEREID) and text.strip()
     }
-    names = [variable.removeprefix(_PREFIX) for variable in given]
-    check_names(names, _variable_names(), prefix=_PREFIX)
+    # Check the names of all variables of Nereid, so that a typing error in `prefix` is found, too.
+    names = [variable.removeprefix(_NEREID) for variable in all_given]
+    check_names(names, _variable_names(), prefix=_NEREID)
     return {
         variable.removeprefix(prefix).lower(): text
-        for variable, text in given.items()
+        for variable, text in all_given.items()
         if variable.startswith(prefix)
     }
 
@@ -264,4 +265,4 @@ def _variable_names() -> list[str]:
     pooling = [f"{kind}_{name}" for kind in (EMBEDDING, RERANK) for name in _POOLING_NAMES]
     backend = [name.upper() for name in [*_LANGUAGE_MODEL_NAMES, *pooling]]
     frontend = _FRONTEND_VARIABLES.read_text(encoding="utf-8").split()
-    return [*backend, *frontend, CPU_INSTRUCTIONS.removeprefix(_PREFIX)]
+    return [*backend, *frontend, CPU_INSTRUCTIONS.removeprefix(_NEREID)]

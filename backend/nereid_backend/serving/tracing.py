@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 TRACEPARENT = "traceparent"
@@ -46,7 +47,12 @@ class Tracing:
         return self._tracer is not None
 
     def record(
-        self, name: str, parent: str, start: float, end: float, **attributes: str | float
+        self,
+        name: str,
+        parent: str,
+        start: float,
+        end: float,
+        attributes: Mapping[str, str | float] | None = None,
     ) -> str:
         """Record a span that has ended.
 
@@ -56,8 +62,7 @@ class Tracing:
                 is the first span of a new trace.
             start: the time at which the span began, by time.monotonic().
             end: the time at which the span ended.
-            attributes: the attributes of the span. Each `__` in the name of an attribute is
-                replaced by a dot.
+            attributes: the attributes of the span, such as {"gen_ai.usage.input_tokens": 12}.
 
         Returns:
             The traceparent for the children of the span. If no spans are recorded, `parent` is
@@ -70,7 +75,7 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         propagator = TraceContextTextMapPropagator()
-        dotted_attributes = {key.replace("__", "."): value for key, value in attributes.items()}
+
         # OpenTelemetry needs the time since 1970, in nanoseconds. The start and the end of the span
         # are converted with the same offset, so that the duration of the span is exact.
         unix_offset_s = time.time() - time.monotonic()
@@ -78,7 +83,7 @@ class Tracing:
             name,
             propagator.extract({TRACEPARENT: parent}),
             start_time=int((unix_offset_s + start) * _NS_PER_S),
-            attributes={**dotted_attributes, "nereid.model": self._model_name},
+            attributes={**(attributes or {}), "nereid.model": self._model_name},
         )
         span.end(int((unix_offset_s + max(end, start)) * _NS_PER_S))
         headers: dict[str, str] = {}

@@ -8,15 +8,16 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Most texts have at most `_USUAL_TOKEN_CHARS` characters per token. If a text has more characters
-# than this number times the allowed number of tokens, the text may be too long. Its tokens are then
-# counted before the whole text is converted.
-_USUAL_TOKEN_CHARS = 8
-_PIECE_CHARS = 32_768
+# Most texts have at most `_USUAL_CHARS_PER_TOKEN` characters per token. If a text has more
+# characters than this number times the allowed number of tokens, the text may be too long. Its
+# tokens are then counted before the whole text is converted.
+_USUAL_CHARS_PER_TOKEN = 8
 # To count the tokens of a long text, the text is divided into pieces of `_PIECE_CHARS` characters.
-# All pieces together can have more tokens than the undivided text. Therefore a text is rejected
-# only if its pieces have more than `_MARGIN` times the allowed number of tokens.
-_MARGIN = 1.1
+# All pieces together can have more tokens than the undivided text, but at most `_SPLIT_FACTOR`
+# times as many. Therefore a text is rejected only if its pieces have more than `_SPLIT_FACTOR`
+# times the allowed number of tokens.
+_PIECE_CHARS = 32_768
+_SPLIT_FACTOR = 1.1
 
 
 class PromptEncoder:
@@ -44,11 +45,13 @@ class PromptEncoder:
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
+            # Both attributes have the same meaning: whether a special token in a text, such as
+            # "<|im_end|>", is split into normal tokens instead of becoming one token id.
             self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self.max_token_bytes = _longest_token(tokenizer, self._backend)
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = False, is_truncated: bool = False
+        self, text: str, *, add_special_tokens: bool = False, limit_length: bool = True
     ) -> list[int]:
         """Return the token ids of a text.
 
@@ -57,15 +60,14 @@ class PromptEncoder:
         Args:
             text: the text.
             add_special_tokens: whether the tokenizer adds its own special tokens.
-            is_truncated: whether the caller removes surplus tokens. If True, the length of the text
-                is not limited.
+            limit_length: whether a text that is much too long is refused. Callers that remove
+                surplus tokens themselves set this to False.
 
         Raises:
-            RequestError: if the beginning of the text already has too many tokens.
+            RequestError: `limit_length` is true, and the text has far too many tokens.
         """
-        limit = self._max_tokens
-        if limit is not None and not is_truncated:
-            self._check_length(text, limit)
+        if limit_length and self._max_tokens is not None:
+            self._check_length(text, self._max_tokens)
         return self._encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -79,22 +81,24 @@ class PromptEncoder:
         return ids
 
     def _check_length(self, text: str, limit: int) -> None:
-        """Raise a RequestError if a text certainly has more than `limit` tokens.
+        """Raise a RequestError if a very long text certainly has more than `limit` tokens.
 
-        Converting a very long text takes long. A text with many characters is therefore converted
-        piece by piece, until the pieces have clearly more than `limit` tokens. (The pieces can have
-        slightly more tokens than the whole text.) A short text is not checked here.
+        Converting a very long text takes long. Such a text is therefore converted piece by piece,
+        until the pieces have more than 1.1 times `limit` tokens. A text of normal length is not
+        checked here, and may have more than `limit` tokens.
         """
-        num_usual_chars = _USUAL_TOKEN_CHARS * limit
-        if len(text) <= num_usual_chars + _PIECE_CHARS:
+        # Most texts have at most `_USUAL_CHARS_PER_TOKEN` characters per token. If the text is not
+        # much longer than `limit` such tokens, counting its tokens piece by piece saves no time.
+        if len(text) <= _USUAL_CHARS_PER_TOKEN * limit + _PIECE_CHARS:
             return
         num_piece_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
             num_piece_tokens += len(self._encode(piece, add_special_tokens=False))
-            if num_piece_tokens > _MARGIN * limit:
-                # The rest of the text is not converted, so the exact number of tokens is unknown.
-                min_tokens = int(num_piece_tokens / _MARGIN)
+            # A token of the text can be split at the end of a piece. Therefore the pieces can have
+            # more tokens than the text, but at most `_SPLIT_FACTOR` (1.1) times as many.
+            if num_piece_tokens > _SPLIT_FACTOR * limit:
+                min_tokens = int(num_piece_tokens / _SPLIT_FACTOR)
                 raise RequestError(
                     f"prompt has more than {min_tokens} tokens; the limit is {limit} "
                     "(max_model_len). Send a shorter prompt."

@@ -107,11 +107,11 @@ def test_only_steps_that_the_executor_has_signed_are_accepted():
     reader, writer = connected()
     other = FeedbackReader(4)
     message = reader.sign(b"state")
-    assert writer.verify(message) == b"state"
+    assert writer.attach_and_verify(message) == b"state"
     foreign = reader.address.encode() + other.sign(b"state")[len(other.address) :]
     damaged = [message + b"!", message[:-1], reader.address.encode(), b"", b"\xff" * 300, foreign]
     for wrong in damaged:
         with pytest.raises(RequestError):
-            writer.verify(wrong)
+            writer.attach_and_verify(wrong)
     reader.close()
     other.close()

@@ -31,7 +31,7 @@ def tracing(receiver):
 
 def test_a_span_has_its_parent_its_times_and_its_attributes(tracing, receiver):
     now = time.monotonic()
-    own = tracing.record("nereid.queue", TRACEPARENT, now - 2.0, now - 0.5, nereid__inputs=3)
+    own = tracing.record("nereid.queue", TRACEPARENT, now - 2.0, now - 0.5, {"nereid.inputs": 3})
     tracing.close()
     (span,) = receiver.spans
     assert (span.name, span.trace, span.parent) == ("nereid.queue", TRACE, PARENT)

@@ -17,7 +17,7 @@ from nereid_backend.errors import RequestError
 from nereid_backend.model.media_trials import _check_dependence
 from nereid_backend.model.trials import Trial
 from nereid_backend.paths.model_call import UnfitError
-from nereid_backend.serving.tokenizer.image_prompts import reads_images, take_images
+from nereid_backend.serving.tokenizer.image_prompts import may_accept_media, take_images
 from nereid_backend.vision.audio_parts import read_audio, read_audio_url
 from nereid_backend.vision.messages import split_messages
 from nereid_backend.vision.read_image import ImageLimits
@@ -230,7 +230,7 @@ def test_tokens_equal_those_of_generate(tmp_path):
     """A model with an audio encoder and without an image encoder."""
     folder, chats, answers, depends = image_archs.build("glmasr", tmp_path, "audio")
     assert depends
-    assert reads_images(str(folder))
+    assert may_accept_media(str(folder))
     engine = open_engine(folder, block_size=4, max_num_batched_tokens=32)
     try:
         assert (engine._parts.images.name, engine._parts.images.kind) == ("packed", "audio")

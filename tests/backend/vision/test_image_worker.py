@@ -11,7 +11,7 @@ from nereid_backend import RequestError
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.serving.tokenizer.image_prompts import (
     has_image_parts,
-    reads_images,
+    may_accept_media,
     take_images,
 )
 from nereid_backend.vision.image_worker import _MAX_REQUESTS, ChildProcesses
@@ -106,7 +106,7 @@ def test_an_image_part_without_a_url_is_refused(part):
 
 def test_a_checkpoint_for_text_reads_no_images(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert not reads_images(str(tmp_path))
+    assert not may_accept_media(str(tmp_path))
 
 
 def test_packed_images_are_unpacked_unchanged():

@@ -430,9 +430,9 @@ class ExecutorModel(SupervisedModel[Stream]):
             return
         if stream.is_finished:
             # The engine process has finished a request, so the process works. The setting
-            # max_engine_restarts limits only the number of deaths since the last finished request,
+            # max_engine_restarts limits only the restart attempts since the last finished request,
             # so reset the counter.
-            self.owner(stream.request_id).num_deaths = 0
+            self.owner(stream.request_id).num_attempts = 0
         self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:

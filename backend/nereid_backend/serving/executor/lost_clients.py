@@ -39,53 +39,62 @@ class LostClientDetector:
         # This counter numbers the messages to the postprocessor in the order in which they are
         # sent. All streams share the counter.
         self._step_numbers = itertools.count(1)
-        # The messages to the postprocessor are numbered. `_newest_consumed` is the highest number
-        # among the messages that the postprocessor has processed so far.
+        # The highest number among the messages that the postprocessor has processed so far.
         self._newest_consumed = 0
         self._last_observed = 0.0
 
     def record(self, stream: Stream) -> None:
         """Give the next message of `stream` a number. Call this before sending the message."""
-        stream.unconsumed.append(next(self._step_numbers))
+        stream.unconsumed_steps.append(next(self._step_numbers))
 
     def observe(self, streams: Iterable[Stream], now: float) -> None:
-        """Read from the feedback memory how many messages of each stream were processed."""
+        """Update `unconsumed_steps` and `stalled_s` of each stream from the feedback memory.
+
+        Call this method regularly. `now` is the current time.
+        """
         passed_s = min(now - self._last_observed, _LONGEST_INTERVAL_S)
         self._last_observed = now
         for stream in streams:
-            stream.waited_s += passed_s
+            stream.stalled_s += passed_s
             self.remove_consumed_steps(stream)
 
-    def has_lost_client(self, stream: Stream) -> bool:
-        """Return whether the server has dropped a message of `stream`, because the client is gone.
+    def detect_lost_client(self, stream: Stream) -> bool:
+        """Return whether the server has dropped a step of `stream`, because the client is gone.
 
-        A step is a message to the postprocessor. All steps of all streams reach the postprocessor
-        in the order in which they were sent. A step was therefore dropped if the postprocessor has
-        not processed the step, but has already processed a newer step of any stream. A step also
-        counts as dropped if it is not processed within `patience_s` seconds.
+        A step is a message to the postprocessor. The server delivers the steps of all streams in
+        the order in which they were sent. Example: if the postprocessor has processed step 8 of any
+        stream, but not step 7 of this stream, the server has dropped step 7. Steps also count as
+        dropped if the postprocessor has processed no step of this stream for `patience_s` seconds.
+
+        Mutates: removes processed steps from `stream.unconsumed_steps`.
         """
-        if stream.unconsumed and stream.waited_s > self._patience_s:
+        if stream.unconsumed_steps and stream.stalled_s > self._patience_s:
             return True
-        if not self._has_skipped_step(stream):
+        if not self._has_dropped_step(stream):
             return False
-        # The postprocessor may have processed the step after the feedback memory was last read.
-        # Therefore, read the memory again before you conclude that the client has disconnected.
+        # The feedback memory was last read some time ago. Read the memory again, because the
+        # postprocessor may have processed the step since then.
         self.remove_consumed_steps(stream)
-        return self._has_skipped_step(stream)
+        return self._has_dropped_step(stream)
 
-    def _has_skipped_step(self, stream: Stream) -> bool:
-        """Return whether the postprocessor has skipped a step (a message) of `stream`.
+    def _has_dropped_step(self, stream: Stream) -> bool:
+        """Return whether the server has not delivered a step of `stream` to the postprocessor.
 
-        A step was skipped if the postprocessor has consumed a newer step of any stream, but not
-        this step.
+        This is so if the postprocessor has processed a step with a higher number, of any stream,
+        but not the oldest unconsumed step of this stream.
         """
-        return bool(stream.unconsumed) and stream.unconsumed[0] < self._newest_consumed
+        return bool(stream.unconsumed_steps) and stream.unconsumed_steps[0] < self._newest_consumed
 
     def remove_consumed_steps(self, stream: Stream) -> None:
-        """Remove from `stream.unconsumed` each message that the postprocessor has processed."""
-        consumed = self._feedback.consumed(stream.slot, stream.serial)
-        while stream.unconsumed and stream.num_sent_steps - len(stream.unconsumed) < consumed:
-            self._newest_consumed = max(self._newest_consumed, stream.unconsumed.popleft())
-            stream.waited_s = 0.0
-        if not stream.unconsumed:
-            stream.waited_s = 0.0
+        """Remove each step that the postprocessor has processed from `stream.unconsumed_steps`.
+
+        Set the stream's waiting time `stalled_s` to 0 if a step was removed, or if none is left.
+        """
+        steps = stream.unconsumed_steps
+        num_consumed = self._feedback.consumed(stream.slot, stream.serial)
+        # The difference is the number of steps that were removed from `steps` so far.
+        while steps and stream.num_sent_steps - len(steps) < num_consumed:
+            self._newest_consumed = max(self._newest_consumed, steps.popleft())
+            stream.stalled_s = 0.0
+        if not steps:
+            stream.stalled_s = 0.0

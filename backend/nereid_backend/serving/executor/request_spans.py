@@ -8,22 +8,23 @@ from nereid_backend.serving.tracing import Tracing
 def record_spans(tracing: Tracing, stream: Stream, now: float) -> None:
     """Record the spans of a request that has just ended. `now` is the current time.
 
-    There is one span for each phase of the request. A phase that did not start has no span, and
-    the span of a phase that has not ended ends now.
+    There is one span for each phase of the request: grammar compilation, queue, prefill and decode.
+    A phase that did not start has no span, and the span of a phase that has not ended ends now.
     """
     if not tracing.is_on:
         return
     timing = stream.timing
     parent = timing.traceparent
     if timing.compilation is not None:
-        tracing.record("nereid.grammar", parent, *timing.compilation)
+        compilation_start, compilation_end = timing.compilation
+        tracing.record("nereid.grammar", parent, compilation_start, compilation_end)
     num_cached_tokens = max(sequence.num_cached_tokens for sequence in stream.sequences)
     prefill_attributes = {
-        "gen_ai__usage__input_tokens": timing.num_prompt_tokens,
-        "nereid__cached_tokens": num_cached_tokens,
+        "gen_ai.usage.input_tokens": timing.num_prompt_tokens,
+        "nereid.cached_tokens": num_cached_tokens,
     }
     num_output_tokens = sum(sequence.num_tokens for sequence in stream.sequences)
-    decode_attributes = {"gen_ai__usage__output_tokens": num_output_tokens}
+    decode_attributes = {"gen_ai.usage.output_tokens": num_output_tokens}
     # The name, the start, the end and the attributes of each phase. A phase that has not started
     # has the start None, and a phase that has not ended has the end None.
     phases: list[tuple[str, float | None, float | None, dict[str, int]]] = [
@@ -33,4 +34,4 @@ def record_spans(tracing: Tracing, stream: Stream, now: float) -> None:
     ]
     for name, start, end, attributes in phases:
         if start is not None:
-            tracing.record(name, parent, start, now if end is None else end, **attributes)
+            tracing.record(name, parent, start, now if end is None else end, attributes)

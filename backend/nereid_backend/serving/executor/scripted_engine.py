@@ -234,12 +234,11 @@ class ScriptedEngine:
             if request.is_aborted:
                 self._requests[request_id] = self._queue.pop(request_id)
                 continue
-            num_sequences = len(request.sequences)
-            # A request may have more sequences than max_num_seqs. Such a request starts when no
-            # other request runs.
-            num_needed = min(num_sequences, max_num_seqs)
+            # A request may have more sequences than max_num_seqs. Such a request starts only if no
+            # other request runs, and then uses the whole capacity.
+            num_needed = min(len(request.sequences), max_num_seqs)
             if num_needed <= num_free:
-                num_free -= num_sequences
+                num_free -= num_needed
                 self._requests[request_id] = self._queue.pop(request_id)
                 self.started.append((request_id, now))
 

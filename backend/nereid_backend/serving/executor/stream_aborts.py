@@ -52,7 +52,7 @@ class StreamAborts:
         signals = [
             self._feedback.signal(sequence.slot, stream.serial) for sequence in stream.sequences
         ]
-        if Signal.CANCELLED in signals or self._lost_clients.has_lost_client(stream):
+        if Signal.CANCELLED in signals or self._lost_clients.detect_lost_client(stream):
             stream.is_aborting = True
             self._statistics.counts["requests_disconnected_total"] += 1
             self.abort(stream)

@@ -25,10 +25,11 @@ class StreamAdmission:
     def __init__(
         self, settings: ServingSettings, max_num_waiting: int, feedback: FeedbackReader
     ) -> None:
-        """Store the limits.
+        """Create empty counters of the waiting requests and of the sequences, with their limits.
 
         Args:
-            settings: the settings, with the limits on sequences and prompt tokens.
+            settings: the settings. `max_streams` limits the sequences, and `max_waiting_tokens`
+                limits the prompt tokens of all waiting requests together.
             max_num_waiting: the largest number of waiting requests.
             feedback: the slots of shared memory for the sequences.
         """
@@ -37,11 +38,12 @@ class StreamAdmission:
         # The next serial number. The engine uses the serial number to identify a request, and the
         # postprocessor uses it to identify the stream of the request.
         self._serials = itertools.count(1)
-        # The limits on waiting requests and on their prompt tokens.
-        self._waiting = WaitingLimits(max_num_waiting, settings.max_waiting_tokens)
-        # The limit on running and waiting sequences.
-        self._sequences = SharedLimit(settings.max_streams)
-        self._sequences_lock = threading.Lock()
+        # Counts the requests that wait for the engine. WaitingLimits is thread-safe.
+        self._waiting_limits = WaitingLimits(max_num_waiting, settings.max_waiting_tokens)
+        # Counts the sequences of all running and waiting requests. SharedLimit reserves a part of
+        # the limit for further clients. It is not thread-safe, so it needs a lock.
+        self._sequence_limit = SharedLimit(settings.max_streams)
+        self._sequence_limit_lock = threading.Lock()
 
     def open(self, envelope: RequestEnvelope, num_tokens: int, sender: Any) -> Stream:  # noqa: ANN401
         """Create and return the stream of a new request, if the limits allow one more request.
@@ -58,10 +60,10 @@ class StreamAdmission:
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
         timing = self._new_timing(envelope, num_tokens)
-        self._waiting.enter(timing)
+        self._waiting_limits.enter(timing)
         slots = self._acquire_slots(envelope)
-        if slots is None:  # There are not enough free slots.
-            self._waiting.leave(timing, started=None)
+        if slots is None:  # The request would exceed the limit max_streams.
+            self._waiting_limits.leave(timing, started=None)
             raise self._too_many_sequences(envelope)
         serial = next(self._serials)
         return Stream(
@@ -95,19 +97,22 @@ class StreamAdmission:
     def note_start(self, stream: Stream, started: float) -> None:
         """Record that the engine has started a request. The request no longer counts as waiting."""
         stream.timing.started = started
-        self._waiting.leave(stream.timing, started)
+        self._waiting_limits.leave(stream.timing, started)
 
     def close(self, stream: Stream) -> None:
         """Release the memory slots of an ended stream, and no longer count it toward limits."""
         if stream.timing.started is None:
-            self._waiting.leave(stream.timing, None)
+            self._waiting_limits.leave(stream.timing, None)
         self._feedback.release(stream.slots)
-        with self._sequences_lock:
-            self._sequences.remove(stream.timing.client_id, len(stream.slots))
+        with self._sequence_limit_lock:
+            self._sequence_limit.remove(stream.timing.client_id, len(stream.slots))
 
     def with_retry_time(self, error: CapacityError, client_id: str) -> CapacityError:
-        """Return a copy of `error` whose message says when to try again (see `WaitingLimits`)."""
-        return CapacityError(self._waiting.with_retry_time(str(error), client_id))
+        """Return a copy of `error` whose message says in how many seconds to try again.
+
+        Example: "Try again later." becomes "Try again in 3 s.".
+        """
+        return CapacityError(self._waiting_limits.with_retry_time(str(error), client_id))
 
     def _too_many_sequences(self, envelope: RequestEnvelope) -> CapacityError:
         """Return the error for a request that would exceed the limit max_streams."""
@@ -124,8 +129,9 @@ class StreamAdmission:
         Return the numbers of the slots. Return None if the request would exceed the limit
         max_streams, or the client's share of this limit.
         """
-        with self._sequences_lock:
-            if not self._sequences.allows(envelope.client_id, envelope.n):
+        with self._sequence_limit_lock:
+            if not self._sequence_limit.allows(envelope.client_id, envelope.n):
                 return None
-            self._sequences.add(envelope.client_id, envelope.n)
+            self._sequence_limit.add(envelope.client_id, envelope.n)
+        # The memory has max_streams slots, so enough slots are free.
         return self._feedback.acquire(envelope.n)

@@ -113,8 +113,10 @@ class Sequence:
     def add(self, update: RequestUpdate) -> None:
         """Add an update from the engine to the pending output of this sequence."""
         self.pending.extend(update.new_token_ids)
-        # An update of the engine can contain several tokens, but only one sum of log-probabilities:
-        # the sum up to the last token. This sum is stored for every token of the update.
+        # An update can contain several tokens, but only one sum of log-probabilities: the sum up to
+        # the last token. This sum is stored for each token of the update. For the earlier tokens,
+        # the sum is an approximation. The postprocessor uses their entries only if a stop string
+        # ends the output within an update.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
         if update.logprobs is not None:
             if self.logprobs is None:
@@ -162,9 +164,10 @@ class Stream:
         last_sent: the time at which the last step was sent, by time.monotonic().
         grammar_field: the request's field from which the grammar was built, for error messages.
         num_sent_steps: the number of steps sent so far.
-        unconsumed: the numbers of the sent steps that the postprocessor has not consumed yet. The
-            oldest step is first. The steps of all streams have one common numbering.
-        waited_s: the time in seconds since the oldest unconsumed step was sent.
+        unconsumed_steps: the numbers of the sent steps that the postprocessor has not consumed yet.
+            The oldest step is first. The steps of all streams have one common numbering.
+        stalled_s: the number of seconds for which there have been unconsumed steps, but the
+            postprocessor has consumed none of them.
         next_check: the time at which the loop checks again whether the next step is due, by
             time.monotonic().
         is_aborting: whether the executor has asked the engine to end the whole request.
@@ -179,8 +182,8 @@ class Stream:
     last_sent: float
     grammar_field: str = ""
     num_sent_steps: int = 0
-    unconsumed: deque[int] = field(default_factory=deque)
-    waited_s: float = 0.0
+    unconsumed_steps: deque[int] = field(default_factory=deque)
+    stalled_s: float = 0.0
     next_check: float = 0.0
     is_aborting: bool = False
     timing: RequestTiming = field(default_factory=RequestTiming)
@@ -234,11 +237,11 @@ class Stream:
         return message
 
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
-        """Return the time at which the stream's next step is due, as a value of time.monotonic().
+        """Return the earliest time of the stream's next step, as a value of time.monotonic().
 
         A step is a message to the postprocessor. The step with the first output and the last step
-        are due immediately. While the postprocessor still has to process too many earlier steps,
-        return the time at which the caller must check the stream again.
+        are due immediately. At the returned time, the caller must check with `may_send` whether the
+        postprocessor has processed enough earlier steps.
 
         Args:
             interval_s: the number of seconds between two steps with output.
@@ -249,7 +252,10 @@ class Stream:
         is_first_output = has_output and self.num_sent_steps == 0
         if self.has_ended or is_first_output:
             return 0.0  # A time in the past means that the step is due immediately.
-        if not self.may_send():  # The postprocessor still has to process too many earlier steps.
+        if not self.may_send():
+            # The postprocessor still has to process too many earlier steps, so check again later.
+            # If the interval is very short (few streams), a check after each interval would waste
+            # CPU time. Therefore check at most ten times per heartbeat.
             wait_s = max(interval_s, heartbeat_s / _CHECKS_PER_HEARTBEAT)
         elif has_output:
             wait_s = interval_s
@@ -262,7 +268,7 @@ class Stream:
 
         The last message may always be sent.
         """
-        return self.has_ended or len(self.unconsumed) < MAX_UNCONSUMED_STEPS
+        return self.has_ended or len(self.unconsumed_steps) < MAX_UNCONSUMED_STEPS
 
     def take_step(self, now: float) -> StepState:
         """Move the unsent output of all sequences into a new StepState, and return this object.

@@ -152,14 +152,15 @@ class WaitingLimits:
         """
         if len(self._start_times) < _MIN_SAMPLES:
             return None
-        # In the last `passed_s` seconds, the engine has started `num_starts` requests.
-        num_starts = len(self._start_times) - 1
+        # The time since the oldest measured start, and the number of requests that the engine has
+        # started after it. The oldest start only begins the period, so it is not counted.
         passed_s = max(now - self._start_times[0], _MIN_PASSED_S)
+        num_starts = len(self._start_times) - 1
         num_before = self._requests.used
         if client:
-            # The engine starts one request of each client in turn. If the client of the new request
-            # already has n waiting requests, the engine first starts these n requests, and at most
-            # n requests of each other client. Then it starts the new request.
+            # The engine starts one request of each client in turn. Example: the client of the new
+            # request has 2 waiting requests, and 3 clients have waiting requests. Before the new
+            # request, the engine starts at most 2 requests of each client, so at most 6.
             num_own = self._requests.used_by(client)
             num_before = min(num_before, num_own * self._requests.num_clients)
         return num_before * passed_s / num_starts

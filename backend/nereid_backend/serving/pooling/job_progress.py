@@ -28,13 +28,14 @@ from nereid_backend.errors import (
 from nereid_backend.pooling.pooling_items import PoolingItem, PoolingResult
 from nereid_backend.serving.pooling.jobs import Job, Outcome, Value
 
-# The limits of one slice, a group of inputs that are sent to the engine together. The limits apply
-# to the number of inputs, and to their total size in characters or token ids.
+# The limits of one slice, a group of inputs that are sent to the engine together. A slice ends when
+# it has `_SLICE_INPUTS` inputs, or when their total size is `_SLICE_SIZE`. The size is the number
+# of characters of a text, of token ids, or of bytes of an image.
 _SLICE_INPUTS = 256
-_SLICE_CHARACTERS = 2**16
-# An image counts as at least `_IMAGE_CHARACTERS` characters, so at most 8 images are sent to the
-# engine together. Decoding one image takes up to half a second, even if the file is small.
-_IMAGE_CHARACTERS = _SLICE_CHARACTERS // 8
+_SLICE_SIZE = 2**16
+# An image has at least the size `_MIN_IMAGE_SIZE`, so at most 8 images are sent to the engine
+# together. Decoding one image takes up to half a second, even if the file is small.
+_MIN_IMAGE_SIZE = _SLICE_SIZE // 8
 # The inputs of a job are sent to the engine in groups (slices). At most `_MAX_SLICES` groups of one
 # job are in the engine at the same time.
 _MAX_SLICES = 2
@@ -78,8 +79,9 @@ class _JobProgress:
         request_id: the id of the job's request.
         job: the job.
         num_sent: the number of inputs that were sent to the engine.
-        slices: the slices that are in the engine. The key is the index of the slice's first input.
-            The value is the number of the slice's inputs that have no result yet.
+        num_left_by_slice: one entry for each slice that is in the engine. The key is the index of
+            the slice's first input. The value is the number of the slice's inputs that have no
+            result yet.
         num_left: the number of the job's inputs that have no result yet.
         values: one value for each input; None until the input has a result.
         num_tokens: one number of tokens for each input; 0 until the input has a result.
@@ -94,7 +96,7 @@ class _JobProgress:
         self.request_id = request_id
         self.job = job
         self.num_sent = 0
-        self.slices: dict[int, int] = {}
+        self.num_left_by_slice: dict[int, int] = {}
         self.num_left = len(job.inputs)
         self.values: list[Value | None] = [None] * len(job.inputs)
         self.num_tokens = [0] * len(job.inputs)
@@ -104,7 +106,8 @@ class _JobProgress:
     @property
     def can_send_slice(self) -> bool:
         """Whether the next group of inputs may be sent to the engine."""
-        return self.num_sent < len(self.values) and len(self.slices) < _MAX_SLICES
+        has_unsent_inputs = self.num_sent < len(self.job.inputs)
+        return has_unsent_inputs and len(self.num_left_by_slice) < _MAX_SLICES
 
     def slice_id(self, first: int) -> str:
         """Return the id that the engine uses for a slice: a group of inputs of one job.
@@ -116,20 +119,22 @@ class _JobProgress:
     def next_slice(self) -> list[PoolingItem]:
         """Return the next slice (a group of inputs), and record that these inputs are sent.
 
-        Example: the first slice of a job with 300 short texts contains 256 texts, and the second
-        slice contains 44 texts.
+        A slice ends when the number of its inputs, or their total size, reaches a limit. Example:
+        the first slice of a job with 300 short texts contains 256 texts, and the second slice
+        contains 44 texts.
         """
         items: list[PoolingItem] = []
-        size_of_slice = 0  # in characters or token ids
+        # The number of characters of texts, of token ids, and of bytes of images.
+        slice_size = 0
         first = self.num_sent  # the index of the slice's first input
         for name, value in itertools.islice(self.job.inputs, first, None):
             fields = self._item_fields(name, value)
             items.append(PoolingItem(**fields, **self.job.options))
-            size_of_slice += _size_of_item(fields)
-            if len(items) == _SLICE_INPUTS or size_of_slice >= _SLICE_CHARACTERS:
+            slice_size += _size_of_item(fields)
+            if len(items) == _SLICE_INPUTS or slice_size >= _SLICE_SIZE:
                 break
         # None of the inputs of this slice has a result yet.
-        self.slices[first] = len(items)
+        self.num_left_by_slice[first] = len(items)
         self.num_sent += len(items)
         return items
 
@@ -161,9 +166,9 @@ class _JobProgress:
         self.num_tokens[index] = result.num_tokens
         self.offsets[index] = result.offsets
         self.num_left -= 1
-        self.slices[first] -= 1
-        if not self.slices[first]:
-            del self.slices[first]
+        self.num_left_by_slice[first] -= 1
+        if not self.num_left_by_slice[first]:  # The engine has computed the whole slice.
+            del self.num_left_by_slice[first]
 
     def outcome(self) -> Outcome:
         """Return the outcome of the complete job."""
@@ -173,23 +178,27 @@ class _JobProgress:
         return Outcome.from_values(kind, values, self.num_tokens, offsets)
 
     def job_message(self, error: NereidError, first: int) -> str:
-        """Turn the engine's error message about some inputs into a message about the whole job.
+        """Rewrite the engine's error message about a slice into a message about the whole job.
 
-        Example: for the slice that begins with input 256 of a job in the tensor `texts`, "input 3:
-        input: the text is empty" becomes "texts: element 259: the text is empty".
+        The engine's message has the form "input INDEX: FIELD: PROBLEM". INDEX counts the inputs of
+        the slice, and "input INDEX: " is missing if the slice has only one input. Examples for the
+        slice that begins with the input `first` = 256 of a job in the tensor `texts`:
+
+            input 3: input: the text is empty  ->  texts: element 259: the text is empty
+            input 3: image: it is damaged      ->  texts: element 259: image: it is damaged
+            input 3: task: it is unknown       ->  task: it is unknown
         """
         match = _ENGINE_MESSAGE.fullmatch(str(error))
         assert match is not None, "the pattern matches every text"
         problem = match["problem"]
-        is_about_one_input = problem.startswith(("input: ", "image: "))
-        if not is_about_one_input:
-            return problem  # The error is about the whole request, such as an option.
+        is_about_an_input = problem.startswith(("input: ", "image: "))
+        if not is_about_an_input:
+            return problem  # The field is an option, which is the same for all inputs of the job.
         index_in_slice = int(match["index"] or 0)
         has_several_inputs = len(self.job.inputs) > 1
         element = f"element {first + index_in_slice}: " if has_several_inputs else ""
-        # If the engine's message begins with `input: `, replace this prefix by the name of the
-        # tensor. Keep the prefix `image: ` after the name of the tensor, because a tensor can
-        # contain both texts and images.
+        # The name of the tensor replaces the field "input". The field "image" stays, because a
+        # tensor can contain both texts and images.
         return f"{self.job.field}: {element}{problem.removeprefix('input: ')}"
 
 
@@ -222,7 +231,7 @@ class WorkerJobs:
         progress = self._jobs.pop(request_id, None)
         if progress is None:
             return
-        for first in progress.slices:
+        for first in progress.num_left_by_slice:
             self._engine.abort(progress.slice_id(first))
 
     def advance(self) -> None:
@@ -326,7 +335,7 @@ def _parse_slice_id(slice_id: str) -> tuple[str, int]:
 
 
 def _size_of_item(fields: Mapping[str, Any]) -> int:
-    """Return the size of an input in characters or token ids.
+    """Return the size of one input: the number of characters, token ids or bytes of an image.
 
     Example: {"pair": ("ab", "cde")} returns 5.
     """
@@ -335,8 +344,11 @@ def _size_of_item(fields: Mapping[str, Any]) -> int:
 
 
 def _size(content: str | bytes | list[int]) -> int:
-    """Return the size of `content`. An image counts as at least `_IMAGE_CHARACTERS` characters."""
-    return max(len(content), _IMAGE_CHARACTERS) if isinstance(content, bytes) else len(content)
+    """Return the length of a text, an image file or a list of token ids.
+
+    A small image file counts as `_MIN_IMAGE_SIZE` bytes, because decoding takes long even then.
+    """
+    return max(len(content), _MIN_IMAGE_SIZE) if isinstance(content, bytes) else len(content)
 
 
 def _kind_of(value: Value) -> str:

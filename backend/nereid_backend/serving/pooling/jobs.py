@@ -75,6 +75,9 @@ class Outcome:
         Example: the kind "dense", the values [array([1., 2.]), array([3., 4.])] and the token
         counts [5, 6] return an Outcome with `values` of shape [2, 2] and `num_tokens` [5, 6].
 
+        The outcome has `weights` only for sparse, `counts` only for multi_vector, `offsets` only
+        for token_classify, and `values` for every kind except sparse. The other fields are empty.
+
         Args:
             kind: "dense", "sparse", "multi_vector", "score", "classify" or "token_classify".
             values: one value for each input, at least one. A value is a dict (token id: weight) for
@@ -87,11 +90,12 @@ class Outcome:
         # A multi-vector embedding has one vector for each token of an input. Therefore the number
         # of vectors differs between inputs.
         counts = [len(array) for array in arrays] if kind == "multi_vector" else []
+        sparse_embeddings = [value for value in values if isinstance(value, dict)]
         return cls(
             kind=kind,
             values=_join_values(kind, values),
             counts=np.array(counts, dtype=np.int32),
-            weights=[_weights(value) for value in values if isinstance(value, dict)],
+            weights=[_weights(embedding) for embedding in sparse_embeddings],
             num_tokens=np.array(num_tokens, dtype=np.int32),
             offsets=np.concatenate(offsets) if offsets else np.zeros((0, 2), dtype=np.int32),
         )
@@ -138,7 +142,11 @@ def _integers(data: bytes) -> npt.NDArray[np.int32]:
 
 
 def _join_values(kind: str, values: Sequence[Value]) -> npt.NDArray[np.float32]:
-    """Combine the values of all inputs into one array. See Outcome.values for its shape."""
+    """Combine the values of all inputs into one array. Return an empty array for sparse.
+
+    The shape is [n, dim] for dense, [sum of the numbers of vectors, dim] for multi_vector, [n] for
+    score, [n, num_labels] for classify, and [sum of num_tokens, num_labels] for token_classify.
+    """
     if kind == "sparse":
         return np.zeros((0, 0), dtype=np.float32)
     if kind in ("multi_vector", "token_classify"):
@@ -147,8 +155,8 @@ def _join_values(kind: str, values: Sequence[Value]) -> npt.NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
 
 
-def _weights(value: dict[int, float]) -> Weights:
+def _weights(embedding: dict[int, float]) -> Weights:
     """Return the token ids and the weights of a sparse embedding as two arrays."""
-    token_ids = np.array(list(value), dtype=np.int32)
-    weights = np.array(list(value.values()), dtype=np.float32)
+    token_ids = np.array(list(embedding), dtype=np.int32)
+    weights = np.array(list(embedding.values()), dtype=np.float32)
     return token_ids, weights

@@ -66,9 +66,11 @@ class PoolingMetrics:
         self._labels = labels
         self._families = families  # The metrics exist as long as this object exists.
         self._values = _Values()
-        # `publish` sends the numbers in `_values` to the following metrics of the server.
-        num_requests = families.gauge("pooling_num_requests", "Requests without a response")
-        self._num_requests = num_requests.Metric(labels)
+        # `publish` sends the numbers in `_values` to the following metrics of the server. A family
+        # of gauges is the server's own object, so its one metric is created here. A family of
+        # counters (CounterFamily) creates a metric when `raise_to` gets new labels.
+        gauge_family = families.gauge("pooling_num_requests", "Requests without a response")
+        self._num_requests = gauge_family.Metric(labels)
         self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = {
@@ -82,7 +84,10 @@ class PoolingMetrics:
     def note_success(
         self, arrived: float, started: float, num_inputs: int, num_tokens: int
     ) -> None:
-        """Record a successful request. Call this method before the outputs of the request are sent.
+        """Record a successful request.
+
+        Call this method before the outputs of the request are sent, because the measured times end
+        at the call. The time for sending the outputs must not count.
 
         Args:
             arrived: the time at which the request arrived, by time.monotonic().

@@ -164,11 +164,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self._tracing.close()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        """Send a request as a job to the worker. If the request has no inputs, respond at once.
+        """Send a request as a job to the worker process, which runs the model.
 
-        A job consists of the inputs and the options of one request. The worker is the process that
-        runs the model. A request can also ask for information about the model, with or without
-        inputs. If no checkpoint is served, the information is the only possible response.
+        A job consists of the inputs and the options of one request. A request can also ask for
+        information about the model, with or without input tensors. Requests for nothing but this
+        information, and requests whose input tensors are empty, get a response without a job. If no
+        checkpoint is served, the information is the only possible response.
 
         Raises:
             RequestError: an input is missing or wrong.
@@ -186,12 +187,14 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             self.respond_later(sender, self._info())
             return
         options = parse_options(tensors.optional_text(request, names.OPTIONS), self.option_types)
+        # If no input tensor is given, `read_job` raises a RequestError.
         job = self.read_job(request, given, options)
         if job.inputs:
             self._add_job(request, sender, job, returns_info=returns_info)
-        else:
-            info = self._info() if returns_info else {}
-            self.respond_later(sender, self.empty_outputs() | info)
+            return
+        # The input tensors have no elements, so the worker has nothing to compute.
+        info = self._info() if returns_info else {}
+        self.respond_later(sender, self.empty_outputs() | info)
 
     def _check_num_requests(self) -> None:
         """Raise a CapacityError if the number of requests has reached the setting max_requests."""
@@ -256,7 +259,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def _note_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
         """Record the metrics and the spans of a successful request.
 
-        Call this method before the outputs are sent.
+        Call this method before the outputs are sent, because the time of the computation ends at
+        the call. The time for sending the outputs must not count.
 
         Args:
             pending: the request.
@@ -271,8 +275,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             parent,
             started,
             time.monotonic(),
-            nereid__inputs=pending.num_inputs,
-            gen_ai__usage__input_tokens=num_tokens,
+            {"nereid.inputs": pending.num_inputs, "gen_ai.usage.input_tokens": num_tokens},
         )
 
     def do_periodic_work(self) -> float:
@@ -318,12 +321,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         )
 
     def on_restart(self, process: SupervisedProcess) -> None:
-        """Record that the worker was restarted, and set the number of its deaths to 0.
+        """Record that the worker was restarted, and set the number of restart attempts to 0.
 
         So the setting max_restarts limits the attempts to restart the worker after one death. It
         does not limit the total number of restarts.
         """
-        process.num_deaths = 0
+        process.num_attempts = 0
         self._metrics.note_restart()
 
     def _start_worker(self, config: PoolingConfig) -> None:

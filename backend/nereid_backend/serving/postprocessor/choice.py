@@ -135,9 +135,11 @@ class Choice:
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
         self._totals = _Totals()
-        # The reasons why the choice ended. `stop_string` and `_reasons` are None until then.
+        # The reasons why the choice ended. `stop_string` and `_end_reasons` are None until then.
         self.stop_string: str | None = None
-        self._reasons: _EndReasons | None = None
+        self._end_reasons: _EndReasons | None = None
+        # Whether the model itself has ended the choice with a stop token.
+        self._has_model_ended = False
         self.is_finished = False
 
     def add(self, delta: SequenceDelta) -> None:
@@ -161,9 +163,17 @@ class Choice:
     def _add_tokens(self, delta: SequenceDelta) -> None:
         """Add the text of the tokens of one step, and count the tokens that belong to the output.
 
-        If the sequence has ended, also add the text that was withheld until then.
+        If a stop string is found, the token that completes it is the last token of the output.
+        Otherwise, all tokens of the step belong to the output. If the sequence has ended, also add
+        the text that was withheld until then.
         """
-        num_output_tokens = self._add_text_of_tokens(list(delta.token_ids), delta.ending)
+        text_ids = _without_stop_token(list(delta.token_ids), delta.ending)
+        num_output_tokens = self._add_text_of_tokens(text_ids)
+        if self.stop_string is None and len(text_ids) < len(delta.token_ids):
+            # The sequence ends with a stop token. The stop token has no text, but it belongs to the
+            # output. If the reasoning has not ended, the stop token is a reasoning token.
+            num_output_tokens += 1
+            self._totals.num_reasoning_tokens += self._message.is_reasoning
         self._count_tokens(num_output_tokens, delta)
         if delta.ending is not None:
             self._add_withheld_text()
@@ -175,7 +185,8 @@ class Choice:
         """
         if self.is_finished:  # The last output has already been returned.
             return None
-        is_last = self._reasons is not None
+        # The finish reason and the stop reason are None until the choice has ended.
+        is_last = self._end_reasons is not None
         can_stream = self.context.stream and self._has_unsent_output
         if not is_last and not can_stream:
             return None
@@ -187,7 +198,7 @@ class Choice:
         output = ChoiceOutput(
             text=text,
             delta=self._build_delta(),
-            finish_reason=None if self._reasons is None else self._reasons.finish_reason,
+            finish_reason=None if self._end_reasons is None else self._end_reasons.finish_reason,
             cumulative_logprob=self._totals.cumulative_logprob,
             num_output_tokens=len(unsent.token_ids),
             logprobs=tuple(unsent.logprobs),
@@ -204,47 +215,24 @@ class Choice:
             return True
         return self.context.prompt_token_ids is not None and bool(self._unsent.token_ids)
 
-    def _add_text_of_tokens(self, token_ids: list[int], ending: Ending | None) -> int:
-        """Add the text of `token_ids`, but not the text after a stop string.
+    def _add_text_of_tokens(self, token_ids: list[int]) -> int:
+        """Add the text of `token_ids`, until a stop string is complete.
 
         Example: for the tokens "Hi", " END" and " you" and the stop string "END", the text "Hi " is
         added and 2 is returned. The third token has no effect.
 
-        Args:
-            token_ids: the tokens. If the sequence ends with a stop token, this token is the last
-                one, and has no text.
-            ending: the reason why the sequence ended in this step; None if it continues.
-
         Returns:
-            The number of tokens that belong to the output. If there is no stop string, all tokens
-            belong to the output. Otherwise, the token that completes the stop string is the last
-            token of the output.
+            The number of tokens up to the one that completes the stop string; the number of all
+            tokens if there is no stop string.
         """
-        text_ids = _without_stop_token(token_ids, ending)
         # The search for stop strings and the count of reasoning tokens need the text of each single
         # token. Otherwise, decoding all tokens together is faster.
         needs_single_tokens = self.context.stop or self._message.reads_reasoning
         if not needs_single_tokens:
-            self._add_text(self._detokenizer.feed(text_ids))
+            self._add_text(self._detokenizer.feed(token_ids))
             return len(token_ids)
-        num_before_stop = self._add_texts_of_single_tokens(text_ids)
-        if self.stop_string is not None:
-            return num_before_stop
-        # `_add_texts_of_single_tokens` has counted the reasoning tokens, but not the stop token,
-        # because a stop token has no text. If the reasoning has not ended, the stop token is a
-        # reasoning token, too.
-        has_stop_token = len(text_ids) < len(token_ids)
-        if has_stop_token and self._message.is_reasoning:
-            self._totals.num_reasoning_tokens += 1
-        return len(token_ids)
-
-    def _add_texts_of_single_tokens(self, token_ids: list[int]) -> int:
-        """Add the text of one token after another, until a stop string is complete.
-
-        Return the number of tokens up to the end of the stop string; the number of all tokens if
-        there is no stop string.
-        """
         for index, token_id in enumerate(token_ids):
+            # The first `min_tokens` tokens of the output cannot complete a stop string.
             can_stop = self._totals.num_tokens + index >= self.context.min_tokens
             self._add_text_of_token(token_id, can_stop=can_stop)
             if self.stop_string is not None:
@@ -304,17 +292,14 @@ class Choice:
         finish reason "stop" becomes "tool_calls", as in the OpenAI API.
         """
         self._message.finish()
-        has_model_ended = self.stop_string is None and ending.finish_reason == "stop"
-        if self._checked_message is not None and has_model_ended:
-            # Only a message that the model itself has ended is validated against a schema.
-            self._checked_message.is_complete = True
+        self._has_model_ended = self.stop_string is None and ending.finish_reason == "stop"
         finish_reason: str = ending.finish_reason
         stop_reason: int | str | None = ending.stop_reason
         if self.stop_string is not None:
             finish_reason, stop_reason = "stop", self.stop_string
         if finish_reason == "stop" and self._message.has_calls:
             finish_reason = "tool_calls"
-        self._reasons = _EndReasons(finish_reason, stop_reason)
+        self._end_reasons = _EndReasons(finish_reason, stop_reason)
 
     def _build_delta(self) -> dict[str, Any]:
         """Convert the output that has not been sent yet to the JSON object of the tensor `delta`.
@@ -328,6 +313,9 @@ class Choice:
         message = self._message.take()
         if self._checked_message is not None:
             self._checked_message.add(message)
+            # A message that ends early, such as at a length limit, need not match the schema.
+            if self._has_model_ended:
+                self._checked_message.validate()
         # The index 0 is omitted, so that the deltas of requests with only one choice are shorter.
         index_field = {"index": self._index} if self._index else {}
         usage = self._totals.usage(self.context.num_prompt_tokens)
@@ -352,14 +340,14 @@ class Choice:
 
     def _ending_fields(self) -> dict[str, Any]:
         """If the choice has ended, return the fields that only the last delta has, otherwise {}."""
-        if self._reasons is None:
+        if self._end_reasons is None:
             return {}
         fields: dict[str, Any] = {
             "cumulative_logprob": self._totals.cumulative_logprob,
-            "finish_reason": self._reasons.finish_reason,
+            "finish_reason": self._end_reasons.finish_reason,
         }
-        if self._reasons.stop_reason is not None:
-            fields["stop_reason"] = self._reasons.stop_reason
+        if self._end_reasons.stop_reason is not None:
+            fields["stop_reason"] = self._end_reasons.stop_reason
         return fields
 
     def _token_id_fields(self) -> dict[str, list[int]]:

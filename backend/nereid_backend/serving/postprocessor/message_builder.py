@@ -79,7 +79,7 @@ class ParsedMessage:
         if not context.reads_calls:
             # The client forbids tool calls, so text that looks like a call must stay in the
             # content. With the format `adapted`, the parser leaves calls of unknown tools in the
-            # content. Therefore the parser gets only one tool, whose name cannot occur in a call.
+            # content. Therefore the parser gets a list of tools that no model can call.
             tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
@@ -88,24 +88,27 @@ class ParsedMessage:
         # tool calls by their index.
         self._new_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._new_calls: dict[int, dict[str, Any]] = {}
-        # The marker, such as "<think>", that the parser adds to the beginning of the content; "" if
-        # the parser adds none. The model did not generate this marker, so `_add` removes it.
-        self._added_marker = self._marker_added_by_parser(adapted)
+        # The marker of the prompt, such as "<think>", that the parser adds to the beginning of the
+        # content; "" if the parser adds none. `_add` removes this marker.
+        self._prompt_marker = self._marker_copied_from_prompt(adapted)
 
-    def _marker_added_by_parser(self, fmt: Format) -> str:
-        """Return the marker that the parser adds before the content; "" if it adds no marker.
+    def _marker_copied_from_prompt(self, fmt: Format) -> str:
+        """Return the marker that the parser copies from the prompt into the content; "" for none.
 
-        Some prompts end with the opening marker of the reasoning, such as <think>. If the reasoning
-        of such a request stays in the content, the parser adds the marker, so that the content is
-        complete: "<think>a</think>b". The method `_add` removes the marker again, because the model
-        did not generate the marker.
+        Example: the prompt ends with the opening marker "<think>", and the model generates
+        "a</think>b". If reasoning stays in the content (`separate_reasoning` is False), the parser
+        returns "<think>a</think>b", because some of its callers need complete pairs of markers. A
+        response of this model may contain only generated text. Therefore `_add` removes the marker
+        again.
+
+        Call this method before the first output.
         """
-        # No output has arrived yet. If the parser is already inside reasoning, the prompt must
-        # contain the opening marker of the reasoning.
+        if self._context.separate_reasoning:
+            return ""
+        # There is no output yet. If the parser is already inside reasoning, the prompt must have
+        # opened the reasoning.
         is_opened_by_prompt = self.is_reasoning
-        if is_opened_by_prompt and not self._context.separate_reasoning:
-            return _opening_marker(fmt)
-        return ""
+        return _opening_marker(fmt) if is_opened_by_prompt else ""
 
     @property
     def is_reasoning(self) -> bool:
@@ -152,8 +155,8 @@ class ParsedMessage:
                     # Some prompts end with a marker such as <think>, and the parser adds this
                     # marker to the first text. The model did not generate the marker, so remove the
                     # marker from the text.
-                    self._new_texts["content"].append(text.removeprefix(self._added_marker))
-                    self._added_marker = ""
+                    self._new_texts["content"].append(text.removeprefix(self._prompt_marker))
+                    self._prompt_marker = ""
                 case ToolCallStart(index, id=call_id, name=name):
                     self.has_calls = True
                     self._new_call(index).update(id=call_id, name=name)

@@ -36,21 +36,21 @@ class OpenStreams:
     def is_new(self, state: StepState) -> bool:
         """Return whether `state` belongs to a new stream.
 
-        A stream is new until `start` is called for the stream.
+        A stream is new until `assign_slot` is called for the stream.
         """
         return state.serial > self._serials.get(state.slot, 0)
 
-    def start(self, state: StepState) -> None:
-        """Record that a new stream uses the memory slot `state.slot` from now on.
+    def assign_slot(self, state: StepState) -> None:
+        """Record that the stream of a step uses the memory slot `state.slot` from now on.
 
         If the previous stream of the slot is still open, because it had no last step, remove the
-        previous stream. The new stream is opened later by `add`.
+        previous stream. The new stream is opened later by `open`.
         """
         self._serials[state.slot] = state.serial
         self._streams.pop(state.slot, None)
 
-    def add(self, state: StepState, choices: Choices) -> None:
-        """Open the stream of a step."""
+    def open(self, state: StepState, choices: Choices) -> None:
+        """Store the choices of a stream, to which `assign_slot` has assigned a slot."""
         self._streams[state.slot] = choices
 
     def get(self, state: StepState) -> Choices | None:

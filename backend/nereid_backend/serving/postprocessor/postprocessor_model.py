@@ -95,7 +95,8 @@ class PostprocessorModel:
         state = self._verify_step(request)
         if self._streams.is_late(state):
             return None  # The stream has ended, and another stream already uses its slot.
-        # Report the step as processed.
+        # Report the step as processed before it is processed, for two reasons. The executor can
+        # already send the next step, and a step that fails below is reported, too.
         self._feedback.report(state.slot, state.serial, state.step)
         try:
             if self._streams.is_new(state):
@@ -122,9 +123,10 @@ class PostprocessorModel:
         """
         message = tensors.array(request, tensor_names.STATE).tobytes()
         previous_address = self._feedback.address
-        # `verify` changes the address if the message comes from another executor process.
-        packed_state = self._feedback.verify(message)
-        if self._feedback.address != previous_address:
+        packed_state = self._feedback.attach_and_verify(message)
+        # Each executor process has its own shared memory, and its messages contain the address.
+        is_from_restarted_executor = self._feedback.address != previous_address
+        if is_from_restarted_executor:
             self._streams.clear()
         return StepState.unpack(packed_state)
 
@@ -158,7 +160,7 @@ class PostprocessorModel:
             choices.context.traceparent,
             choices.opened_at,
             time.monotonic(),
-            nereid__busy_seconds=choices.parsing_s,
+            {"nereid.busy_seconds": choices.parsing_s},
         )
 
     def _signal_stop_strings(self, choices: Choices, state: StepState) -> None:
@@ -210,12 +212,16 @@ class PostprocessorModel:
     def _open_stream(self, state: StepState) -> None:
         """Open the new stream that begins with the message `state`.
 
+        A step is a message of the executor, and each stream has a slot in the shared memory. If an
+        error occurs, the stream is not opened, and its later steps are ignored.
+
         Raises:
             RequestError: the context of the request is damaged.
             EngineError: `state` is not the first step of its stream, because the postprocessor was
                 restarted after the first step.
         """
-        self._streams.start(state)
+        # This comes first, so that the later steps of a stream that fails here are not new.
+        self._streams.assign_slot(state)
         opening = state.opening
         if opening is None:
             raise EngineError(
@@ -228,7 +234,7 @@ class PostprocessorModel:
                 f"tokenizer's message to the postprocessor describes {context.n} sequences."
             )
         choices = Choices(context, opening.slots, self._make_choices(context))
-        self._streams.add(state, choices)
+        self._streams.open(state, choices)
 
     def _make_choices(self, context: StreamContext) -> list[Choice]:
         """Create the choices of a new request.

@@ -68,32 +68,35 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 class CheckedMessage:
     """Collects the deltas of a message, and validates the complete message.
 
-    Attributes:
-        is_complete: whether the next delta is the last delta of the message.
+    Args:
+        check: a function that validates a complete message.
     """
 
     def __init__(self, check: Check) -> None:
-        self.is_complete = False
         self._check = check
         self._content: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
 
     def add(self, delta: dict[str, Any]) -> None:
-        """Add a delta (new parts of the message). Then validate the message if it is complete.
+        """Add a delta (new parts of the message).
 
-        The caller sets `is_complete` before it adds the last delta. A delta of a tool call contains
-        a part of the arguments. Only the first delta of a call contains the name.
-
-        Raises:
-            EngineError: the message does not match a strict schema of the request.
+        A delta of a tool call contains a part of the arguments. Only the first delta of a call
+        contains the name. Example: {"content": "Hi", "tool_calls": [{"index": 0, "name": "add",
+        "arguments": '{"x"'}]}.
         """
         self._content.append(delta.get("content", ""))
         for call_delta in delta.get("tool_calls", ()):
             call = self._calls.setdefault(call_delta["index"], {"name": "", "arguments": ""})
             call["name"] = call_delta.get("name", call["name"])
             call["arguments"] += call_delta["arguments"]
-        if self.is_complete:
-            self._check({"content": "".join(self._content), "calls": list(self._calls.values())})
+
+    def validate(self) -> None:
+        """Validate the message. Call this method after the last delta of the message was added.
+
+        Raises:
+            EngineError: the message does not match a strict schema of the request.
+        """
+        self._check({"content": "".join(self._content), "calls": list(self._calls.values())})
 
 
 def _validate(field: str, text: str, schema: Any) -> None:  # noqa: ANN401 - any JSON schema

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 
-# If more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `is_hanging`, the parent
+# If more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `detect_hang`, the parent
 # process was probably paused, and the child process may have been paused, too. Therefore an
 # interval between two calls counts as at most `_LONGEST_INTERVAL_S` seconds without a message.
 _LONGEST_INTERVAL_S = 0.5
@@ -43,7 +43,7 @@ class HangWatch:
         self._cpu_seconds = cpu_seconds
         self._clock = clock
         # `silent_s` is the number of seconds for which the process has worked without sending a
-        # message. `is_hanging` updates this number. `_last_checked` is the time of the last update.
+        # message. `detect_hang` updates it. `_last_checked` is the time of the last update.
         self.silent_s = 0.0
         self._last_checked = clock()
         # When half of the time limit has passed without a message, the CPU time that the process
@@ -54,14 +54,14 @@ class HangWatch:
         """Record that the process has sent a message."""
         self.silent_s = 0.0
 
-    def is_hanging(self, *, is_working: bool, is_on_cpu: bool) -> bool:
-        """Return whether the process hangs: it has work, but has sent no message for too long.
+    def detect_hang(self, *, is_working: bool, is_on_cpu: bool) -> bool:
+        """Measure the time without a message, and return whether the process hangs.
 
-        On a CPU, one step of a large model can take minutes. The limit is therefore ten times as
-        long while a model on the CPU is busy. Example: with a limit of 60 s, a busy process on the
-        CPU hangs after 600 s without a message, and every other process hangs after 60 s. This
-        method also measures the time without a message, so it must be called several times a
-        second.
+        A process hangs if it has work, but has sent no message for too long. On a CPU, one step of
+        a large model can take minutes. The limit is therefore ten times as long while a process on
+        the CPU is busy. Example: with a limit of 60 s, a busy process on the CPU hangs after 600 s
+        without a message, and every other process hangs after 60 s. Call this method several times
+        a second, because the measurement counts at most 0.5 s between two calls.
 
         Args:
             is_working: whether the process has work.
@@ -69,7 +69,8 @@ class HangWatch:
                 while it only waits, so its CPU use is ignored.
         """
         self._measure_silence(is_working=is_working)
-        self._measure_cpu_at_half_limit()
+        # `_is_busy` needs the CPU time at half of the limit: it measures the CPU load since then.
+        self._store_cpu_at_half_limit()
         if not self._limit_s or self.silent_s <= self._limit_s:
             return False
         if is_on_cpu and self._is_busy():
@@ -83,15 +84,18 @@ class HangWatch:
         self._last_checked = now
         self.silent_s = self.silent_s + passed_s if is_working else 0.0
 
-    def _measure_cpu_at_half_limit(self) -> None:
-        """When half of the time limit has passed, store how much CPU time the process has used."""
+    def _store_cpu_at_half_limit(self) -> None:
+        """When half of the time limit has passed, store how much CPU time the process has used.
+
+        Until then, store None.
+        """
         if not self._limit_s or self.silent_s <= self._limit_s / 2:
             self._cpu_at_half_limit_s = None
         elif self._cpu_at_half_limit_s is None:
             self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
-        """Return whether the process has used the CPU after the first half of the time limit."""
+        """Return whether the CPU load has been high since half of the time limit has passed."""
         assert self._cpu_at_half_limit_s is not None, "half of the limit has passed"
         used_cpu_s = self._cpu_seconds() - self._cpu_at_half_limit_s
         measured_s = self.silent_s - self._limit_s / 2

@@ -127,18 +127,22 @@ def _load(channel: Channel, make: MakeService) -> Service | None:
 
 
 def _run(service: Service, channel: Channel) -> int:
-    """Handle messages and compute steps until the message `stop` arrives. Return the exit code."""
+    """Handle messages and compute steps until the message `stop` arrives, or a step fails.
+
+    Return the exit code of the process: 0 after `stop`, 1 if a step failed.
+    """
     inbox = Inbox(channel)
     while True:
         # If there is work, read only the messages that have already arrived. Otherwise, wait for a
-        # message for at most _IDLE_POLL_S seconds. After that, `_try_advance` calls `has_work`
-        # again. This call also detects whether another process of the model has died.
+        # message. The wait is limited, because work can also begin without a message: if a process
+        # of tensor parallelism dies, `has_work` returns True, and `advance` raises the error.
         timeout_s = 0 if service.has_work() else _IDLE_POLL_S
         for kind, *values in inbox.receive(timeout_s):
             if kind == "stop":
                 return 0
             service.handle(kind, values)
-        if not _try_advance(service, channel):
+        has_failed = not _try_advance(service, channel)
+        if has_failed:
             return 1
 
 

@@ -183,7 +183,7 @@ class ChildProcess:
         """
         # `info` describes the loaded model. Before the model is loaded, `info` is empty.
         is_on_cpu = self.info.get("device") == "cpu"
-        if not self._hang_watch.is_hanging(is_working=is_working, is_on_cpu=is_on_cpu):
+        if not self._hang_watch.detect_hang(is_working=is_working, is_on_cpu=is_on_cpu):
             return
         self._process.kill()
         self._process.wait(_KILL_TIMEOUT_S)

@@ -403,16 +403,16 @@ class SupervisedModel(ABC, Generic[RequestT]):
             if process.is_running:
                 self.on_restart(process)
             else:
-                self._note_failure(process)
+                self._log_failed_restart(process)
 
-    def _note_failure(self, process: SupervisedProcess) -> None:
+    def _log_failed_restart(self, process: SupervisedProcess) -> None:
         """Log that a process will not be restarted again.
 
-        `nereid serve` restarts the server if it reads a line that begins with "error:". Such a line
-        is therefore written only if no other process of the model is left.
+        `nereid serve` reads the log. A line that begins with "error:" makes it restart the server.
+        Therefore only the failure of the model's last process is logged with "error:".
         """
-        have_all_given_up = all(other.has_given_up for other in self.processes)
-        if self.outage and have_all_given_up:
+        if all(other.has_given_up for other in self.processes):
+            # `outage` is now the message that clients get, and names the reason.
             tensors.progress(f"error: {self.log_prefix}{self.outage}")
         else:
             tensors.progress(

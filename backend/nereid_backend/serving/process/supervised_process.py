@@ -27,8 +27,8 @@ class SupervisedProcess:
         has_given_up: whether the process is no longer restarted, because the allowed number of
             restarts has failed.
         error: the reason of the last death; None before the first death.
-        num_deaths: the number of deaths and failed starts. The Triton model sets this number to 0
-            when the process works again.
+        num_attempts: the number of attempts to restart the process since it last worked. The Triton
+            model sets this number to 0 when the process works again.
         num_restarts: the number of successful restarts.
         num_requests: the number of this process's requests that have no final response yet.
     """
@@ -54,7 +54,7 @@ class SupervisedProcess:
         self.num_requests = 0
         # The history of deaths and restarts.
         self.error: EngineError | None = None
-        self.num_deaths = 0
+        self.num_attempts = 0
         self.num_restarts = 0
         self.has_given_up = False
         # The thread that starts a new process, and the process that the thread has started. Both
@@ -106,15 +106,16 @@ class SupervisedProcess:
     def _replace(self) -> None:
         """Start a new process. Repeat failed attempts until `max_restarts` is reached.
 
-        This method runs in the restart thread.
+        The limit applies to all attempts since the process last worked, even if they belong to
+        several deaths. This method runs in the restart thread.
 
-        Mutates: `_replacement` is the new process. Each attempt increases `num_deaths`.
+        Mutates: `_replacement` is the new process. Each attempt increases `num_attempts`.
         """
         limit = self._program.max_restarts.value
-        while self.num_deaths < limit and not self._stopping.is_set():
-            self.num_deaths += 1
+        while self.num_attempts < limit and not self._stopping.is_set():
+            self.num_attempts += 1
             tensors.progress(
-                f"restarting the {self._program.title} (attempt {self.num_deaths} of {limit}), "
+                f"restarting the {self._program.title} (attempt {self.num_attempts} of {limit}), "
                 f"because {self.error}"
             )
             self._replacement = self._start_replacement()

@@ -134,7 +134,7 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
         RequestError: the part contains no text, for example because it is a file.
     """
     if not isinstance(part, dict):
-        raise _part_type_error(part, index)
+        raise _unsupported_part_error(part, index)  # The part has no type, so the error shows it.
     part_type = part.get("type")
     text = part.get(part_type) if part_type in _TEXT_PART_TYPES else None
     if isinstance(text, str):
@@ -143,17 +143,22 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
     # error message contains the reason.
     refusal = refused_part(part)
     if refusal is None:
-        raise _part_type_error(part_type, index)
+        raise _unsupported_part_error(part_type, index)
     refused_type, reason = refusal
     raise RequestError(
         f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"
     )
 
 
-def _part_type_error(part_type: object, index: int) -> RequestError:
-    """Return the error for a content part of an unknown type in the message at position `index`."""
+def _unsupported_part_error(type_or_part: object, index: int) -> RequestError:
+    """Return the error for a content part that is not supported.
+
+    Args:
+        type_or_part: the type of the part, or the part itself if it is not an object.
+        index: the position of the message that contains the part.
+    """
     return RequestError(
-        f"messages: item {index} has a content part of type {shown(part_type)}, but this server "
+        f"messages: item {index} has a content part of type {shown(type_or_part)}, but this server "
         'supports only parts with text, images, videos or audio. Send parts such as {"type": '
         '"text", "text": "..."}.'
     )
@@ -207,5 +212,5 @@ def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # no
         ) from None
     except RecursionError:
         raise limits.depth_error(field) from None
-    limits.check_members({field: arguments})
+    limits.check_values_and_depth({field: arguments})
     return arguments

@@ -32,9 +32,10 @@ class ChatTemplateRenderer:
         return frozenset({*parameters, "self", "messages"}) - {"documents", "kwargs"}
 
     def source(self) -> str:
-        """Return the Jinja source of the chat template.
+        """Return the Jinja source of the chat template, in which callers search for variables.
 
-        If there are several named templates, their sources are joined.
+        A checkpoint can have several named templates, such as "default" and "tool_use". In this
+        case, return one text that contains all sources. This text is not a template.
 
         Raises:
             RequestError: the checkpoint has no chat template.

@@ -32,11 +32,12 @@ MAX_IMAGE_BYTES = 32 * 2**20
 _MAX_FILE_BYTES = MAX_IMAGE_BYTES * 3 // 4
 
 
-def reads_images(model: str) -> bool:
+def may_accept_media(model: str) -> bool:
     """Return whether a checkpoint's files describe a media encoder and a media processor.
 
-    An encoder converts images or audio to embeddings for the model. A processor converts the files
-    of a client to inputs of the encoder. The engine may still refuse images and audio, because only
+    Media are images, videos and audio. Return True even if the checkpoint accepts only one of them,
+    such as audio. An encoder converts media to embeddings for the model. A processor converts the
+    files of a client to inputs of the encoder. The engine may still refuse all media, because only
     the engine checks whether it supports the model's architecture.
 
     Args:
@@ -139,6 +140,8 @@ def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JS
         source, placeholder = audio_url(read_audio_part(part, "messages")), AUDIO_PLACEHOLDER
     else:
         source, placeholder = _image_source(part), IMAGE_PLACEHOLDER
+    # JSON can contain characters that are not valid in UTF-8, such as "\ud800". Encode them anyway.
+    # The function that reads the source later refuses them with a RequestError.
     images.append(source.encode("utf-8", "surrogatepass"))
     return placeholder
 

@@ -138,23 +138,30 @@ def _json_object_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _json_schema_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert a response_format of the type json_schema.
+    """Convert a response_format of the type json_schema to the form of OpenAI's API.
 
-    In OpenAI's API, the schema is inside the object `json_schema`. Other clients send the schema
-    without this object: `{"type": "json_schema", "schema": {}}`. The result always has the object.
+    In OpenAI's API, the schema is inside the object `json_schema`:
+    `{"type": "json_schema", "json_schema": {"schema": {}}}`. Other clients send the schema without
+    this object: `{"type": "json_schema", "schema": {}}`. The result always has the object.
 
     Raises:
         RequestError: there is no schema.
     """
     object_with_schema = value.get("json_schema", value)
-    is_object = isinstance(object_with_schema, Mapping)
-    schema = object_with_schema.get("schema") if is_object else object_with_schema
-    if not is_object or not isinstance(schema, Mapping | bool):
-        raise RequestError(
-            "response_format: json_schema.schema must be a JSON schema (an object, true or false), "
-            f"but the request has {shown(schema)}."
-        )
+    if not isinstance(object_with_schema, Mapping):
+        raise _no_schema_error(object_with_schema)
+    schema = object_with_schema.get("schema")
+    if not isinstance(schema, Mapping | bool):
+        raise _no_schema_error(schema)
     return {"type": "json_schema", "json_schema": object_with_schema}
+
+
+def _no_schema_error(value: object) -> RequestError:
+    """Return the error for a response_format that contains `value` in place of a JSON schema."""
+    return RequestError(
+        "response_format: json_schema.schema must be a JSON schema (an object, true or false), but "
+        f"the request has {shown(value)}."
+    )
 
 
 def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value

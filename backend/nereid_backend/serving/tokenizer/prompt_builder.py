@@ -153,8 +153,10 @@ class PromptBuilder:
             RequestError: the text is too long.
         """
         self.limits.check_text(text)
+        # A text with too many tokens is not refused if the surplus tokens are removed below.
+        removes_surplus_tokens = num_kept is not None
         token_ids = self._encoder.encode(
-            text, add_special_tokens=add_special_tokens, is_truncated=num_kept is not None
+            text, add_special_tokens=add_special_tokens, limit_length=not removes_surplus_tokens
         )
         if num_kept is None or len(token_ids) <= num_kept:
             return Prompt(token_ids, text)

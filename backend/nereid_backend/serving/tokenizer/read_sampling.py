@@ -18,7 +18,7 @@ from nereid_backend.serving.tokenizer.request_fields import (
     CACHE_RETENTIONS,
     ENGINE_FIELDS,
     RequestFields,
-    parse_texts,
+    select_and_parse,
 )
 from nereid_backend.serving.tokenizer.unsupported_fields import refuse_unsupported
 
@@ -103,16 +103,16 @@ def read_sampling(
         RequestError: a field has a wrong value or is not supported.
     """
     refuse_unsupported(fields)
-    # `checked` contains the fields that must be converted for the engine. `values` contains the
-    # fields that have the same name and the same form in a request and in the engine.
-    checked = RequestFields.check(fields)
-    values = {**defaults, **parse_texts(fields, ENGINE_FIELDS)}
-    if values.get("allowed_token_ids") == []:
+    # The fields that have the same name and the same form in a request and in the engine.
+    engine_fields = {**defaults, **select_and_parse(fields, ENGINE_FIELDS)}
+    if engine_fields.get("allowed_token_ids") == []:
         # Some clients send an empty list if all tokens are allowed, but the engine refuses an empty
         # list.
-        del values["allowed_token_ids"]
+        del engine_fields["allowed_token_ids"]
+    # The fields that must be converted for the engine.
+    checked = RequestFields.check(fields)
     params = CheckedSamplingParams(
-        **values,
+        **engine_fields,
         cache_salt=_cache_salt(checked),
         prompt_cache_ttl=CACHE_RETENTIONS[checked.prompt_cache_retention or "in_memory"],
         logprobs=_read_logprobs(checked, is_chat=is_chat),

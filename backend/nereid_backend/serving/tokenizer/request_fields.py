@@ -117,6 +117,9 @@ class RequestFields(BaseModel):
     def check(cls, fields: Mapping[str, Any]) -> Self:
         """Validate the fields of a request, and return the validated fields.
 
+        Some clients send numbers, booleans and lists as text. Such a text is first parsed. Example:
+        "true" becomes True.
+
         Args:
             fields: the request's fields. Names that this class does not declare are skipped.
 
@@ -124,7 +127,7 @@ class RequestFields(BaseModel):
             RequestError: a value has the wrong type or is out of range.
         """
         try:
-            return cls.model_validate(parse_texts(fields, cls.model_fields))
+            return cls.model_validate(select_and_parse(fields, cls.model_fields))
         except ValidationError as error:
             raise to_request_error(error) from None
 
@@ -138,8 +141,9 @@ ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingPar
 }
 # All fields that have an effect on the generation.
 FIELD_NAMES = ENGINE_FIELDS | RequestFields.model_fields.keys()
-# `parse_texts` returns the values of these fields unchanged. The first group contains fields whose
-# values are plain text. The second group contains fields whose values are parsed by other modules.
+# `select_and_parse` returns the values of these fields unchanged. The first group contains fields
+# whose values are plain text. The second group contains fields whose values are parsed by other
+# modules.
 _TEXT_FIELDS = frozenset(
     {
         *(
@@ -159,7 +163,7 @@ _TEXT_FIELDS = frozenset(
 )
 
 
-def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+def select_and_parse(fields: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
     """Select the non-null fields whose names are in `names`, and parse their values.
 
     genai-perf and Triton's request parameters send numbers, booleans and lists as text. Example:

@@ -109,27 +109,28 @@ def _content_is_bare(fmt: Format, gate: ReasoningGate | None) -> bool:
 def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     """Build the engine's grammar for the format `output`.
 
-    The grammar applies after the model has generated the text `after`. If `after` is empty, the
-    grammar applies from the first token (see GrammarSpec).
+    The grammar applies after the model has generated the text `after`, such as "</think>". If
+    `after` is empty, the grammar applies from the first token.
+
+    Raises:
+        RequestError: the format is not valid, for example because a regex is not a text.
     """
     form = output.form
     kind = form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # `answer_node` also validates `form`, so call the function for every type of format except
-    # JSON. Only a structural tag uses the result.
+    # `answer_node` validates `form` and converts it to a node of a structural tag.
     with _convert_errors(output):
         node = answer_node(form)
-    match kind:
-        case "regex":
-            return GrammarSpec("regex", form["pattern"], after)
-        case "grammar":
-            return grammar_spec(form["grammar"], after=after)
-        case "choice":
-            return GrammarSpec("choice", _to_json(form["choice"]), after)
-        case _:
-            tag = {"type": "structural_tag", "format": node}
-            return GrammarSpec("structural_tag", _to_json(tag), after)
+    if kind == "structural_tag":
+        tag = {"type": "structural_tag", "format": node}
+        return GrammarSpec("structural_tag", _to_json(tag), after)
+    # The engine accepts the other kinds in the valid `form`, without a structural tag.
+    if kind == "regex":
+        return GrammarSpec("regex", form["pattern"], after)
+    if kind == "grammar":
+        return grammar_spec(form["grammar"], after=after)
+    return GrammarSpec("choice", _to_json(form["choice"]), after)
 
 
 @contextlib.contextmanager

@@ -28,18 +28,18 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
-# A request may have `_OTHER_BYTES` bytes in addition to its prompt, for example for a grammar.
-_OTHER_BYTES = 4 * 2**20
+# A request may have this number of bytes in addition to its prompt, for example for a grammar.
+_NON_PROMPT_BYTES = 4 * 2**20
 # The largest size of a prompt is max_model_len times the size of the longest token, but at least
 # max_model_len times `_MIN_TOKEN_BYTES` bytes. The minimum is needed because some tokenizers
 # shorten a text before they split the text into tokens. One token can then represent more bytes of
 # the text than the token itself has.
 _MIN_TOKEN_BYTES = 16
-_MIN_MESSAGES = 16
-# Some fields contain lists of token ids. A request may have enough values for `_TOKEN_LISTS` lists
+_MIN_MAX_MESSAGES = 16
+# Some fields contain lists of token ids. A request may have enough values for this number of lists
 # with max_model_len token ids each.
-_TOKEN_LISTS = 4
-_MIN_VALUES = 100_000
+_NUM_TOKEN_ID_LISTS = 4
+_MIN_MAX_VALUES = 100_000
 # The largest depth of nested lists and objects. msgpack can pack 511 levels, and Python's recursion
 # limit is higher.
 _MAX_DEPTH = 256
@@ -74,8 +74,8 @@ class RequestLimits:
     def derive(cls, max_model_len: int, max_token_bytes: int, min_message_tokens: int = 1) -> Self:
         """Compute the limits on the sizes of requests from the model's length limit.
 
-        A request that exceeds a limit cannot have a valid prompt. Such a request can be refused
-        before it is parsed and tokenised.
+        The limits are so high that no useful request exceeds them. A request that exceeds a limit
+        is refused before it is parsed and tokenised, because both would take much time or memory.
 
         Args:
             max_model_len: the length limit of a request in tokens.
@@ -83,20 +83,23 @@ class RequestLimits:
             min_message_tokens: the number of tokens that the chat template adds for a message
                 without text.
         """
+        # Some tokenizers shorten a text before they split it, so that a token represents more bytes
+        # than it has. Therefore at least `_MIN_TOKEN_BYTES` bytes are allowed for each token.
         max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
-        # A chat can be longer than its prompt, because a chat template can drop text.
+        # A chat can be longer than its prompt, because a chat template can drop text, such as the
+        # reasoning of earlier answers.
         max_chat_bytes = _DROPPED_TEXT_FACTOR * max_prompt_bytes
         return cls(
             max_model_len=max_model_len,
             max_prompt_bytes=max_prompt_bytes,
-            # JSON can write every byte as an escape sequence. Therefore the JSON text of a chat can
-            # be `_ESCAPED_BYTES` times as long as the chat.
-            max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _OTHER_BYTES,
+            # JSON can write each byte of the chat as an escape sequence of `_ESCAPED_BYTES` bytes.
+            # A request also has fields that are not part of the prompt, such as a grammar.
+            max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _NON_PROMPT_BYTES,
             # Each message adds at least min_message_tokens tokens. Therefore the prompt of a chat
             # with more than max_messages messages would have more than max_model_len tokens.
-            max_messages=max(max_model_len // max(min_message_tokens, 1), _MIN_MESSAGES),
+            max_messages=max(max_model_len // max(min_message_tokens, 1), _MIN_MAX_MESSAGES),
             # Some fields contain lists of up to max_model_len token ids. Each id is one value.
-            max_values=max(_TOKEN_LISTS * max_model_len, _MIN_VALUES),
+            max_values=max(_NUM_TOKEN_ID_LISTS * max_model_len, _MIN_MAX_VALUES),
         )
 
     def check_json(self, field: str, text: str) -> None:
@@ -132,6 +135,9 @@ class RequestLimits:
     def check_chat(self, body: Mapping[str, Any]) -> None:
         """Refuse a chat that exceeds a limit, before the chat is rendered and tokenised.
 
+        The limits apply to the number of messages, the number of tools, the number and the nesting
+        of all values in the JSON body, and the total length of the texts.
+
         Raises:
             RequestError: the chat exceeds a limit.
         """
@@ -144,17 +150,19 @@ class RequestLimits:
                 f"tools: the request has {len(tools)} tools, but the limit is {self.max_tools} "
                 "(max_tools). Send fewer tools."
             )
-        self.check_members(body)
+        self.check_values_and_depth(body)
         self._check_chat_text(body)
 
     def _check_num_messages(self, count: int) -> None:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # max_messages is about max_model_len divided by the smallest number of tokens of a message.
-        # Therefore this division returns about the smallest number of tokens of a message.
+        # `derive` has computed max_messages as max_model_len // min_message_tokens, so this
+        # division returns min_message_tokens, apart from rounding.
         min_message_tokens = self.max_model_len // self.max_messages
-        least_tokens = self._above_limit(count * min_message_tokens)
+        # The estimate can be too low. The number in the message must exceed the limit, because the
+        # frontend recognises prompts that are too long by the numbers.
+        least_tokens = max(count * min_message_tokens, self.max_model_len + 1)
         raise RequestError(
             f"messages: the request has {count} messages, which need at least {least_tokens} "
             f"tokens; the limit is {self.max_model_len} (max_model_len). Send at most "
@@ -170,7 +178,7 @@ class RequestLimits:
                 f"messages: the messages and tools have {num_bytes} bytes of text", num_bytes
             )
 
-    def check_members(self, fields: Mapping[str, Any]) -> None:
+    def check_values_and_depth(self, fields: Mapping[str, Any]) -> None:
         """Refuse a request with too many values or with too much nesting.
 
         Raises:
@@ -218,18 +226,13 @@ class RequestLimits:
         # max_prompt_bytes is the product of max_model_len and the largest number of bytes of a
         # token.
         max_token_bytes = self.max_prompt_bytes // self.max_model_len
-        least_tokens = self._above_limit(min_bytes // max_token_bytes)
+        # The quotient can be too low. The number in the message must exceed the limit, because the
+        # frontend recognises prompts that are too long by the numbers.
+        least_tokens = max(min_bytes // max_token_bytes, self.max_model_len + 1)
         return RequestError(
             f"{beginning}, which need at least {least_tokens} tokens; the limit is "
             f"{self.max_model_len} (max_model_len). Send a shorter prompt."
         )
-
-    def _above_limit(self, num_tokens: int) -> int:
-        """Return `num_tokens` if it exceeds max_model_len, otherwise max_model_len + 1.
-
-        The estimate can be too low, but the number in an error message must exceed the limit.
-        """
-        return max(num_tokens, self.max_model_len + 1)
 
 
 class Size(NamedTuple):

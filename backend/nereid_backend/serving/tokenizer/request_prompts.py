@@ -35,8 +35,8 @@ class RequestPrompts:
     ) -> list[bytes]:
         """Return the images of a request.
 
-        If the messages of a chat contain images, return these images. Otherwise, return the images
-        in the tensor `image`.
+        If the messages of a chat contain images, return these images, and ignore the tensor
+        `image`. Otherwise, return the images in the tensor.
 
         Mutates: `body`. Each image in the messages is replaced by a placeholder.
 
@@ -116,7 +116,7 @@ class RequestPrompts:
         if body is not None:
             # `from_chat` checks all limits of a chat, including the limits on nested values.
             return self._prompts.from_chat(body, num_kept)
-        self._prompts.limits.check_members(fields)
+        self._prompts.limits.check_values_and_depth(fields)
         if text is not None:
             add_special_tokens = read_flag(fields, "add_special_tokens", default=True)
             return self._prompts.from_text(

@@ -23,10 +23,10 @@ _EFFORT = "reasoning_effort"
 _NO_EFFORT = "none"
 _MAX_EFFORT_CHARS = 32
 _UNLIMITED = -1
-# A budget that is larger than `_LARGEST` is replaced by `_LARGEST`, because a message to the engine
-# cannot contain arbitrarily large numbers. The output stays the same, because every output has
-# fewer than `_LARGEST` tokens.
-_LARGEST = 2**31 - 1
+# A larger budget is replaced by `_LARGEST_BUDGET`, because a message to the engine cannot contain
+# arbitrarily large numbers. The output stays the same, because every output has fewer than
+# `_LARGEST_BUDGET` tokens.
+_LARGEST_BUDGET = 2**31 - 1
 # `_CODE` matches the Jinja code between {{ }} or {% %}. `_STRING` matches a string literal inside
 # that code.
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
@@ -108,7 +108,8 @@ def build_thinking_spec(
     """Convert a reasoning budget to the engine's ThinkingSpec. Return None if there is no budget.
 
     The engine counts the tokens of the reasoning. If the reasoning reaches the budget, the engine
-    forces the tokens that end the reasoning, such as `</think>`, and the model then answers.
+    forces the tokens that end the reasoning, such as `</think>`, and the model then answers. If the
+    answer cannot contain reasoning, the budget has no effect.
 
     Args:
         budget: the largest number of reasoning tokens.
@@ -134,6 +135,7 @@ def build_thinking_spec(
         )
     can_contain_reasoning = gate.is_open or gate.may_open
     return ThinkingSpec(
+        # With an empty `start`, the engine never regards a token as reasoning.
         start=gate.start if can_contain_reasoning else "",
         end=gate.end,
         end_token_ids=tuple(encode(_end_of_reasoning(fmt, gate))),
@@ -175,10 +177,9 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
         )
     turns_off = effort == _NO_EFFORT
     variables = _switch_variables(template, is_on=not turns_off)
-    # If one of `variables` already turns off the reasoning, the template does not need the variable
-    # `reasoning_effort`.
-    needs_effort = not (turns_off and variables)
-    if needs_effort and has_variable(template, _EFFORT):
+    # A switch that turns off the reasoning is enough. Many templates do not know the effort "none".
+    is_turned_off_by_switch = turns_off and bool(variables)
+    if has_variable(template, _EFFORT) and not is_turned_off_by_switch:
         variables[_EFFORT] = effort
     if not variables:
         raise RequestError(
@@ -194,6 +195,9 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
     The type "disabled" sets the template's switches (enable_thinking, thinking) to false. The other
     types set them to true. Example: if the template has the variable enable_thinking, `{"type":
     "enabled"}` returns `{"enable_thinking": True}`.
+
+    A template without a switch lets the model reason. "enabled" then returns {}, because nothing
+    must be changed, and "disabled" is an error.
     """
     if thinking is None:
         return {}
@@ -205,7 +209,7 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
         )
     is_disabled = kind == "disabled"
     variables = _switch_variables(template, is_on=not is_disabled)
-    if not variables and is_disabled:
+    if is_disabled and not variables:
         raise RequestError(
             "thinking: this checkpoint's chat template has no variable that disables reasoning. "
             "Leave the field out."
@@ -259,7 +263,9 @@ def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSON value
     """Validate the token budget `value`, and return it. Return None for -1, which means no limit.
 
-    The value may be a number or the text of a number, such as 100 or "100".
+    The value may be a number or the text of a number, such as 100 or "100". A budget that is too
+    large for a message to the engine is reduced to `_LARGEST_BUDGET` (2**31 - 1). No output has so
+    many tokens, so this has no effect on the output.
     """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -271,4 +277,4 @@ def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSO
             f"{name}: the value must be a number of tokens (-1 means no limit), but the request "
             f"has {shown(value)}."
         )
-    return None if value == _UNLIMITED else min(value, _LARGEST)
+    return None if value == _UNLIMITED else min(value, _LARGEST_BUDGET)

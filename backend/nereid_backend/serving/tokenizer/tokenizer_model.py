@@ -21,7 +21,7 @@ from nereid_backend.serving.tokenizer.chat_tools import read_tools
 from nereid_backend.serving.tokenizer.image_prompts import (
     MAX_IMAGE_BYTES,
     ImagePrompts,
-    reads_images,
+    may_accept_media,
 )
 from nereid_backend.serving.tokenizer.prompt_builder import (
     Prompt,
@@ -171,7 +171,7 @@ class TokenizerModel:
             given_traceparent,
             began,
             time.monotonic(),
-            gen_ai__usage__input_tokens=num_tokens,
+            {"gen_ai.usage.input_tokens": num_tokens},
         )
         return given_traceparent or own_traceparent
 
@@ -194,8 +194,11 @@ class TokenizerModel:
         tools = read_tools(body) if body else None
         grammar = self._grammar(body, fields, prompt, tools)
         is_chat = body is not None
+        # A request for the output tensor `logprobs` needs no field `logprobs`. The engine computes
+        # log-probabilities only if the field is set, so the field is added.
+        logprobs_field = _missing_logprobs_field(fields, returns, is_chat=is_chat)
         params, options = read_sampling(
-            fields | _logprobs_field(fields, returns, is_chat=is_chat),
+            fields | logprobs_field,
             self._defaults,
             encode=self._prompts.encode,
             is_chat=is_chat,
@@ -218,10 +221,9 @@ class TokenizerModel:
         return build_thinking_spec(budget, self._format, prompt.text or "", self._prompts.encode)
 
     def _requested_text(self, request: Any) -> str | None:  # noqa: ANN401 - the server's own type
-        """Decode the token ids of a request, and return the text.
+        """Return the text of the token ids in a request that has the parameter `return_text`.
 
-        Return None if the request does not have the parameter `return_text`. The response contains
-        the text as JSON in the output `envelope`, for example `{"text": "Hello"}`.
+        Return None if the request does not have this parameter.
 
         Raises:
             RequestError: the request has no token ids, or a token id is not in the vocabulary.
@@ -298,7 +300,7 @@ def _json_response(value: dict[str, Any]) -> Any:  # noqa: ANN401 - the server's
 
 def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
     """Create the builder of prompts with images; return None if the checkpoint reads no images."""
-    if not reads_images(settings.model):
+    if not may_accept_media(settings.model):
         return None
     sources = ImageSources(
         settings.image_url_hosts, settings.image_url_timeout_s, settings.image_folder
@@ -325,7 +327,7 @@ def _is_long_text(text: bytes) -> bool:
     return len(text) > _LONG_PROMPT_BYTES or any(mark in text for mark in _IMAGE_MARKS)
 
 
-def _logprobs_field(
+def _missing_logprobs_field(
     fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool
 ) -> dict[str, Any]:
     """Return {"logprobs": value} if this field must be added to a request, otherwise {}.

@@ -37,7 +37,7 @@ class Sender(Request):
     def receive(self, outputs):
         super().receive(outputs)
         signed = outputs[tensor_names.STATE].tobytes()
-        state = StepState.unpack(self._feedback.verify(signed))
+        state = StepState.unpack(self._feedback.attach_and_verify(signed))
         self._consume(state)
         self.token_ids += [token_id for delta in state.deltas for token_id in delta.token_ids]
         if self.token_ids:

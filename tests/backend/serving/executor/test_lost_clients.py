@@ -33,7 +33,7 @@ class Line:
     def dropped(self):
         self.look()
         return [
-            stream.request_id for stream in self.streams if self.delivery.has_lost_client(stream)
+            stream.request_id for stream in self.streams if self.delivery.detect_lost_client(stream)
         ]
 
 
@@ -64,7 +64,7 @@ def test_a_step_that_is_consumed_between_two_looks_is_not_taken_for_dropped():
     line.consume(second, 1)
     line.look()
     line.consume(first, 1)
-    assert not line.delivery.has_lost_client(first)
+    assert not line.delivery.detect_lost_client(first)
 
 
 def test_a_lone_stream_is_judged_by_patience():
@@ -75,7 +75,7 @@ def test_a_lone_stream_is_judged_by_patience():
         assert line.dropped() == []
     for _ in range(10):
         line.look()
-    assert line.delivery.has_lost_client(lone)
+    assert line.delivery.detect_lost_client(lone)
 
 
 def test_a_pause_of_the_whole_machine_does_not_use_up_the_patience():
@@ -84,7 +84,7 @@ def test_a_pause_of_the_whole_machine_does_not_use_up_the_patience():
     line.send(lone)
     line.look()
     line.look(every_s=60.0)
-    assert not line.delivery.has_lost_client(lone)
+    assert not line.delivery.detect_lost_client(lone)
 
 
 def test_patience_begins_anew_with_each_step_that_arrives():

@@ -38,7 +38,7 @@ def test_an_unconsumed_stream_waits_but_its_last_step_does_not():
     for order in range(MAX_UNCONSUMED_STEPS):
         stream.add(update(5))
         stream.take_step(100.0)
-        stream.unconsumed.append(order)
+        stream.unconsumed_steps.append(order)
     assert not stream.may_send()
     stream.add(update(6, finish="length"))
     assert stream.may_send()

@@ -70,7 +70,7 @@ def test_one_query_is_paired_with_each_document():
 
 
 def test_long_texts_make_short_slices(work, engine):
-    long = "x" * job_progress._SLICE_CHARACTERS
+    long = "x" * job_progress._SLICE_SIZE
     work.add("a", texts(long, long, long, long))
     work.advance()
     assert engine.most_waiting == job_progress._MAX_SLICES

@@ -19,7 +19,7 @@ class Scene:
         for number in range(1, int(seconds / step_s) + 1):
             self.now += step_s
             self.used_s += self.load * step_s
-            if self.watch.is_hanging(**self.flags):
+            if self.watch.detect_hang(**self.flags):
                 return number * step_s
         return None
 

@@ -43,7 +43,7 @@ class EchoModel(SupervisedModel):
         if kind == "refused":
             self.respond(sender, refusal_error(*rest))
         else:
-            process.num_deaths = 0
+            process.num_attempts = 0
             self.respond(sender, {"echo": tensors.strings(*rest)})
 
     def do_periodic_work(self):

@@ -158,7 +158,9 @@ class ForkServer:
         # After its request, the Triton model sends nothing over this connection. Therefore the only
         # later event is that the Triton model has closed the connection.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._kill(pid))
-        self._send(pid, number=pid)
+        # The first number that the stub receives is the process id of the child. The second number
+        # is the exit code (`_reap`).
+        self._send_to_requester(child=pid, number=pid)
 
     def _fork(self, request: Request) -> int | None:
         """Fork a process, and return the process id; None if no process can be created."""
@@ -192,6 +194,8 @@ class ForkServer:
             # that imported libraries have set, so these variables stay.
             for name in self._environment:
                 del os.environ[name]
+            # The module ends this process itself with `os._exit`, so the lines below are reached
+            # only after an error.
             _run_module(request)
         except BaseException:  # noqa: BLE001 - the process ends here
             traceback.print_exc()
@@ -214,7 +218,7 @@ class ForkServer:
                 pass
         while (ended_process := _next_ended_process()) is not None:
             pid, exit_code = ended_process
-            self._send(pid, exit_code)
+            self._send_to_requester(child=pid, number=exit_code)
             self._close_connection(pid)
 
     def _close_connection(self, pid: int) -> None:
@@ -224,13 +228,14 @@ class ForkServer:
             self._selector.unregister(connection)
         connection.close()
 
-    def _send(self, pid: int, number: int) -> None:
-        """Send `number` to the process that requested a child. Do nothing if the process has died.
+    def _send_to_requester(self, child: int, number: int) -> None:
+        """Send `number` to the process that requested the child process with the id `child`.
 
-        The number is the process id or the exit code of the child process.
+        The number is the process id or the exit code of the child process. Do nothing if the
+        process that requested the child has died.
         """
         with contextlib.suppress(OSError):
-            self._connections[pid].sendall(NUMBER.pack(number))
+            self._connections[child].sendall(NUMBER.pack(number))
 
 
 def _send_signals_to(writer: socket.socket) -> None:
@@ -340,7 +345,7 @@ def _run_module(request: Request) -> None:
     arguments = [argument.format(fd=channel) for argument in request.arguments]
     _set_command_line([sys.executable, "-m", request.module, *arguments])
     sys.argv = [request.module, *arguments]
-    gc.enable()
+    gc.enable()  # The fork server has disabled the garbage collection, so that forks are cheaper.
     runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
@@ -370,8 +375,9 @@ def _reason_against_forks() -> str | None:
     A forked process has only one thread. If another thread of its parent owns a lock during the
     fork, the forked process can wait for this lock forever.
     """
-    # Before each fork, OpenBLAS (a library that numpy uses) ends its own threads. Therefore fork
-    # once before the threads are counted.
+    # OpenBLAS (a library that numpy uses) starts threads during its import, but ends them before
+    # each fork, so they make no fork unsafe. Fork once, so that these threads end now and are not
+    # counted below.
     pid = os.fork()
     if pid == 0:
         os._exit(0)

@@ -108,7 +108,7 @@ class Runner:
 
         Args:
             path: the forward path, which runs the model.
-            sampling_kernel: whether the sampler uses its GPU kernel; see `Sampler`.
+            sampling_kernel: whether a GPU kernel samples the tokens.
             cpu_threads: adjusts the number of CPU threads before each step; None if the number of
                 threads never changes.
         """

@@ -72,7 +72,7 @@ class Detokenizer:
         """Create a detokenizer for an answer that has no tokens yet.
 
         Args:
-            decode: converts token ids into text; see `decoder`.
+            decode: a function that converts token ids into text, such as the result of `decoder`.
             seed_token_ids: the tokens directly before the answer, usually the last tokens of the
                 prompt. The text of these tokens is not returned.
         """

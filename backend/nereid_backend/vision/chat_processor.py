@@ -170,8 +170,10 @@ class ChatProcessor:
     ) -> ImagePrompt:
         """Convert messages and their media to a prompt.
 
-        The messages contain a placeholder for each image, video and audio file. The docstring of
-        `prepare` lists the errors.
+        The messages contain a placeholder for each image, video and audio file.
+
+        Raises:
+            RequestError: a message, an image, a video or an audio file is invalid.
         """
         if not self.has_template:
             return self._prepare_plain(messages, media)

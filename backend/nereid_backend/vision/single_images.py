@@ -35,9 +35,10 @@ class GeneratedPath:
         self._vocab_size = checkpoint.vocab_size
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Return the logits for all sequences of `plan`. `sampled` must be None.
+        """Return the logits for all sequences of `plan`, [sum of num_logits, vocab_size].
 
-        See `ForwardPath.forward`.
+        `sampled` must be None, because this path does not support pending chunks: chunks whose
+        input token is not known on the host yet.
         """
         assert sampled is None
         return join_logits([self._logits(chunk) for chunk in plan.chunks], self._vocab_size)
@@ -118,7 +119,11 @@ class SplitPath:
         self._attention = attention
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Return the logits for all sequences of `plan`; see `ForwardPath.forward`."""
+        """Return the logits for all sequences of `plan`, in the order of `plan.chunks`.
+
+        The shape is [sum of num_logits, vocab_size]. `sampled` contains the tokens of the previous
+        step on the device. Only a step without images can use them.
+        """
         has_images = [chunk.sequence.images is not None for chunk in plan.chunks]
         if not any(has_images):
             return self._text.forward(plan, sampled)
@@ -152,7 +157,7 @@ class SplitPath:
         return torch.cat(nonempty) if nonempty else logits_of_chunks[0]
 
     def clear(self, sequence: Sequence) -> None:
-        """Clear the data that is stored for a sequence; see `ForwardPath.clear`."""
+        """Reset the stored data of a sequence whose computation failed, such as its KV cache."""
         path = self._text if sequence.images is None else self._images
         path.clear(sequence)
 

@@ -222,8 +222,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:  # noqa: ARG002
         """Send the client the outputs or the error that a message of the worker contains.
 
-        Ignore other kinds of messages, and messages about requests that have already ended. The
-        docstring of pooling_worker.py describes the messages.
+        The message ["done", id, start of the computation, *packed Outcome] contains the outputs,
+        and ["refused", id, class of the error, text] contains an error. Ignore other kinds of
+        messages, and messages about requests that have already ended.
         """
         match kind, *values:
             case "done", request_id, started, *outcome_row:

@@ -260,8 +260,9 @@ class PostprocessorModel:
     def _response(self, context: StreamContext, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
         """Return the response that contains the outputs of one or several choices.
 
-        Each output tensor has one element for each element of `outputs`. Two optional tensors are
-        exceptions (see `_optional_output`). `context.returns` contains the names of the optional
+        Each output tensor has one element for each element of `outputs`. Exceptions are the number
+        of prompt tokens, which is the same for all choices, and the finish reasons, which have no
+        elements until a choice has ended. `context.returns` contains the names of the optional
         tensors that the client has requested.
         """
         output_tensors: dict[str, npt.NDArray[Any]] = {

@@ -210,7 +210,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
             index: the number of the child process.
 
         Raises:
-            RequestError: the message cannot be packed; see channel.pack. The request is not added.
+            RequestError: the message contains a value that msgpack cannot pack, such as an integer
+                of more than 64 bits. The request is not added.
         """
         packed = pack(message)
         process = self.processes[index]

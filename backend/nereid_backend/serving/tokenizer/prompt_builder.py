@@ -185,9 +185,11 @@ class PromptBuilder:
         return self._tokenize(text, add_special_tokens, num_kept)
 
     def render_chat(self, body: Mapping[str, Any]) -> str:
-        """Render the messages of a chat, and return the text.
+        """Render the messages of a chat with the checkpoint's chat template, and return the text.
 
-        The docstring of `from_chat` lists the errors.
+        Raises:
+            RequestError: a field has a wrong value, the chat exceeds a limit, or the template
+                cannot render the messages.
         """
         self.limits.check_chat(body)
         messages = read_messages(body, self.limits)

@@ -148,8 +148,9 @@ def _check_best_of(best_of: int | None, n: int) -> None:
 def _options(fields: RequestFields) -> RequestOptions:
     """Return the options of a request.
 
-    Some options have two names from different APIs (see RequestFields). Such an option is on if the
-    request turns on at least one of the two fields.
+    Some options have two names from different APIs, such as include_stop_str_in_output (vLLM) and
+    no_stop_trim (SGLang). Such an option is on if the request turns on at least one of the two
+    fields.
 
     Raises:
         RequestError: a stop string is empty.

@@ -100,7 +100,7 @@ class RequestPrompts:
         Args:
             request: the server's request.
             body: the body of a chat request; None for a completion.
-            fields: the request's fields (see `sampling_fields`).
+            fields: the request's fields, such as {"temperature": 0.5, "max_tokens": 100}.
 
         Raises:
             RequestError: the request has none or several of the three sources, the source is wrong,

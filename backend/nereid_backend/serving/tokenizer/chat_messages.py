@@ -17,6 +17,7 @@ VIDEO_PLACEHOLDER = {"type": "video"}
 AUDIO_PLACEHOLDER = {"type": "audio"}
 _PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
 _TEXT_PART_TYPES = ("text", "refusal")
+_EXAMPLE_OF_PART = 'Send parts such as {"type": "text", "text": "..."}.'
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # In OpenAI's API, a message with one of these roles must have content, and the content must not be
 # null. Other messages need no content: a message of the assistant may consist of tool calls alone,
@@ -134,7 +135,10 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
         RequestError: the part contains no text, for example because it is a file.
     """
     if not isinstance(part, dict):
-        raise _unsupported_part_error(part, index)  # The part has no type, so the error shows it.
+        raise RequestError(
+            f"messages: item {index} has the content part {shown(part)}, which is not an object. "
+            f"{_EXAMPLE_OF_PART}"
+        )
     part_type = part.get("type")
     text = part.get(part_type) if part_type in _TEXT_PART_TYPES else None
     if isinstance(text, str):
@@ -143,24 +147,14 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
     # error message contains the reason.
     refusal = refused_part(part)
     if refusal is None:
-        raise _unsupported_part_error(part_type, index)
+        kind = "without the field type" if part_type is None else f"of type {shown(part_type)}"
+        raise RequestError(
+            f"messages: item {index} has a content part {kind}, but this server supports only "
+            f"parts with text, images, videos or audio. {_EXAMPLE_OF_PART}"
+        )
     refused_type, reason = refusal
     raise RequestError(
         f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"
-    )
-
-
-def _unsupported_part_error(type_or_part: object, index: int) -> RequestError:
-    """Return the error for a content part that is not supported.
-
-    Args:
-        type_or_part: the type of the part, or the part itself if it is not an object.
-        index: the position of the message that contains the part.
-    """
-    return RequestError(
-        f"messages: item {index} has a content part of type {shown(type_or_part)}, but this server "
-        'supports only parts with text, images, videos or audio. Send parts such as {"type": '
-        '"text", "text": "..."}.'
     )
 
 

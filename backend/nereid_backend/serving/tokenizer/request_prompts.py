@@ -33,21 +33,24 @@ class RequestPrompts:
         request: Any,  # noqa: ANN401 - the server's own type
         body: dict[str, Any] | None,
     ) -> list[bytes]:
-        """Return the images of a request.
-
-        If the messages of a chat contain images, return these images, and ignore the tensor
-        `image`. Otherwise, return the images in the tensor.
+        """Return the images in the messages of a chat, or the images in the tensor `image`.
 
         Mutates: `body`. Each image in the messages is replaced by a placeholder.
 
         Raises:
-            RequestError: the request has images, but the served model reads no images.
+            RequestError: the messages and the tensor have images, or the request has images, but
+                the served model reads no images.
         """
         tensor = tensors.optional_array(request, tensor_names.IMAGE)
         tensor_images = [] if tensor is None else [bytes(image) for image in tensor]
         reads_images = self._images is not None
         if reads_images:
             message_images = [] if body is None else take_images(body)
+            if message_images and tensor_images:
+                raise RequestError(
+                    "image: the messages of the request have images, too. Send all images in the "
+                    "messages, or all images in the tensor."
+                )
             return message_images or tensor_images
         if tensor_images:
             raise _image_error("image")

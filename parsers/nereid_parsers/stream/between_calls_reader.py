@@ -28,7 +28,7 @@ class BetweenCallsReader:
     """
 
     __slots__ = (
-        "_buffer", "_call_reader", "_calls_first", "_section", "_starts", "_text_writer",
+        "_buffer", "_call_reader", "_calls_must_come_first", "_section", "_starts", "_text_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, writer: CallWriter) -> None:
@@ -42,7 +42,8 @@ class BetweenCallsReader:
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
-        self._calls_first = context.calls_first  # Whether no tool call may follow content.
+        # Whether tool calls must precede all content, so that all text after content is content.
+        self._calls_must_come_first = context.calls_must_come_first
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self._section = calls.section
         # Decides which forms of a tool call may come next in the text.
@@ -84,13 +85,13 @@ class BetweenCallsReader:
         """
         if not self._section.is_open:
             return NO_MATCH
-        return self._section.match_close(self._buffer, is_empty=self._is_section_empty())
+        return self._section.match_close(self._buffer, is_empty=self._is_after_opening_marker())
 
-    def _is_section_empty(self) -> bool:
-        """Return whether the section after a marker such as `<tool_calls>` has no tool calls yet.
+    def _is_after_opening_marker(self) -> bool:
+        """Return whether no tool call has followed the opening marker `<tool_calls>` yet.
 
-        The opening marker of a section is pending text until the first tool call of the section
-        starts. Between two tool calls, no other text is pending.
+        The opening marker is pending text until the first tool call starts, because it is content
+        if no tool call follows. Between two tool calls, no text is pending.
         """
         return bool(self._text_writer.pending)
 
@@ -126,7 +127,7 @@ class BetweenCallsReader:
         whether the two markers are content.
         """
         self._section.is_open = False
-        if self._is_section_empty():
+        if self._is_after_opening_marker():
             return self._end_empty_section(close)
         self._text_writer.drop_markup(self._buffer.take(len(close)))
         return State.CONTENT
@@ -142,7 +143,7 @@ class BetweenCallsReader:
             `<|calls_begin|><|calls_end|>`   any other        removed, because ordinary text never
                                                               contains such special tokens
         """
-        is_content = self._calls_first or not is_special_token(close)
+        is_content = self._calls_must_come_first or not is_special_token(close)
         if is_content:
             return self._call_reader.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
         self._text_writer.drop_pending()
@@ -150,14 +151,13 @@ class BetweenCallsReader:
         return State.CONTENT
 
     def finish(self) -> None:
-        """If the message ends before the first tool call, remove a marker such as `<tool_calls>`.
+        """Handle the end of a message directly after the opening marker of the tool section.
 
-        Until the first tool call starts, the marker is pending text. Examples: the marker
-        `<tool_calls>` is removed, because it is a tag. The marker `TOOLS:` is written as content,
-        because it is ordinary text.
+        The marker and the text after it have not been written. Examples: the marker `<tool_calls>`
+        is removed, because it is a tag. The marker `TOOLS:` is written as content, because it is
+        ordinary text. If a tool call has followed the marker, do nothing.
         """
-        has_pending_marker = self._is_section_empty()
-        if not has_pending_marker:
+        if not self._is_after_opening_marker():
             return
         if self._call_reader.has_tag_in_unwritten_text():
             self._call_reader.drop_unwritten_text()

@@ -74,14 +74,16 @@ def match_closing_marker(
 def _match_first_marker(
     markers: tuple[str, ...], text: str, pos: int
 ) -> ClosingMarker | IncompleteMarker | None:
-    """Find the first marker in `markers` that matches at `pos`. Return the match, or None.
+    """Match one of the `markers` at `pos`. If several markers match, the first of them counts.
 
     Examples for the markers `</f>` and `</call>`, and `pos=0`: the text `</call>` gives
-    `ClosingMarker(7, later_markers=())`, and `</c` gives `IncompleteMarker("</c")`.
+    `ClosingMarker(7, later_markers=())`, and `</c` gives `IncompleteMarker("</c")`. If no marker
+    matches, the result is None.
     """
     for index, marker in enumerate(markers):
         end = match_marker(marker, text, pos)
         if end == NEED_MORE:
+            # More text may complete this marker, and the model writes it before later markers.
             return IncompleteMarker(text[pos:])
         if end != NO_MATCH:
             return ClosingMarker(end, later_markers=markers[index + 1 :])

@@ -48,8 +48,8 @@ class CallReader:
     """
 
     __slots__ = (
-        "_buffer", "_call", "_call_writer", "_calls_first", "_closing_markers", "_expected",
-        "_format", "_starts", "_text_writer", "section",
+        "_buffer", "_call", "_call_writer", "_calls_must_come_first", "_closing_markers",
+        "_expected", "_format", "_starts", "_text_writer", "section",
     )  # fmt: skip
 
     # The current tool call, or the last tool call if none is open. This attribute is set when the
@@ -67,7 +67,8 @@ class CallReader:
         self._text_writer = context.text
         self._call_writer = writer
         self._format = context.format
-        self._calls_first = context.calls_first  # Whether no tool call may follow content.
+        # Whether tool calls must precede all content, so that all text after content is content.
+        self._calls_must_come_first = context.calls_must_come_first
         # Decides how a tool call may start: with a marker, with a header, or with its first
         # character.
         self._starts = CallStarts(context.format.calls, writer)
@@ -177,7 +178,8 @@ class CallReader:
         unread. With `num_unread_chars=3`, the content `<tool_call> is` is written.
 
         Args:
-            fault: The reason that the event gives for returning this text as content.
+            fault: A description of why the text is not a tool call. The content event contains this
+                description as its `reason`.
             num_unread_chars: The number of unread characters that are content.
 
         Returns:
@@ -191,7 +193,8 @@ class CallReader:
         if not self.has_calls():
             self.section.is_open = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
-        is_rest_content = self._calls_first and self._text_writer.has_content
+        # White space alone is not content, so a tool call may still follow it.
+        is_rest_content = self._calls_must_come_first and self._text_writer.has_content
         return State.CONTENT_ONLY if is_rest_content else State.CONTENT
 
     def has_tag_in_unwritten_text(self) -> bool:
@@ -231,9 +234,10 @@ class CallReader:
         match = self._expected.match(self._buffer, self._call_writer.tools)
         if isinstance(match, MatchedCall):
             return self._read_head(match)
-        if match == NEED_MORE:
+        if match == NEED_MORE:  # Never at the end of the message, where no more text can follow.
             return None
-        # The unread text does not start a tool call, or contains only an incomplete start.
+        # The unread text does not start a tool call, or the message ends inside the start. The
+        # unwritten text is the pending text, such as `<tool_calls>`, and the unread text.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
@@ -256,7 +260,8 @@ class CallReader:
         stored as pending text, which is removed from the output when the tool call starts.
 
         Returns:
-            The state CALL_BODY, or a later state if the body ends without any text.
+            The state CALL_BODY. If the header alone shows that the text is content, because the
+            request does not offer the function, the state after this content.
         """
         if match.variant.omits_marker:  # Such as `<function=f>` without `<tool_call>`.
             self._call_writer.add_deviation(_MISSING_MARKER)
@@ -264,8 +269,8 @@ class CallReader:
         self._begin_body(match)  # Creates the reader of the arguments.
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # Some readers start the tool call before its arguments arrive. `read_body` is called at
-        # once, so that the client receives the start of the tool call without delay.
+        # The reader may have started or rejected the tool call before any argument has arrived.
+        # `read_body` is called at once, so that this result does not wait for the next text.
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
@@ -338,7 +343,8 @@ class CallReader:
 
             unread text   next state      reason
             `</f>`        CALL_END        `</call>` may follow.
-            `}</call>`    BETWEEN_CALLS   No marker may follow. The superfluous bracket is removed.
+            `}</call>`    BETWEEN_CALLS   No marker may follow. The superfluous bracket is removed
+                                          together with the marker.
             `Hi`          BETWEEN_CALLS   The model has omitted the markers.
             `{"name"`     CALL_BODY       A second tool call precedes the markers.
             `</ca`        None            The rest of the marker may still arrive. At the end of the
@@ -354,6 +360,7 @@ class CallReader:
         if isinstance(match, IncompleteMarker):
             if not buffer.is_final:
                 return None  # The rest of the marker may still arrive.
+            # `prefix` is "" if the message ends before the first character of a marker.
             return self.drop_incomplete_marker() if match.prefix else State.BETWEEN_CALLS
         self._text_writer.drop_markup(buffer.take_until(match.end))
         self._closing_markers = match.later_markers
@@ -377,11 +384,12 @@ class CallReader:
             The state in which the second object is read, or None if there is no second object.
         """
         call = self._call
-        # A second object is read here only if it precedes the closing marker:
-        # `<call>{..}{..}</call>`. The format must write each tool call as a JSON object between
-        # markers.
+        if not call.variant.may_repeat_object:  # True for a JSON object between markers.
+            return None
+        # `_closing_markers` contains the markers that have not been read. It is empty after
+        # `</call>`, and a JSON object after `</call>` is not a second object of this tool call.
         is_before_closing_marker = bool(self._closing_markers)
-        if not is_before_closing_marker or not call.variant.may_repeat_object:
+        if not is_before_closing_marker:
             return None
         object_start = skip_whitespace(self._buffer.text, self._buffer.pos)
         if not self._buffer.text.startswith("{", object_start):
@@ -409,7 +417,7 @@ class CallReader:
             The next state.
         """
         call = self._call
-        has_ended_at_marker = call.end_at_stored_marker()
+        has_ended_at_marker = call.end_at_marker_in_arguments()
         if has_ended_at_marker:
             return self._end_call(call.variant)
         has_ended_incomplete_call = call.finish()

@@ -230,14 +230,15 @@ class CallWriter:
     def _append_last_events(self) -> None:
         """Append the last events of a tool call. The earlier events have already been appended.
 
-        The filter stores arguments such as `{"arguments": {"a": 1}}`, because the outer object may
-        be superfluous. If it is superfluous, the appended arguments are `{"a": 1}`. If the model
-        has written no arguments, the appended arguments are `{}`. The end event follows.
+        `write` has passed the arguments through `wrapper_filter`. This filter stores arguments such
+        as `{"arguments": {"a": 1}}` until the tool call ends, because only the complete text shows
+        whether the outer object is superfluous. If it is superfluous, the appended arguments are
+        `{"a": 1}`. If the model has written no arguments, the appended arguments are `{}`.
         """
-        stored = self._call.wrapper_filter.finish()
+        stored = self._call.wrapper_filter.finish()  # `stored.text` is "" if nothing is stored.
         if stored.is_unwrapped:
             self.add_deviation(_WRAPPED_ARGUMENTS)
-        self._append_arguments(stored.text)
+        self._append_arguments(stored.text)  # Appends no event for "".
         if not self._call.has_arguments_event:
             self._append_arguments(_EMPTY_ARGUMENTS)
         self._append_end()
@@ -339,23 +340,19 @@ class CallWriter:
 
         Returns:
             The events of the tool call that is open at the end of the prompt, with the index 0,
-            because the output continues this tool call. The list is empty if there are none.
+            because the output continues this tool call. The list is empty if no tool call is open,
+            or if no event of the open tool call has been appended yet.
         """
-        self.num_started = 1 if self.is_open else 0
-        if not self._has_appended_start():
-            self.last_index = -1
+        self.num_started = 1 if self.is_open else 0  # Counts the open tool call in any case.
+        # An open tool call has no events in two cases: the policy discards the tool call, or the
+        # writer stores the arguments, so that `end` appends all events.
+        has_events = self.is_open and not self.stores_arguments and not self._call.is_discarded
+        if not has_events:
+            self.last_index = -1  # The next start event gets the index 0.
             return []
         open_call_events = _events_of_call(self.last_index, events)
         self.last_index = 0
         return [replace(event, index=0) for event in open_call_events]
-
-    def _has_appended_start(self) -> bool:
-        """Return whether a tool call is open and its start event has already been appended.
-
-        The start event of an open tool call is missing in two cases: the policy discards the tool
-        call, or the writer stores the arguments, so that all events are appended in `end`.
-        """
-        return self.is_open and not self.stores_arguments and not self._call.is_discarded
 
 
 def _events_of_call(index: int, events: list[Event]) -> list[ToolCallStart | ArgumentsDelta]:

@@ -63,6 +63,8 @@ class CompiledCall:
             omits_marker: Whether `call` is the declared tool call without its opening marker.
         """
         self.call = call
+        # The trigger is the fixed text at the start of a tool call: the opening marker (`<call>`),
+        # or the start of the header (`<f=`) if the format declares no opening marker.
         self.is_unmarked = not call.trigger
         self.omits_marker = omits_marker
         self.closing_markers = marker_parts(call.close)  # Such as `</f>` and `</call>`.
@@ -71,12 +73,14 @@ class CompiledCall:
         self.may_repeat_object = has_both_markers and isinstance(call.body, JsonObject)
         # Finds the marker after invalid arguments. The arguments end before this marker.
         self.end_of_broken = Lexer(_markers_after_call(call, section))
-        # `_head_pattern` matches the marker and the header, such as `<call><f={name}>`.
-        # `_body_start` and `_tags` match the first characters of the arguments.
+        # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
         self._id_template = call.id
+        # A header is the start of a tool call only if arguments follow. If the arguments are
+        # written between tags, `_tags` matches their start. Otherwise `_tags` is None, and
+        # `_body_start` matches their first characters.
+        self._tags = _compile_tags(call, section, self._head_pattern)
         self._body_start = _compile_body_start(call)
-        self._tags = _compile_tags(call, section, self._head_pattern)  # None for other arguments.
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
         """Match the start of a tool call at `pos`.
@@ -194,7 +198,7 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     """If the arguments are enclosed in tags, as in `<p=city>Paris</p>`, compile these tags.
 
     Return None if the format writes arguments in another way, for example as JSON. The comments
-    show the markers of this example: `<calls><call><f={name}>ARGUMENTS</f></call></calls>`.
+    show the markers of this format: `<calls><call><f={name}>ARGUMENTS</f></call></calls>`.
 
     Args:
         call: The declaration of the tool call.
@@ -208,7 +212,9 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     # The arguments end at the first of these markers: `</f>`, `</call>`, `</calls>`, `<call>`.
     stop_markers = (*first_close_part, *_markers_after_call(call, section))
     section_opens = (marker.strip() for marker in section.opens)
-    # These markers can precede the next tool call: `</f>`, `</call>`, `</calls>`, `<calls>`.
+    # Any of these markers may stand between the last argument and the next `<call><f={name}>`:
+    # `</f>`, `</call>`, `</calls>`, `<calls>`. The list does not contain `<call>`, because `head`
+    # matches this marker.
     markers_between_calls = (*close_parts, *section.closes, *section_opens)
     return CompiledTags(
         call.body,
@@ -243,10 +249,11 @@ class _BodyStart:
 
 
 def _compile_body_start(call: Call) -> _BodyStart:
-    """Return regexes for the first characters of the arguments, or of a list of tool calls.
+    """Return regexes for the start of a tool call's body, which is the text after the header.
 
     Example: a JSON array of tool calls starts with `[{` or `[]`, and white space may separate the
-    two characters. The text `[` is an incomplete start, because `{` or `]` may follow.
+    two characters. The text `[` is an incomplete start, because `{` or `]` may follow. The result
+    is not used for arguments between tags (`TaggedArguments`), which `CompiledTags` matches.
     """
     if isinstance(call.body, NestedTags):  # Each tag has a prefix, such as `~` in `~<city>`.
         prefix = call.body.tag_prefix
@@ -254,39 +261,41 @@ def _compile_body_start(call: Call) -> _BodyStart:
             complete=re.compile(re.escape(prefix)),
             incomplete=re.compile(marker_prefix_regex(prefix)),
         )
-    first_chars = _first_chars(call)  # The regexes of at most two characters.
-    may_be_incomplete = len(first_chars) == 2  # Only the first of two characters has arrived.
+    first_char, second_char = _first_char_regexes(call)  # "" allows any character.
+    # If one character is enough to recognise the body, there is no incomplete start.
+    only_first_char = rf"{first_char}\s*\Z" if second_char else _NEVER
     return _BodyStart(
-        complete=re.compile(r"\s*".join(first_chars)),
-        incomplete=re.compile(rf"{first_chars[0]}\s*\Z" if may_be_incomplete else _NEVER),
+        complete=re.compile(rf"{first_char}\s*{second_char}"),
+        incomplete=re.compile(only_first_char),
     )
 
 
-def _first_chars(call: Call) -> tuple[str, ...]:
-    """Return up to two regexes. They match the first visible characters of a tool call's body.
+def _first_char_regexes(call: Call) -> tuple[str, str]:
+    """Return the regexes of the first two visible characters of a tool call's body.
 
-    The body is the text after the header. Examples:
+    The body is the text after the header. The parser compares these characters to distinguish a
+    tool call from content. The regex "" allows any character. Examples:
 
-        body                                   result
-        `[{"name": "f", ..}]` or `[]`          one regex for `[`, and one for `{` or `]`
-        `{"name": "f", "arguments": {}}`       one regex for `{`, and one for a quote or `}`
-        `[f(a=1)]`                             one regex for `[`, and one for the first letter
-        `{"a": 1}`                             one regex for `{`
-        `{"a": 1}` after a header that only    (), because the body need not be compared
-        tool calls have, such as `[C]f[ARGS]`
+        body                               first character      second character
+        `[{"name": "f", ..}]` or `[]`      `[`                  `{` or `]`
+        `{"name": "f", "arguments": {}}`   `{`                  a quote or `}`
+        `[f(a=1)]`                         `[`                  a letter or `_`
+        `f(a=1)`                           a letter or `_`      any
+        `{"a": 1}` after the header `f`    `{`                  any
+        `{"a": 1}` after `[CALL]f[ARGS]`   any, because only tool calls have such a header
     """
     body = call.body
     if isinstance(body, PythonCalls):
         name_start = r"[^\W\d]"  # A function's name starts with a letter or `_`.
-        return (re.escape(body.open), name_start) if body.open else (name_start,)
+        return (re.escape(body.open), name_start) if body.open else (name_start, "")
     if isinstance(body, JsonArray):
-        return (r"\[", r"[{\]]")
+        return r"\[", r"[{\]]"
     if isinstance(body, JsonObject):
         key_quote_or_end = """["'}]"""  # Some models write single quotes around keys.
-        return (r"\{", key_quote_or_end)
+        return r"\{", key_quote_or_end
     if isinstance(body, JsonArguments) and _header_proves_call(call):
-        return ()
-    return (r"\{",)
+        return "", ""
+    return r"\{", ""  # The arguments are an object, with quoted or unquoted keys.
 
 
 def _header_proves_call(call: Call) -> bool:

@@ -55,8 +55,11 @@ class CompiledCalls:
         # A tool call without a marker starts with one of these texts, for example `{`.
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
         # If several of these dicts contain the same marker, the last dict determines its meaning.
+        # The markers that open a call or a section are therefore last: a marker that both opens and
+        # closes calls must open them, because in content, no call is open.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
+            # A short closing marker, such as `}`, is omitted, because content often contains it.
             **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),
             **dict.fromkeys(first_texts, MarkerKind.UNMARKED_CALL),
             **dict.fromkeys(self.section_closes, MarkerKind.CLOSE_CALLS),
@@ -84,7 +87,10 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     if tools is None:
         return CompiledCalls()
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
+    # If markers enclose all tool calls, a variant without its own marker can only follow the
+    # opening marker of the section. Such a variant cannot directly follow content.
     by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
+    # These variants are compiled again, because `variants` contains the declared opening markers.
     by_head = _group_by_trigger(_variants_without_marker(tools))
     recognises_unmarked = allows_unmarked and not tools.opens
     unmarked = [v for v in variants if v.is_unmarked] if recognises_unmarked else []

@@ -23,8 +23,8 @@ class CompiledFormat:
         reasoning_markers: The lexer that finds the markers inside the reasoning.
         reasoning_closes: The lexer that finds the closing markers of the reasoning.
         content_markers: The lexer that finds the markers inside the content.
-        outer_markers: The lexer that finds the markers around messages and content. The parser
-            removes these markers even if the rest of the message is content (CONTENT_ONLY).
+        content_only_markers: The lexer that finds markers in the state CONTENT_ONLY, in which the
+            rest of the message is content. It finds only the markers around content and messages.
         content_kinds: The markers outside the reasoning, with the meaning of each marker.
         reasoning_kinds: The markers inside the reasoning, with the meaning of each marker.
         calls: The variants of a tool call. A variant is one of several ways to write a tool call.
@@ -37,7 +37,7 @@ class CompiledFormat:
     reasoning_markers: Lexer
     reasoning_closes: Lexer
     content_markers: Lexer
-    outer_markers: Lexer
+    content_only_markers: Lexer
     content_kinds: dict[str, MarkerKind]
     reasoning_kinds: dict[str, MarkerKind]
     calls: CompiledCalls
@@ -86,9 +86,9 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     return CompiledFormat(
         layout=layout,
         reasoning_markers=Lexer(message_kinds),
-        reasoning_closes=Lexer(()),
+        reasoning_closes=Lexer(()),  # No marker closes reasoning, because the message's end does.
         content_markers=Lexer(content_kinds),
-        outer_markers=Lexer(ends),
+        content_only_markers=Lexer(ends),  # Removed even if the rest of the output is content.
         content_kinds=content_kinds,
         reasoning_kinds=message_kinds,
         calls=calls,
@@ -112,8 +112,8 @@ def _compile_message_call(layout: Messages) -> CompiledCall:
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers such as `<think>` and `</think>` enclose the reasoning.
 
-    The result contains the markers that the parser searches for. Each dict `..._kinds` maps the
-    markers of one part of a message to their meanings. Example: for a text such as
+    The result contains the markers that the parser searches for in each part of a message. Each
+    dict `..._kinds` maps the markers of one part to their meanings. Example: for a text such as
     `<think>Hm</think>Hi<call>..</call><|end|>`, `reasoning_kinds` is `{"</think>":
     CLOSE_REASONING, "<think>": OPEN_REASONING, "<call>": INTERRUPT, "<|end|>": END}`.
     """
@@ -127,20 +127,21 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # If several dicts in an expression such as `a | b` contain the same marker, the last of these
-    # dicts determines its meaning. Example: one marker may both open and close the reasoning. In
-    # `content_kinds`, this marker opens the reasoning. In `reasoning_kinds`, it closes the
-    # reasoning. The parser removes the markers in `outer_kinds` even if the rest of the message is
-    # content.
-    outer_kinds = ends | wrapper_opens | wrapper_closes
-    content_kinds = calls.kinds | closes | opens | outer_kinds
+    # A marker may have several uses: `<|end_message|>` may close reasoning, content and tool calls.
+    # In the expressions below, the last dict that contains the marker determines its meaning.
+    # Markers around the content, and end markers, are removed even if the rest is only content.
+    content_only_kinds = ends | wrapper_opens | wrapper_closes
+    # In content, removing such a marker is always correct, so these kinds take precedence.
+    content_kinds = calls.kinds | closes | opens | content_only_kinds
+    # Inside the reasoning, a marker that closes the reasoning takes precedence. The content is not
+    # open there, so its closing marker has no meaning.
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
     return CompiledFormat(
         layout=layout,
         reasoning_markers=Lexer(reasoning_kinds),
         reasoning_closes=Lexer(closes),
         content_markers=Lexer(content_kinds),
-        outer_markers=Lexer(outer_kinds),
+        content_only_markers=Lexer(content_only_kinds),
         content_kinds=content_kinds,
         reasoning_kinds=reasoning_kinds,
         calls=calls,
@@ -158,8 +159,9 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
     declared_markers = list(reasoning.interrupted_by)
     if _shares_closing_marker(reasoning, calls):
         # The same marker, such as `<|end|>`, closes reasoning and tool calls. In
-        # `<think>Hm<call>..<|end|>`, the marker could therefore close the tool call or the
-        # reasoning.
+        # `<think>Hm<call>..<|end|>`, the marker could close the tool call or the reasoning. The
+        # parser then treats `<call>` inside the reasoning as text, so `<|end|>` closes the
+        # reasoning. Only a marker that the format declares in `interrupted_by` ends the reasoning.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]

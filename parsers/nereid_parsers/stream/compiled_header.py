@@ -31,12 +31,14 @@ class CompiledHeader:
             route: The declaration of the header, and of the part of the message that follows:
                 reasoning, content or a tool call (`stage`).
             layout: The declaration of all messages. `header_end` is the text that ends a header.
-            message_call: Matches the start of the arguments, if the message is a tool call.
+            message_call: The compiled declaration of messages that are tool calls. The header of a
+                tool call matches only if arguments follow, and `message_call` tests this.
         """
         self.stage = route.stage
         self.has_calls = route.has_calls  # Whether the content may contain tool calls.
         self._message_call = message_call
-        self._first_literal = first_literal(route.header)
+        # If the output ends inside a header, this text shows that the header has started.
+        self._first_literal = first_literal(route.header)  # Such as `<|channel|>`.
         ends_with_marker = bool(layout.header_end.strip())
         if ends_with_marker:  # Such as `<|message|>` in `<|channel|>final<|message|>Hello`.
             self._header_pattern = compile_pattern(route.header + layout.header_end)
@@ -71,8 +73,9 @@ class CompiledHeader:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        # If the headers of the format need not end with white space, skip white space before a
-        # header.
+        # White space before a header has no meaning, unless white space also ends the header.
+        # Example: in `>>>\nHello`, a line break ends the header. Without the line break, `Hello`
+        # could be the header.
         if not self._final_whitespace:
             pos = skip_whitespace(text, pos)
         match = self._header_pattern.match(text, pos, is_final)

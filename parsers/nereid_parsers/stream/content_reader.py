@@ -7,7 +7,7 @@ from collections.abc import Callable
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.header_reader import HeaderReader
 from nereid_parsers.stream.marker_kinds import MarkerKind
-from nereid_parsers.stream.pattern_matching import is_compound_start
+from nereid_parsers.stream.pattern_matching import contains_first_tag
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.reasoning_reader import ReasoningReader
 from nereid_parsers.stream.state import State
@@ -21,8 +21,8 @@ class ContentReader:
     """
 
     __slots__ = (
-        "_buffer", "_call_reader", "_calls_first", "_format", "_header_reader", "_marker_handlers",
-        "_text_writer",
+        "_buffer", "_call_reader", "_calls_must_come_first", "_format", "_header_reader",
+        "_marker_handlers", "_text_writer",
     )  # fmt: skip
 
     def __init__(
@@ -45,7 +45,8 @@ class ContentReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._header_reader = headers
-        self._calls_first = context.calls_first  # Whether no tool call may follow content.
+        # Whether tool calls must precede all content, so that all text after content is content.
+        self._calls_must_come_first = context.calls_must_come_first
         # Maps each kind of marker to a method that handles the marker and returns the next state.
         # If the marker has no meaning at its position, the method returns None, and the marker is
         # content. Example: `<tool_call>` has the kind OPEN_CALL, so `open_call("<tool_call>")` is
@@ -54,12 +55,12 @@ class ContentReader:
             MarkerKind.START_MESSAGE: headers.start,
             MarkerKind.OPEN_REASONING: reasoning.open_in_content,
             MarkerKind.CLOSE_REASONING: reasoning.close_in_content,
-            MarkerKind.OPEN_SECTION: calls.open_section,
+            MarkerKind.OPEN_SECTION: calls.open_section,  # `<tool_calls>`, before all tool calls
             MarkerKind.OPEN_CALL: calls.open_call,
-            MarkerKind.CALL_HEAD: calls.open_call_at_head,
-            MarkerKind.UNMARKED_CALL: calls.open_unmarked_call,
+            MarkerKind.CALL_HEAD: calls.open_call_at_head,  # `<function=`, without `<tool_call>`
+            MarkerKind.UNMARKED_CALL: calls.open_unmarked_call,  # `{`, as in `{"name": "f"}`
             MarkerKind.CLOSE_CALLS: self._close_calls,
-            MarkerKind.WRAP_CONTENT: self._remove,
+            MarkerKind.WRAP_CONTENT: self._remove,  # `<response>`, before or after the content
             MarkerKind.END: self._remove,
         }
 
@@ -78,8 +79,7 @@ class ContentReader:
         text_end, marker = self._format.content_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))
-            # The policy CALLS_FIRST allows no tool call after content.
-            if self._calls_first and self._text_writer.has_content:
+            if self._calls_must_come_first and self._text_writer.has_content:
                 return State.CONTENT_ONLY
         if not marker:
             return None
@@ -107,11 +107,11 @@ class ContentReader:
     def _write_as_content(self, marker: str) -> State:
         """Write `marker` as content, because the marker has no meaning at the current position.
 
-        Return the next state. With the policy CALLS_FIRST, only content can follow content, so the
-        next state is CONTENT_ONLY.
+        Return the next state. If tool calls must come first, only content can follow content, so
+        the next state is CONTENT_ONLY.
         """
         self._text_writer.write_content(self._buffer.take(len(marker)))
-        return State.CONTENT_ONLY if self._calls_first else State.CONTENT
+        return State.CONTENT_ONLY if self._calls_must_come_first else State.CONTENT
 
     def read_content_only(self) -> State | None:
         """Read the rest of a message that can only be content (state CONTENT_ONLY).
@@ -123,9 +123,9 @@ class ContentReader:
         Returns:
             The state CONTENT_ONLY after such a marker, or None if no marker has arrived.
         """
-        # `outer_markers` finds only two kinds of markers: those that enclose the content, and those
-        # that end the message.
-        text_end, marker = self._format.outer_markers.find(self._buffer)
+        # This lexer finds only two kinds of markers: those that enclose the content, and those that
+        # end the message.
+        text_end, marker = self._format.content_only_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))
         if not marker:
@@ -155,11 +155,14 @@ class ContentReader:
         return self._header_reader.start(marker) if starts_next_message else self._remove(marker)
 
     def drop_incomplete_marker(self, state: State) -> None:
-        """If the message ends with an incomplete marker of several tags, remove this marker.
+        """If the message ends inside a marker, after the marker's first tag, remove the marker.
 
-        Examples for the marker `<|message|><|text|>`: the text `<|message|><|te` is removed,
-        because it contains the complete first tag. The text `<|mess` stays unread and becomes
-        content, because ordinary text may contain a part of a tag.
+        Examples for the marker `<|message|><|text|>`, which consists of two tags:
+
+            end of the message   effect
+            `<|message|><|te`    is removed, because the first tag is complete.
+            `<|mess`             stays unread and becomes content, because ordinary text may contain
+                                 a part of a tag.
 
         Args:
             state: The state in which the message has ended. Reasoning has other markers than
@@ -171,6 +174,5 @@ class ContentReader:
         is_reasoning = state is State.REASONING
         markers = self._format.reasoning_kinds if is_reasoning else self._format.content_kinds
         possible_markers = [marker for marker in markers if marker.startswith(last_text)]
-        has_complete_tag = any(is_compound_start(marker, last_text) for marker in possible_markers)
-        if has_complete_tag:
+        if any(contains_first_tag(last_text, marker) for marker in possible_markers):
             self._text_writer.drop_markup(self._buffer.take_unread())

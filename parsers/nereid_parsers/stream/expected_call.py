@@ -62,9 +62,9 @@ class ExpectedCall:
         for variant in self.variants:
             match = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if match == NEED_MORE:
+                # Earlier variants are preferred, so later variants are not tried before more text
+                # shows whether this variant matches.
                 return NEED_MORE
-            # If the model has omitted the declared marker of a tool call, the text must name a
-            # function that the request offers. Otherwise it is not a tool call.
             if isinstance(match, Head) and _accepts_name(variant, match.name, tools):
                 return MatchedCall(variant, match, self.is_confirmed)
         return NO_MATCH
@@ -91,13 +91,14 @@ class ExpectedCall:
 
 
 def _accepts_name(variant: CompiledCall, name: str, tools: Tools) -> bool:
-    """Return whether the tool call `variant` is accepted if it calls the function `name`.
+    """Return whether a text that matches `variant` may be a tool call of the function `name`.
 
-    If the model has omitted the marker of the tool call, the function must be in `tools`, unless
-    the tools are unknown. Otherwise any function is accepted here.
+    If the model has omitted the declared marker of a tool call, only the name of an offered
+    function shows that the text is a tool call. If there is a marker, any name is accepted.
     """
-    may_be_offered = not tools.is_known or name in tools
-    return may_be_offered or not variant.omits_marker
+    if not variant.omits_marker:
+        return True
+    return not tools.is_known or name in tools
 
 
 class CallStarts:

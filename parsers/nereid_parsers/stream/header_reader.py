@@ -25,7 +25,8 @@ class HeaderReader:
     """
 
     __slots__ = (
-        "_buffer", "_call_reader", "_calls_first", "_format", "_has_read_marker", "_text_writer",
+        "_buffer", "_call_reader", "_calls_must_come_first", "_format", "_has_read_marker",
+        "_text_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader) -> None:
@@ -34,7 +35,8 @@ class HeaderReader:
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
-        self._calls_first = context.calls_first
+        # Whether tool calls must precede all content, so that all text after content is content.
+        self._calls_must_come_first = context.calls_must_come_first
         # Whether a message start marker, such as `<|start|>assistant`, has been read in the output.
         # The first such marker may be in the prompt. The output then starts with a header.
         self._has_read_marker = False
@@ -61,7 +63,10 @@ class HeaderReader:
             if more text is required.
         """
         buffer = self._buffer
-        if not self._has_read_marker:
+        # `start` reads a marker and sets `_has_read_marker`. Before the first call of `start`, the
+        # parser is at the start of the output.
+        is_output_start = not self._has_read_marker
+        if is_output_start:
             marker = self._format.message_start
             if buffer.starts_with(marker):
                 return self.start(marker)
@@ -85,9 +90,9 @@ class HeaderReader:
             head = route.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):
                 return self._enter_message(route, head)
-            if head == NEED_MORE:
+            if head == NEED_MORE:  # Never at the end of the output, where no more text can follow.
                 return None
-        # No header matches the unread text.
+        # No header matches the unread text. At the end of the output, a header may be incomplete.
         is_cut_off = buffer.is_final and self._has_header_started()
         if is_cut_off:
             return self._drop_incomplete_header()
@@ -114,12 +119,12 @@ class HeaderReader:
                 header: reasoning, content or a tool call.
             head: The matched header.
         """
-        self._text_writer.drop_pending()  # The pending text is the marker.
+        self._text_writer.drop_pending()  # The start marker, which is removed from every message.
         is_call = route.stage is Stage.CALLS
         follows_content = self._text_writer.has_content
-        if is_call and follows_content and self._calls_first:
-            # The policy CALLS_FIRST allows no tool call after content, so the text of this header
-            # belongs to the content. The reader of the state CONTENT_ONLY reads the text.
+        if is_call and follows_content and self._calls_must_come_first:
+            # This message cannot be a tool call, so its header, which stays unread, is content. The
+            # header names the function, so the client sees which tool call the model has tried.
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)

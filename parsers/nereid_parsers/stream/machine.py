@@ -141,7 +141,7 @@ class Machine:
         starts_in_reasoning = start_point.stage is Stage.REASONING
         if start_point.stage is None:
             self._enter(State.HEADER)
-        elif start_point.prefill:
+        elif start_point.prefill:  # `stage` is CONTENT, because the prefill decides.
             # The prompt already contains the beginning of the answer (the "prefill"). Parsing the
             # prefill changes the state, for example to REASONING if the prefill is `<think>`.
             prefill_events = self.feed(start_point.prefill)
@@ -152,28 +152,29 @@ class Machine:
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
+            # The output does not contain the opening marker, so `start_opened` does what reading
+            # the marker would do. It also selects REASONING or INLINE_REASONING.
             self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
         """Discard the events for text that the prompt already contains, such as `<think>`.
 
-        The client receives only text that the model generates, with two exceptions: the start of a
-        tool call that the output continues, and the marker `<think>` if reasoning is content.
+        The client receives only text that the model generates, with two exceptions, which the next
+        call of `feed` returns: the events of a tool call that the prompt starts and the output
+        continues, and the marker `<think>` if the client receives the reasoning as content.
 
         Args:
             events: All events of the text in the prompt.
         """
-        open_call_events = self._call_writer.restart_numbering(events)
-        # Later text may still change the meaning of the last characters of the prompt. The parser
-        # has not classified these characters yet, and the TextWriter must omit them from later
-        # events.
+        self._events += self._call_writer.restart_numbering(events)  # The open tool call.
+        if self._state is State.INLINE_REASONING:  # The client receives reasoning as content.
+            self._reasoning_reader.write_opening_marker()
+        # The last characters of the prompt may not have been written yet. Example: the prompt ends
+        # with `<th`, which stays unread, because `ink>` may follow. The TextWriter omits these
+        # characters when it writes the text `<think>` later.
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         num_unread_chars = len(self._buffer.unread())
-        self._text_writer.forget_prompt(num_stored_chars + num_unread_chars)
-        if self._state is State.INLINE_REASONING:  # The client receives reasoning as content.
-            self._reasoning_reader.repeat_opening_marker()
-        # The next call of `feed` returns the events of the open tool call.
-        self._events += open_call_events
+        self._text_writer.forget_prompt(num_unwritten_chars=num_stored_chars + num_unread_chars)
 
     def set_trace(self, trace: Trace | None) -> None:
         """Pass each later piece of text, together with its classification, to `trace`."""
@@ -208,14 +209,13 @@ class Machine:
         without arguments. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # These methods must be called in this order, because a method may enter a state that only a
-        # later method handles.
-        self._finish_unclassified_text()
-        self._drop_incomplete_marker()
-        self._run()  # Reads the remaining text, now that `is_final` is true.
-        self._finish_interrupted_reasoning()
-        self._finish_incomplete_calls()
-        self._finish_state()
+        # Each method may enter a state that a later method handles, so the order is important.
+        self._finish_unclassified_text()  # Enters REASONING or CONTENT.
+        self._drop_incomplete_marker()  # In REASONING or CONTENT.
+        self._run()  # Reads the remaining text, now that `is_final` is true. May enter any state.
+        self._finish_interrupted_reasoning()  # May enter CALL_BODY.
+        self._finish_incomplete_calls()  # Leaves CALL_BODY. May enter BROKEN_CALL or CALL_START.
+        self._finish_broken_call_or_marker()
         self._text_writer.finish_whitespace(
             is_reasoning=self._state is State.REASONING, has_calls=self._call_reader.has_calls()
         )
@@ -260,10 +260,11 @@ class Machine:
             self._enter(self._call_reader.finish_body())
             self._run()
 
-    def _finish_state(self) -> None:
-        """At the end of the message, end an incomplete tool call or an incomplete header.
+    def _finish_broken_call_or_marker(self) -> None:
+        """End a tool call with invalid arguments, or handle a marker after which the message ends.
 
-        No more text follows, so these parts of the message cannot be completed.
+        Examples: the message ends in `<call>{"a": x`, directly after the marker `<|start|>` of a
+        message, or directly after the marker `<tool_calls>`.
         """
         if self._state is State.BROKEN_CALL:
             self._call_reader.finish_broken()

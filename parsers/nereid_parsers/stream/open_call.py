@@ -50,6 +50,7 @@ class OpenCall:
         "_buffer",
         "_call_writer",
         "_is_confirmed",
+        "_may_reread_arguments",
         "_text_writer",
         "variant",
     )
@@ -75,6 +76,9 @@ class OpenCall:
         self._buffer = buffer
         self._text_writer = text
         self._call_writer = body.writer
+        # Whether `end_at_marker_in_arguments` may put the end of the arguments back into the
+        # buffer. The parser then reads this end again, and classifies it as other text.
+        self._may_reread_arguments = body.writer.stores_arguments
 
     def read(self) -> Outcome | None:
         """Read the next part of the tool call or of the list of tool calls.
@@ -95,10 +99,10 @@ class OpenCall:
         return None if self._body_reader.status is MORE else self._leave_body()
 
     def _classify_part(self, part_start: int, was_call_open: bool) -> None:
-        """Decide whether the text just read is a part of a tool call, or may still be content.
+        """Classify the text just read: as a part of a tool call, or as text that may be content.
 
-        The text is `buffer.text[part_start : buffer.pos]`. Pending text may still turn out to be
-        content. Examples of parts of one body:
+        The text is `buffer.text[part_start : buffer.pos]`. Text that may still be content becomes
+        pending text. Examples of parts of one body:
 
             `{"na`                        pending text, because no tool call has started
             `me": "f", "arguments": {`    a part of the tool call, which has started and is open
@@ -109,14 +113,11 @@ class OpenCall:
             was_call_open: Whether a tool call was open before the part was read.
         """
         part = self._buffer.text[part_start : self._buffer.pos]
-        is_call_open = self._call_writer.is_open
-        if is_call_open:
-            # If arguments are stored, `end_at_stored_marker` may remove their last part. The parser
-            # then reads this part again.
-            self._text_writer.trace_call(part, may_be_reread=self._call_writer.stores_arguments)
-        elif was_call_open or self._has_part_ended_call():
+        if self._call_writer.is_open:
+            self._text_writer.classify_as_call(part, may_be_reread=self._may_reread_arguments)
+        elif was_call_open or self._has_part_ended_call():  # A tool call has ended in the part.
             self._classify_ended_call(part_start)
-        else:
+        else:  # No tool call has started.
             self._text_writer.store_pending(part)
 
     def _has_part_ended_call(self) -> bool:
@@ -145,7 +146,7 @@ class OpenCall:
             call_end = part_end
         call_text = self._buffer.text[part_start:call_end]
         text_after_call = self._buffer.text[call_end:part_end]
-        self._text_writer.trace_call(call_text, may_be_reread=self._call_writer.stores_arguments)
+        self._text_writer.classify_as_call(call_text, may_be_reread=self._may_reread_arguments)
         self._text_writer.end_traced_call()
         if text_after_call:
             self._text_writer.store_pending(text_after_call)
@@ -160,22 +161,27 @@ class OpenCall:
             `{"name": "f", "arguments": {"a": [1}}`   BROKEN, because `]` is missing
         """
         if self._body_reader.status is DONE:
-            if self._text_writer.pending:  # The end of a list of tool calls, for example `]`.
+            # The text after the last tool call of a list, such as `]`, is pending text, because
+            # another tool call could have followed. It is markup, and not content.
+            if self._text_writer.pending:
                 self._text_writer.drop_pending()
             return Outcome.ENDED
         # The body is not valid.
-        if not self._call_writer.is_open:
+        has_call_started = self._call_writer.is_open
+        if not has_call_started:
             return Outcome.NO_CALL
-        writes_model_text = self._body_reader.is_verbatim
-        if not writes_model_text:
-            # The body reader has created the JSON text of the arguments, so it can also complete
-            # this JSON text, for example with closing brackets.
-            self._body_reader.end_invalid_call()
-            return Outcome.ENDED
-        return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN
+        if self._body_reader.writes_model_text:
+            # A quote may be missing, so that the arguments contain the closing marker of the call.
+            return Outcome.ENDED if self.end_at_marker_in_arguments() else Outcome.BROKEN
+        # The body reader has created the JSON text of the arguments, so it can also complete this
+        # JSON text, for example with closing brackets.
+        self._body_reader.end_invalid_call()
+        return Outcome.ENDED
 
-    def end_at_stored_marker(self) -> bool:
-        """If the stored arguments contain a closing marker, end the tool call at this marker.
+    def end_at_marker_in_arguments(self) -> bool:
+        """If the arguments contain a closing marker of the tool call, end the call at this marker.
+
+        This is possible only while the arguments are stored, because an event cannot be withdrawn.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
@@ -186,9 +192,9 @@ class OpenCall:
             Whether the tool call has ended. False if no stored arguments contain the marker.
         """
         closing_markers = self.variant.closing_markers
-        # If `is_verbatim` is false, the reader has converted the model's text to JSON. Only the
-        # JSON is stored, so the parser could not read the model's text again.
-        if not closing_markers or not self._body_reader.is_verbatim:
+        # If `writes_model_text` is false, the reader has converted the model's text to JSON. Only
+        # the JSON is stored, so the parser could not read the model's text again.
+        if not closing_markers or not self._body_reader.writes_model_text:
             return False
         first_tag = closing_markers[0]  # Such as `</f>` in `</f></call>`.
         text_from_marker = self._call_writer.cut_arguments_at(first_tag)
@@ -214,7 +220,7 @@ class OpenCall:
         if arguments_end > self._buffer.pos:
             piece = self._buffer.take_until(arguments_end)
             self._call_writer.write(piece)
-            self._text_writer.trace_call(piece, may_be_reread=self._call_writer.stores_arguments)
+            self._text_writer.classify_as_call(piece, may_be_reread=self._may_reread_arguments)
         if not marker:  # The text contains no complete marker.
             return False
         self._call_writer.end(BROKEN_ARGUMENTS)

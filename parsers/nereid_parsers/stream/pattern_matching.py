@@ -348,14 +348,15 @@ def marker_parts(marker: str) -> tuple[str, ...]:
     return tuple(part for part in _MARKER_GAP.split(marker.strip()) if part)
 
 
-def is_compound_start(marker: str, text: str) -> bool:
-    """Return whether an incomplete marker contains at least the complete first tag.
+def contains_first_tag(incomplete_marker: str, marker: str) -> bool:
+    """Return whether an incomplete marker contains at least the complete first tag of `marker`.
 
     Example: for the marker `<|message|><|content|>`, the result is True for `<|message|><|con` and
-    False for `<|mess`. The caller must check that `text` is a prefix of `marker`.
+    False for `<|mess`. It is also False for the complete marker. The caller must check that
+    `incomplete_marker` is a prefix of `marker`.
     """
     first_tag = _FIRST_TAG.match(marker)
-    return first_tag is not None and first_tag.end() <= len(text) < len(marker)
+    return first_tag is not None and first_tag.end() <= len(incomplete_marker) < len(marker)
 
 
 def looks_like_markup(text: str) -> bool:

@@ -27,6 +27,9 @@ class ReaderContext:
     text: TextWriter
 
     @property
-    def calls_first(self) -> bool:
-        """Whether all text after the first content is also content. See `TextRule.CALLS_FIRST`."""
+    def calls_must_come_first(self) -> bool:
+        """Whether tool calls must precede all content, so that text after content is content.
+
+        This is the rule `TextRule.CALLS_FIRST` of the policy.
+        """
         return self.policy.text is TextRule.CALLS_FIRST

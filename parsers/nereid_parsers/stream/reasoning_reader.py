@@ -53,9 +53,9 @@ class ReasoningReader:
     """
 
     __slots__ = (
-        "_buffer", "_call_reader", "_calls_first", "_format", "_header_reader", "_is_inline",
-        "_may_be_closed", "_opening_marker", "_reasoning_end", "_reasoning_state", "_stored_text",
-        "_text_writer",
+        "_buffer", "_call_reader", "_calls_must_come_first", "_format", "_header_reader",
+        "_is_inline", "_may_closing_marker_follow", "_opening_marker", "_reasoning_end",
+        "_reasoning_state", "_stored_text", "_text_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
@@ -71,21 +71,23 @@ class ReasoningReader:
         self._call_reader = calls
         self._header_reader = headers
         self._format = context.format
-        self._calls_first = context.calls_first  # Whether no tool call may follow content.
+        # Whether tool calls must precede all content, and must not occur inside the reasoning.
+        self._calls_must_come_first = context.calls_must_come_first
         reasoning = context.format.reasoning
         self._opening_marker = reasoning.open.strip() if reasoning is not None else ""
         # Whether the client receives the reasoning as a part of the content.
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
         # The parser state in which the reasoning is read.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
-        # The way in which the reasoning has ended. Before the reasoning has ended, the value is
-        # NONE.
+        # The way in which the reasoning has ended: at its closing marker (CLOSED) or at other text
+        # (INTERRUPTED). NONE if the reasoning has not ended.
         self._reasoning_end = _ReasoningEnd.NONE
         # Text inside the reasoning that looks like a tool call. If a marker closes the reasoning
         # later, this text is reasoning. Otherwise it is a tool call.
         self._stored_text: list[str] = []
-        # Whether a closing marker, such as `</think>`, may still follow.
-        self._may_be_closed = True
+        # Whether a closing marker, such as `</think>`, may follow the unread text. It becomes False
+        # when the message has ended and the stored text, which contains no such marker, is read.
+        self._may_closing_marker_follow = True
 
     @property
     def has_reasoned(self) -> bool:
@@ -102,28 +104,33 @@ class ReasoningReader:
         the opening marker is written as content instead.
         """
         if self._is_inline:
-            self.repeat_opening_marker()
+            self.write_opening_marker()
         else:
             self._text_writer.is_after_marker = True
         return self._reasoning_state
 
-    def repeat_opening_marker(self) -> None:
-        """Write the opening marker of the reasoning, for example `<think>`, as content."""
+    def write_opening_marker(self) -> None:
+        """Write the opening marker of the reasoning, such as `<think>`, as content.
+
+        The prompt contains the marker, so the output does not contain it.
+        """
         self._text_writer.write_generated_content(self._opening_marker)
 
     def read(self) -> State | None:
         """Read reasoning up to the next marker. If a marker has arrived, return the next state.
 
         Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
-        is removed. The rest, `Hi`, is content. Markers that may be a part of the reasoning, for
-        example the marker of a tool call, are handled by other methods.
+        is removed. The rest, `Hi`, is content. Any other marker is passed to the method that
+        decides whether the marker is a part of the reasoning. This method reads the marker, or
+        leaves it unread for the next state.
         """
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_reasoning(self._buffer.take_until(text_end))
         if not marker:
             return None
-        match self._format.reasoning_kinds[marker]:
+        kind = self._format.reasoning_kinds[marker]
+        match kind:
             case MarkerKind.INTERRUPT:  # Such as `<tool_call>`.
                 return self._read_possible_call(marker)
             case MarkerKind.START_MESSAGE:  # Such as `<|start|>`.
@@ -132,9 +139,9 @@ class ReasoningReader:
                 return self._read_content_opening(marker)
             case MarkerKind.OPEN_REASONING:  # Such as a second `<think>`.
                 return self._read_second_opening(marker)
-            case MarkerKind.CLOSE_REASONING:
-                self._reasoning_end = _ReasoningEnd.CLOSED
-        # The marker ends the reasoning, the message or the model's turn.
+        # The other kinds are CLOSE_REASONING and END, which ends the message or the model's turn.
+        if kind is MarkerKind.CLOSE_REASONING:
+            self._reasoning_end = _ReasoningEnd.CLOSED
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
         return State.CONTENT
 
@@ -168,15 +175,16 @@ class ReasoningReader:
         if is_quoted:
             return self._write_marker_as_reasoning(marker)
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
+        # The closing marker `</think>` is missing, and is removed if the model writes it later.
         self._reasoning_end = _ReasoningEnd.INTERRUPTED
         return State.CONTENT
 
     def _write_marker_as_reasoning(self, marker: str) -> State:
         """Write `marker` as a part of the reasoning. Return the next state."""
-        self._write(self._buffer.take(len(marker)))
+        self._write_reasoning(self._buffer.take(len(marker)))
         return self._reasoning_state
 
-    def _write(self, text: str) -> None:
+    def _write_reasoning(self, text: str) -> None:
         """Write `text` as reasoning. If the client receives reasoning as content, write content."""
         if self._is_inline:
             self._text_writer.write_content_exactly(text)
@@ -218,22 +226,26 @@ class ReasoningReader:
             `<think>Hm<call>{"name": ..` not known yet: reasoning if `</think>` follows later,
                                          otherwise a tool call
 
+        If the policy requires that tool calls come first, a marker inside the reasoning is always
+        reasoning.
+
         Returns:
             The next state, or None if more text is required.
         """
-        if self._calls_first:  # This policy allows no tool call inside the reasoning.
+        if self._calls_must_come_first:
             return self._write_marker_as_reasoning(marker)
         match = self._match_call_at(marker)
         if match == NEED_MORE:
             return None
         if match == NO_MATCH:
             return self._write_marker_as_reasoning(marker)
+        # Reasoning that the client receives as content ("inline") is never empty, because the
+        # content contains the opening marker.
         is_reasoning_empty = not self._text_writer.has_text and not self._is_inline
-        if is_reasoning_empty or not self._may_be_closed:
-            return self._end_at_call()
+        may_be_quoted = not is_reasoning_empty and self._may_closing_marker_follow
         # In the state INTERRUPTED_REASONING, the text is stored until `</think>` or the end of the
         # message shows whether it is a tool call.
-        return State.INTERRUPTED_REASONING
+        return State.INTERRUPTED_REASONING if may_be_quoted else self._end_at_call()
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
         """Test whether a tool call starts at `marker`, without reading the text.
@@ -271,10 +283,10 @@ class ReasoningReader:
             The state in which the closing marker is read, or None if no closing marker has arrived.
         """
         text_end, marker = self._format.reasoning_closes.find(self._buffer)
-        self._stored_text.append(self._buffer.take_until(text_end))
+        self._stored_text.append(self._buffer.take_until(text_end))  # The marker stays unread.
         if not marker:
             return None
-        self._write(self._take_stored_text())
+        self._write_reasoning(self._take_stored_text())
         return self._reasoning_state
 
     def _take_stored_text(self) -> str:
@@ -294,7 +306,7 @@ class ReasoningReader:
         state in which it is read. Example: in `<think>I call it.<tool_call>{"name": "f"}`, no
         marker closes the reasoning, so `<tool_call>` ends the reasoning.
         """
-        self._may_be_closed = False
+        self._may_closing_marker_follow = False  # The message has ended without such a marker.
         self._buffer.push_back(self._take_stored_text())
         return self._end_at_call()
 
@@ -342,7 +354,7 @@ class ReasoningReader:
         is_message_start = not self.has_reasoned and not self._has_output()
         if is_message_start:
             return True
-        if self._calls_first:  # This policy allows reasoning only at the start of the message.
+        if self._calls_must_come_first:  # Then reasoning can only be at the start of the message.
             return False
         # A special token, such as `<|think|>`, does not occur in ordinary text.
         return self._text_writer.is_after_marker or is_special_token(marker)
@@ -367,18 +379,18 @@ class ReasoningReader:
 
         Examples for the marker `</think>`:
 
-            `</think>Hi`                       True: no content and no tool call precedes it.
-            `<think>Hm<call>..</call></think>` True: the tool call has interrupted the reasoning.
-            `Hi</think>`                       False: the marker is a part of the content.
+            `</think>Hi`                         True: no content and no tool call precedes it.
+            `<think>Hm</think></think>`          True, unless tool calls must come first.
+            `<think>Hm<call>..</call></think>`   True: the tool call has interrupted the reasoning.
+            `Hi</think>`                         False: the marker is a part of the content.
         """
-        precedes_output = not self._has_output()
-        is_interrupted = self._reasoning_end is _ReasoningEnd.INTERRUPTED
-        if self._calls_first and precedes_output:
-            return not self.has_reasoned  # With this policy, a second closing marker is content.
-        if self._calls_first:
-            return is_interrupted
+        if not self._has_output():
+            # If tool calls must come first, a second closing marker is content.
+            return not (self._calls_must_come_first and self.has_reasoned)
+        if self._reasoning_end is _ReasoningEnd.INTERRUPTED:
+            return True
         # A special token, such as `<|end_think|>`, does not occur in ordinary text.
-        return precedes_output or is_interrupted or is_special_token(marker)
+        return is_special_token(marker) and not self._calls_must_come_first
 
     def _has_output(self) -> bool:
         """Return whether content or a tool call precedes the current position."""

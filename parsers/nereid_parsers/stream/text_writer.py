@@ -53,15 +53,15 @@ class TextWriter:
         # The type of the last reasoning or content event. A marker or a tool call resets this type
         # to None.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
-        # The next attributes store three kinds of text that have been read, but not yet written:
-        # 1. Text that looks like the start of a tool call, such as `<tool_call>`. If no tool call
-        #    follows, this text is content.
+        # The next attributes store three kinds of text that have been read, but not yet written.
+        # The examples are for the text `One\n<call>..</call>Two`.
+        # 1. Text that looks like the start of a tool call: `<call>`. If no tool call follows, this
+        #    text is content.
         self.pending: list[str] = []
-        # 2. White space at the end of the last text. If a marker follows, this white space is
-        #    removed.
+        # 2. White space after the last text, before it is known what follows: `\n` after `One`.
         self._whitespace: list[str] = []
-        # 3. White space that was removed because it stood between content and a marker. If more
-        #    content follows the marker, this white space is written before that content.
+        # 3. White space of the second kind, as soon as a marker has followed: `\n` after `<call>`.
+        #    Only content after the marker restores this white space: `Two` becomes `\nTwo`.
         self._removed_whitespace = ""
         # The number of characters of the prompt at the start of the next text. Events omit these
         # characters. Example: the prompt ends with `<th`, and the model writes `ink>`. The next
@@ -93,8 +93,8 @@ class TextWriter:
         blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
         next text starts with this line break, unless a marker follows.
         """
-        ready_text = self._exchange_whitespace(text)
-        if ready_text:
+        ready_text = self._defer_trailing_whitespace(text)
+        if ready_text:  # Otherwise `text` contains only white space, which has been stored.
             if self.is_after_marker:
                 ready_text = self._without_blank_lines(ready_text)
             if self._trace is not None:
@@ -110,21 +110,22 @@ class TextWriter:
         lines before `Hi` belong to the marker, unless content precedes the marker. The line break
         after `Hi` is stored. The next text starts with this line break, unless a marker follows.
         """
-        ready_text = self._exchange_whitespace(text)
-        if ready_text:
+        ready_text = self._defer_trailing_whitespace(text)
+        if ready_text:  # Otherwise `text` contains only white space, which has been stored.
             # If content has already been written, the blank lines separate two pieces of content,
             # so they are kept.
             if self.is_after_marker and not self.has_content:
                 ready_text = self._without_blank_lines(ready_text)
             self._append_content(ready_text)
 
-    def _exchange_whitespace(self, text: str) -> str:
-        r"""Return `text` without its trailing white space, which is stored for the next call.
+    def _defer_trailing_whitespace(self, text: str) -> str:
+        r"""Store the white space at the end of `text`. Return the text that can be written now.
 
-        The result starts with the white space that was stored before. The white space at the end of
-        `text` cannot be written yet, because it is removed if a marker follows. Example: if `"\n"`
-        is stored, the text `"you "` gives `"\nyou"`, and `" "` is stored. If `text` contains only
-        white space, all of it is stored, and the result is "".
+        The stored white space becomes the start of the next text, unless a marker follows, which
+        removes the white space. The result is the white space that an earlier call has stored, and
+        then `text` without its trailing white space. Example: if `"\n"` is stored, the text
+        `"you "` gives `"\nyou"`, and `" "` is stored. If `text` contains only white space, all of
+        it is stored, and the result is "".
         """
         if self._num_prompt_chars:  # The text starts with the end of the prompt.
             text = self._without_prompt(text)
@@ -261,8 +262,11 @@ class TextWriter:
         whitespace = self._take_whitespace()
         if not whitespace:
             return
+        # The reasoning starts with a marker, which may be in the prompt, so it counts as markup.
         has_markup = self.is_after_marker or is_reasoning or has_calls
-        directly_follows_markup = has_markup and not self.has_text  # Text since the last marker.
+        # `has_text` is False if no text has followed the last marker or tool call. It is also False
+        # in a message without any text and markup.
+        directly_follows_markup = has_markup and not self.has_text
         if directly_follows_markup:
             self._classify(MARKUP, whitespace)  # Without an event, the white space is removed.
         elif is_reasoning:
@@ -301,7 +305,7 @@ class TextWriter:
 
         Args:
             text: The text after the pending text.
-            fault: The reason that the event gives for returning a marker as content.
+            fault: A description of why the text is not a tool call, for the event's `reason`.
         """
         content = self._without_prompt(self.pending_text + text)
         self.pending = []
@@ -313,19 +317,20 @@ class TextWriter:
 
     # ---- the text of calls -----------------------------------------------------------------------
 
-    def trace_call(self, text: str, *, may_be_reread: bool) -> None:
-        """Pass `text`, a part of a tool call, to the trace function. Append no event.
+    def classify_as_call(self, text: str, *, may_be_reread: bool) -> None:
+        """Classify `text` as a part of a tool call: pass it to the trace function as "call".
 
-        The CallWriter appends the events of the tool call. Example: `trace_call('{"a": 1}', ..)`
-        calls the trace function with "call" and `{"a": 1}`.
+        The CallWriter appends the events of the tool call, so this method appends no event. Text
+        that is still pending is classified as "markup", and removed from the output. Example: with
+        the pending text `<call>` and the text `{"a": 1}`, the trace function receives `<call>` as
+        "markup" and `{"a": 1}` as "call".
 
         Args:
-            text: The text.
+            text: The next piece of the tool call, as the model wrote it.
             may_be_reread: Whether the parser may read the end of the text again, as other text. If
                 so, the trace function receives the text only when `end_traced_call` is called.
         """
-        if self.pending:
-            # The pending text was the marker of this tool call, such as `<tool_call>`.
+        if self.pending:  # The opening marker of this tool call.
             self.drop_pending()
         if self._num_prompt_chars:
             text = self._without_prompt(text)
@@ -344,16 +349,19 @@ class TextWriter:
 
     # ---- the prompt ------------------------------------------------------------------------------
 
-    def forget_prompt(self, num_unread_chars: int) -> None:
+    def forget_prompt(self, num_unwritten_chars: int) -> None:
         """Treat all text received so far as a part of the prompt. Later events omit this text.
 
+        The pending text stays stored, because later text shows whether it is content. The event
+        that contains this content omits the characters of the prompt, too.
+
         Args:
-            num_unread_chars: The number of characters of the prompt that this writer has not
-                received yet.
+            num_unwritten_chars: The number of characters of the prompt that the readers will pass
+                to this writer later.
         """
         self._whitespace = []
         self._removed_whitespace = ""
-        self._num_prompt_chars = len(self.pending_text) + num_unread_chars
+        self._num_prompt_chars = len(self.pending_text) + num_unwritten_chars
 
     def _without_prompt(self, text: str) -> str:
         """Remove the characters of the prompt from the start of `text`, and return the rest.

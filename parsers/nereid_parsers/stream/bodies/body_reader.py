@@ -46,7 +46,7 @@ class BodyReader:
 
     - The message ends while the status is MORE. The parser calls `finish`.
     - The status becomes BROKEN while a tool call is open. The parser calls `end_invalid_call`, or
-      writes the rest of the invalid arguments unchanged if `is_verbatim` is true.
+      writes the rest of the invalid arguments unchanged if `writes_model_text` is true.
 
     Attributes:
         writer: The writer that converts the tool calls into events.
@@ -55,13 +55,13 @@ class BodyReader:
             the body is a list of tool calls. The text after this position is another tool call or
             content. None if no tool call of a list has ended in this text.
         is_final: Whether no more text follows.
-        is_verbatim: Whether the reader writes the arguments exactly as the model wrote them. False
-            if the reader converts the arguments to JSON.
+        writes_model_text: Whether the reader writes the arguments exactly as the model wrote them.
+            False if the reader converts the arguments to JSON.
     """
 
     __slots__ = ("is_final", "last_call_end", "status", "writer")
 
-    is_verbatim: ClassVar[bool] = False
+    writes_model_text: ClassVar[bool] = False
 
     def __init__(self, writer: CallWriter) -> None:
         """Create a reader that passes the tool calls to `writer`."""
@@ -104,7 +104,7 @@ class BodyReader:
         """Complete the JSON text of the arguments, and end the invalid tool call.
 
         Example: after the arguments `{"a": 1`, the reader writes `}`. The parser calls this method
-        only if `is_verbatim` is false.
+        only if `writes_model_text` is false.
         """
         raise NotImplementedError
 

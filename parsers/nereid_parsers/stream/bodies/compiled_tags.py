@@ -78,6 +78,9 @@ class CompiledTag:
         self.opening: Pattern = compile_pattern(opening_tag)
         self.padding = declaration.open.removeprefix(opening_tag)  # White space before the value.
         self.close = declaration.close.strip()
+        # White space before the closing marker, such as the first `\n` in `\n</p>\n`. If the model
+        # writes this white space, the search must match it, because it does not belong to the
+        # value.
         whitespace_before_close = declaration.close.removesuffix(declaration.close.lstrip())
         end_search = _compile_end_search(self.close, early_ends, whitespace_before_close)
         self.find_end = end_search.complete.search
@@ -129,9 +132,9 @@ def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -
     r"""Return a regex that matches any of the markers that can end a value.
 
     The group "close" matches the closing marker of the value. The group "early" matches a marker
-    that follows the value if the closing marker is missing. Example: for the closing marker
-    `</p>`, the early end `</call>` and the white space `\n`, the regex matches `\n</p>` and
-    `</call>`.
+    that follows the value if the closing marker is missing. If there is no such marker, this group
+    never matches. Example: for the closing marker `</p>`, the early end `</call>` and the white
+    space `\n`, the regex matches `\n</p>` and `</call>`.
 
     Args:
         close: The closing marker of the value.
@@ -224,16 +227,19 @@ class CompiledTags:
         early_ends = (*stop_markers, *openings)
         self.stop_markers = stop_markers
         self.variants = tuple(CompiledTag(variant, early_ends) for variant in variants)
-        self._head = head
+        # A value may contain a stop marker. `role_of_stop_marker` uses the next attributes to
+        # examine the text after this marker.
         # Finds closing tags, such as `</p>` (group "close"), and the start of opening tags, such as
-        # `<p=`.
+        # `<p=`. A closing tag shows that the value contains the stop marker.
         closes = _any_of(variant.close for variant in self.variants)
         self._find_close_or_opening = re.compile(
             f"(?P<close>{closes})|{_any_of(openings)}"
         ).finditer
-        # Matches any number of markers between two tool calls, and white space around them.
+        # Match `</function></call><call>` and `<function=f>`. If another tool call starts in this
+        # way, the value ends before the stop marker.
         markers = _any_of(markers_between_calls)
         self._match_markers_between_calls = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
+        self._head = head
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
         """Match the opening tag of a value at `text[pos]`.
@@ -303,26 +309,28 @@ class CompiledTags:
             is_close = match.group("close") is not None
             if is_close:
                 return MarkerRole.PART_OF_VALUE
-            if self._is_next_call(text, pos, match.start(), tools):
+            if self._starts_next_call(text, pos, opening_pos=match.start(), tools=tools):
                 return MarkerRole.AFTER_VALUE
+            # The opening tag may be a part of the value, so the search continues.
         may_be_decided_later = not is_final and len(text) < search_end
         return MarkerRole.UNDECIDED if may_be_decided_later else MarkerRole.AFTER_VALUE
 
-    def _is_next_call(self, text: str, start: int, end: int, tools: Tools) -> bool:
-        """Return whether `text[start:end]` ends one tool call and starts the next one.
+    def _starts_next_call(self, text: str, pos: int, opening_pos: int, tools: Tools) -> bool:
+        """Return whether the next tool call starts between a stop marker and an opening tag.
 
-        The text must consist of markers and then the header of the next tool call, with nothing
-        else between them. Example: the result is True for `</function></call><call><function=f>`.
-        The result is False if the request offers tools, but not the function `f`.
+        The stop marker, such as `</function>`, is at `pos`. The opening tag, such as `<p=`, is at
+        `opening_pos`. The text between these positions must consist of markers, then the header of
+        the next tool call, and nothing else. Example: the result is True for the text
+        `</function></call><call><function=f><p=`, unless the request offers tools, but not `f`.
         """
-        markers = self._match_markers_between_calls(text, start, end)
-        head_start = markers.end() if markers else start
+        markers = self._match_markers_between_calls(text, pos, opening_pos)
+        head_start = markers.end() if markers else pos
         head = self._head.match(text, head_start, is_final=False)  # Matches `<function=f>`.
         if not isinstance(head, PatternMatch):
             return False
-        is_followed_by_text = skip_whitespace(text, head.end) != end
+        is_directly_before_opening = skip_whitespace(text, head.end) == opening_pos
         is_offered = not tools.is_known or head.fields.get("name") in tools.parameters
-        return is_offered and not is_followed_by_text
+        return is_directly_before_opening and is_offered
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether `text[pos:]` starts with a marker that ends the arguments."""

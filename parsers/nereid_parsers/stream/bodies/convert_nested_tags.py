@@ -22,7 +22,7 @@ from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.stream.values.python_strings import escape_json
 
-_match_tag = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match
+_match_tag = re.compile(r"<(?P<slash>/?)(?P<name>[^<>/\s][^<>]*)>").match
 _CLOSING_TAG_START = "</"
 _MAX_TAG_CHARS = 512
 _STRING_ONLY = frozenset({"string"})
@@ -158,12 +158,11 @@ class NestedReader(StepReader):
         written. The two elements become the items of one array under one key: `"tag": ["a", ..]`.
         """
         parent = self._elements[-1]
-        # If the previous child has the same name and its value has not been written, the two
-        # children may become items of one array. The array needs only one key, so no second key is
-        # written.
-        continues_array = parent.delays_value_of(name)
+        # The value of an earlier child with the same name is stored until a child with another name
+        # opens or the parent closes. Both children then become items of one array, under one key.
+        continues_array = parent.has_stored_value_of(name)
         if not continues_array:
-            self._write_key(parent, name)
+            self._write_key(parent, name)  # Writes the stored values of other children first.
         parent.last_child = name
         schema = parent.child_schema(name)
         types = json_types_of(schema, self._root_schema)
@@ -175,12 +174,12 @@ class NestedReader(StepReader):
         Example: after `~<tag>a~</tag>`, the text `"a"` and then `, "days": ` is written for the
         child `days`.
         """
-        self._write_delayed_values(parent)
+        self._write_stored_values(parent)
         self.writer.write(parent.add_key(name))
 
-    def _write_delayed_values(self, element: Element) -> None:
+    def _write_stored_values(self, element: Element) -> None:
         """Write the stored values of the closed children of `element`."""
-        json_text = element.take_delayed_values()
+        json_text = element.take_stored_values()
         if json_text:
             self.writer.write(json_text)
 
@@ -200,6 +199,7 @@ class NestedReader(StepReader):
         Returns:
             `pos`, because no text is read. NEED_MORE if the kind is not known yet.
         """
+        # If no tag has arrived, `prefix_start` is the end of the text.
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         has_text = skip_whitespace(text, pos) < prefix_start
         if has_text:
@@ -208,20 +208,21 @@ class NestedReader(StepReader):
         if is_prefix_complete:  # Another tag follows the opening tag.
             is_decided = self._decide_kind_at_tag(element, text, prefix_start)
             return pos if is_decided else NEED_MORE
-        if self.is_final:
-            self._start_text(element)
-            return pos
-        return NEED_MORE
+        # After `pos` is only white space, or the beginning of a tag prefix.
+        if not self.is_final:
+            return NEED_MORE
+        self._start_text(element)
+        return pos
 
     def _decide_kind_at_tag(self, element: Element, text: str, prefix_start: int) -> bool:
         """Set `element.kind` based on the tag that directly follows the element's opening tag.
 
-        Examples: in `~<city>~</city>`, the element contains an empty text. In `~<city>~<name>`, the
-        element contains child elements.
+        No text is read. Examples: in `~<city>~</city>`, the element contains an empty text. In
+        `~<city>~<name>`, the element contains child elements, and the first child is `name`.
 
         Args:
             element: The innermost open element.
-            text: The text.
+            text: The text that contains the second tag.
             prefix_start: The position of the second tag, including the prefix of this tag.
 
         Returns:
@@ -232,13 +233,15 @@ class NestedReader(StepReader):
             self._start_text(element)
             return True
         child_tag = _match_tag(text, tag_start)
+        if child_tag is not None:
+            self._open_container(element, first_child=child_tag["name"])
+            return True
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
-        if child_tag is None and may_be_completed:
+        if may_be_completed:
             return False
-        # Here, a malformed tag is treated like an opening tag. `_read_tag` rejects the malformed
-        # tag later.
-        first_child = child_tag.group(2) if child_tag is not None else ""
-        self._open_container(element, first_child)
+        # The tag is malformed or cut off. Inside a container, the next step is `_read_tag`, which
+        # rejects such a tag.
+        self._open_container(element, first_child="")
         return True
 
     def _start_text(self, element: Element) -> None:
@@ -263,10 +266,9 @@ class NestedReader(StepReader):
             element: The innermost open element.
             first_child: The name of the element's first child.
         """
-        # In `~<a>1~</a>~<a>~<b>`, the two elements `a` could have become one array, so no key has
-        # been written for the second `a`. However, only elements without children can be items of
-        # this array. The second `a` has the child `b`, so its key is written now.
-        if not element.is_key_written:
+        if not element.is_key_written:  # As for the second `a` in `~<a>1~</a>~<a>~<b>`.
+            # The key was omitted, because two elements `a` without children become one array. This
+            # element has a child, so it cannot be an item of the array, and needs its own key.
             self._write_omitted_key(element)
         element.kind = element.container_kind(first_child)
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
@@ -277,7 +279,8 @@ class NestedReader(StepReader):
         `_open_element` writes no key if the previous sibling has the name of the element, because
         both elements may become the items of one array. An element with children cannot be an item
         of this array, so the object contains the key twice. Example: for `~<a>1~</a>~<a>~<b>`, the
-        texts `1` and `, "a": ` are written. Afterwards `element.is_key_written` is true.
+        texts `1` and `, "a": ` are written, after the first key. Afterwards
+        `element.is_key_written` is true.
         """
         parent = self._elements[-2]  # `element` is the innermost element.
         self._write_key(parent, element.name)
@@ -331,25 +334,26 @@ class NestedReader(StepReader):
         Examples: `"` is written for a string, `]` for an array, and `3` for `~<days>3~</days>`.
         """
         element = self._elements.pop()
-        self._write_delayed_values(element)
+        self._write_stored_values(element)
         if element.kind in _CLOSING_TEXTS:
             self.writer.write(_CLOSING_TEXTS[element.kind])
         else:
-            self._close_value(element)
+            self._write_or_store_value(element)
 
-    def _close_value(self, element: Element) -> None:
+    def _write_or_store_value(self, element: Element) -> None:
         """If the value of a closed element may become an array item, store it. Otherwise write it.
 
         Example: after `~<tag>a~</tag>`, the value `"a"` is stored if the schema allows an array,
         because another `~<tag>` may follow. The two values would then become `["a", "b"]`. The
-        stored values are written when an element with another name opens.
+        stored values are written when a sibling with another name opens (`_open_element`), or when
+        the parent closes (`_close_element`).
         """
         parent = self._elements[-1]  # The closed element is no longer in the list.
         value = element.value_as_json()
         schema_allows_array = element.types is None or "array" in element.types
         may_become_item = parent.kind is ElementKind.OBJECT and schema_allows_array
         if may_become_item:
-            parent.delayed_values.append(value)
+            parent.stored_values.append(value)
         else:
             self.writer.write(value)
 
@@ -361,7 +365,7 @@ class NestedReader(StepReader):
 
     def _close_arguments(self) -> None:
         """Write the arguments that are still stored, and then the closing brace."""
-        self._write_delayed_values(self._elements[0])
+        self._write_stored_values(self._elements[0])
         self.writer.write("}")
 
     def end_invalid_call(self) -> None:
@@ -382,5 +386,5 @@ class NestedReader(StepReader):
         """
         if self.writer.is_open:
             for element in self._elements:
-                self._write_delayed_values(element)
+                self._write_stored_values(element)
         super().finish()

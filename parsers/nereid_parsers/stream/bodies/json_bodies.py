@@ -21,7 +21,7 @@ class JsonArgumentsReader(BodyReader):
 
     __slots__ = ("_head", "_scanner")
 
-    is_verbatim = True
+    writes_model_text = True
 
     def __init__(self, writer: CallWriter, head: Head) -> None:
         """Create a reader for the arguments of the function `head.name`."""
@@ -34,7 +34,10 @@ class JsonArgumentsReader(BodyReader):
 
         The arguments start at `text[pos]`, or continue there. Example: for the pieces `{"a": ` and
         `1}</call>`, the writer receives `{"a": ` and `1}`. `status` becomes DONE after the closing
-        brace, and BROKEN if the text is not a JSON object.
+        brace. It becomes BROKEN in two cases:
+
+            The request does not offer the function. No tool call starts, so the text is content.
+            The text is not a JSON object. The tool call has started, so it ends with a fault.
 
         Returns:
             The position up to which the text was read.
@@ -44,10 +47,9 @@ class JsonArgumentsReader(BodyReader):
             is_empty = pos == len(text)
             if is_empty:
                 return pos
-            if not self._start_named_call(self._head):
-                return self._reject(pos)  # The text is not a tool call, so it is content.
-            if text[pos] != "{":
-                return self._reject(pos)  # The tool call has started, so its arguments are broken.
+            has_started = self._start_named_call(self._head)
+            if not has_started or text[pos] != "{":
+                return self._reject(pos)
         # The JSON object may arrive in several pieces. The scanner finds the end of the object.
         end = self._scanner.scan(text, pos)
         if end > pos:
@@ -61,7 +63,7 @@ class JsonArgumentsReader(BodyReader):
 class ArrayReader(BodyReader):
     """Reads tool calls from one JSON array, for example `[{"name": "f", "arguments": {}}]`."""
 
-    is_verbatim = True
+    writes_model_text = True
 
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
         """Create a reader for one array, in which each object is a tool call.

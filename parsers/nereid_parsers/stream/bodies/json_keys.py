@@ -155,7 +155,8 @@ class KeyRoles:
         """Return the meaning of a key that the format does not declare, such as `input`.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
-        object. Examples for the declared keys `name` and `arguments`:
+        object. The writer then stores a description of this deviation for the events. Examples for
+        the declared keys `name` and `arguments`:
 
             object                                           key        role
             `{"name": "f", "input": {}}`                     input      ARGUMENTS
@@ -163,11 +164,12 @@ class KeyRoles:
             `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED, or INVALID if the
                                                                         object may be content
         """
-        if is_object and self._may_deviate():
+        # Without a marker, and without the names of the offered tools, nothing distinguishes a tool
+        # call with an unexpected key from an ordinary JSON object.
+        is_call_recognizable = self._is_confirmed or self._writer.tools.is_known
+        if is_object and is_call_recognizable and not self._parts.has_arguments:
             deviation = _deviation_of(path, keys, has_name=self._parts.name is not None)
             if deviation is not None:
-                # The client receives a description of the unexpected key together with the tool
-                # call.
                 self._writer.add_deviation(deviation.description)
                 return deviation.role
         # The object is certainly a tool call if a marker or an earlier tool call shows this
@@ -175,16 +177,6 @@ class KeyRoles:
         is_known_call = self._is_confirmed or self._writer.is_open
         is_harmless_key = _last_key(path) in keys.extra  # Such as `type`, which the format names.
         return KeyRole.IGNORED if is_known_call or is_harmless_key else KeyRole.INVALID
-
-    def _may_deviate(self) -> bool:
-        """Return whether the value of an unexpected key may be arguments or the whole tool call.
-
-        The result is False if the arguments have already been read. It is also False if nothing
-        distinguishes a tool call from an ordinary JSON object. A marker before the object, or the
-        names of the offered tools, distinguish the two.
-        """
-        can_recognize_call = self._is_confirmed or self._writer.tools.is_known
-        return can_recognize_call and not self._parts.has_arguments
 
 
 def _deviation_of(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None:

@@ -32,7 +32,7 @@ class ObjectReader(StepReader):
         "_scanner", "_string", "_word_pieces",
     )  # fmt: skip
 
-    is_verbatim = True
+    writes_model_text = True
 
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
         """Create a reader for one JSON object with the name and the arguments of a tool call.
@@ -50,16 +50,17 @@ class ObjectReader(StepReader):
         self._parts = CallParts()  # The name, the id and the arguments that have been read.
         # Decides what each key means: the name, the arguments or another member.
         self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
-        # The keys under which the enclosing objects are stored. Example: ["function"] inside
-        # `{"function": {"name": ..`. If the format does not declare such a key, the list contains
-        # "" instead.
+        # The keys of the enclosing objects, for example ["function"] inside `{"function": {"name":
+        # ..`. A key that the format does not declare is stored as "", and `_path_of_key` omits it.
         self._outer_keys: list[str] = []
         self._key = ""  # The key of the member that is being read.
-        # The objects that read the current value.
-        self._scanner = JsonScanner()  # Finds the end of the value.
+        # The members are read by one of these objects:
+        self._string = JsonStringReader()  # Reads a key, or a value that is a string.
+        # At the end of a string, this method receives the decoded string. It stores the string, for
+        # example as the name of the function, and selects the next step.
+        self._on_string: Callable[[str], None] = self._set_key
+        self._scanner = JsonScanner()  # Finds the end of any other value.
         self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
-        self._string = JsonStringReader()  # Reads a string.
-        self._on_string: Callable[[str], None] = self._set_key  # Receives the string's value.
 
     def finish(self) -> None:
         """End the tool call, because the message has ended.
@@ -239,10 +240,10 @@ class ObjectReader(StepReader):
     def _skip_value(self, text: str, pos: int) -> int:
         """Read a piece of an ignored value, and write nothing. Return the end of the piece."""
         end = self._scanner.scan(text, pos)
-        self._continue_after_scan()
+        self._select_step_after_scan()
         return end
 
-    def _continue_after_scan(self) -> None:
+    def _select_step_after_scan(self) -> None:
         """Select the next step after `_scanner` has read a piece of a value.
 
         If the value is complete, the next step reads the next key. If the value is not valid JSON,
@@ -301,12 +302,15 @@ class ObjectReader(StepReader):
     def _start_arguments(self, text: str, pos: int) -> int:
         """Select the method that reads the arguments. If the name is known, start the tool call.
 
-        The arguments start at `pos`. Example: `{"name": "Ann", "arguments": 3}` without a marker
-        such as `<tool_call>` is content, because `3` is not an object. The status becomes BROKEN.
+        If the arguments precede the name, they are stored until the name starts the tool call. The
+        arguments start with the character at `pos`. Example: without a marker such as
+        `<tool_call>`, the object `{"name": "Ann", "arguments": 3}` is content, because `3` is not
+        an object.
 
         Returns:
             `pos`, because the selected step reads the arguments. NEED_MORE if more text is required
-            to decide whether the value is an object.
+            to decide whether the value is an object. If the object is content, the status becomes
+            BROKEN, and the result is `pos`.
         """
         must_be_object = not self._is_confirmed  # No marker shows that this is a tool call.
         if must_be_object:
@@ -348,8 +352,8 @@ class ObjectReader(StepReader):
         """Write a piece of the arguments unchanged. Return the position after the piece."""
         end = self._scanner.scan(text, pos)
         if end > pos:
-            self._write(text[pos:end])
-        self._continue_after_scan()
+            self._write_or_store(text[pos:end])
+        self._select_step_after_scan()
         return end
 
     def _read_null(self, text: str, pos: int) -> int:
@@ -363,8 +367,8 @@ class ObjectReader(StepReader):
         is_word_complete = self._scanner.status is not MORE
         if is_word_complete:
             word = "".join(self._word_pieces)
-            self._write("{}" if word == "null" else word)
-        self._continue_after_scan()  # Selects the next step.
+            self._write_or_store("{}" if word == "null" else word)
+        self._select_step_after_scan()
         return end
 
     def _write_decoded_arguments(self, text: str) -> None:
@@ -376,10 +380,10 @@ class ObjectReader(StepReader):
         Args:
             text: The decoded value of the JSON string.
         """
-        self._write(text.strip() or "{}")
+        self._write_or_store(text.strip() or "{}")
         self._next_step = self._read_key_or_closing_brace
 
-    def _write(self, text: str) -> None:
+    def _write_or_store(self, text: str) -> None:
         """Write a part of the arguments. If the tool call has not started yet, store the part."""
         if self.writer.is_open:
             self.writer.write(text)

@@ -54,7 +54,7 @@ class Element:
         text_pieces: The stored text of an element of kind VALUE.
         num_children: The number of children whose key has been written.
         last_child: The name of the child element that was opened last.
-        delayed_values: The JSON texts of the closed children with the name `last_child` that have
+        stored_values: The JSON texts of the closed children with the name `last_child` that have
             not been written.
     """
 
@@ -66,7 +66,7 @@ class Element:
     text_pieces: list[str] = field(default_factory=list)
     num_children: int = 0
     last_child: str = ""
-    delayed_values: list[str] = field(default_factory=list)
+    stored_values: list[str] = field(default_factory=list)
 
     def child_schema(self, name: str) -> Mapping[str, object]:
         """Return the JSON schema of the child element `name`, or {} if the child has no schema."""
@@ -102,9 +102,13 @@ class Element:
             return "[]" if "array" in self.types else "{}"
         return to_json(text, self.types)
 
-    def delays_value_of(self, child: str) -> bool:
-        """Return whether this element stores unwritten values of earlier children named `child`."""
-        return child == self.last_child and bool(self.delayed_values)
+    def has_stored_value_of(self, child: str) -> bool:
+        """Return whether the value of an earlier child named `child` has not been written yet.
+
+        Example: after `~<tag>a~</tag>`, the value `"a"` of `tag` is stored, because another `tag`
+        may follow, and the two values would become one array.
+        """
+        return child == self.last_child and bool(self.stored_values)
 
     def add_key(self, child: str) -> str:
         """Return the JSON text that precedes the value of a new child, for example `"days": `.
@@ -118,12 +122,12 @@ class Element:
         self.num_children += 1
         return comma + key
 
-    def take_delayed_values(self) -> str:
-        """Remove all values from `delayed_values`, and return one JSON text that contains them.
+    def take_stored_values(self) -> str:
+        """Remove all values from `stored_values`, and return one JSON text that contains them.
 
         Example: after `~<tag>a~</tag>~<tag>b~</tag>`, the result is the array `["a", "b"]`. After
         `~<tag>a~</tag>` alone, the result is `"a"`. If there are no values, the result is "".
         """
-        values = self.delayed_values
-        self.delayed_values = []
+        values = self.stored_values
+        self.stored_values = []
         return f"[{', '.join(values)}]" if len(values) > 1 else "".join(values)

@@ -46,10 +46,12 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
     """
     first_part, *other_parts = tag_parts(marker)
     regexes = [marker_prefix_regex(whitespace + first_part)]
-    earlier_parts = re.escape(whitespace + first_part)  # Matches the tags before `part`.
+    complete_parts = re.escape(whitespace + first_part)  # Matches all tags before `part`.
     for part in other_parts:
-        regexes.append(rf"{earlier_parts}\s*(?:\Z|{marker_prefix_regex(part)})")
-        earlier_parts += rf"\s*{re.escape(part)}"
+        # The text ends after the complete tags (`\Z`), or inside the tag `part`.
+        text_end = rf"(?:\Z|{marker_prefix_regex(part)})"
+        regexes.append(rf"{complete_parts}\s*{text_end}")
+        complete_parts += rf"\s*{re.escape(part)}"
     return regexes
 
 
@@ -57,11 +59,12 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
     """Return regexes that match a marker, or an incomplete marker at the end of a text.
 
     The caller uses the first regex that matches. Example: for the markers `<a><b>` and `<a>`, the
-    first three regexes match
+    regexes match, in this order:
 
         1. `<a><b>`
         2. an incomplete `<a><b>` at the end of the text, for example `<a><`
         3. `<a>`
+        4. an incomplete `<a><b>` or `<a>` at the end of the text, for example `<`
 
     In the text `x<a><`, the second regex matches, so the lexer waits for more text. In the order 1,
     3, 2, the lexer would find `<a>`, although `b>` may follow.
@@ -74,18 +77,17 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         longer_markers = [
             longer for longer in longest_first if longer != marker and longer.startswith(marker)
         ]
-        # `marker` may be the beginning of a longer marker, as `<a>` is the beginning of `<a><b>`.
-        # The incomplete longer marker, such as `<a><`, is tried first.
+        # The second regex of the example must precede the third one. If no longer marker starts
+        # with `marker`, the order does not matter, and the last regexes are sufficient.
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
-    # The incomplete forms of all markers are tried last. A marker of one character has no
-    # incomplete form.
+    # The fourth regex of the example. A marker of one character has no incomplete form.
     regexes += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
     return regexes
 
 
 def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
-    """Return a function that finds the first match of any of the regexes in a text.
+    """Return a function that finds the first match of any of the `regexes` in a text.
 
     The function receives a text and the position at which the search starts, and returns the match
     or None. If there are no markers, the result is None instead of a function.
@@ -117,8 +119,10 @@ class Lexer:
         """Create a lexer that finds markers such as `<think>`. Empty markers are ignored."""
         self._markers = frozenset(marker for marker in markers if marker)
         # A regex uses the first alternative that matches, so longer markers must precede shorter
-        # markers.
-        longest_first = sorted(sorted(self._markers), key=len, reverse=True)
+        # markers. Markers of the same length are sorted by their text, so that the regex is always
+        # the same.
+        longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
+        # Both functions are None if there are no markers.
         # Finds only complete markers. This function is used if no more text follows.
         exact_regexes = [re.escape(marker) for marker in longest_first]
         self._find_marker = _search_function(longest_first, exact_regexes)
@@ -141,11 +145,12 @@ class Lexer:
         """
         text = buffer.text
         search = self._find_marker if buffer.is_final else self._find_marker_or_prefix
-        match = search(text, buffer.pos) if search is not None else None
+        match = search(text, buffer.pos) if search is not None else None  # None without markers.
         if match is None:
             return len(text), ""
         marker_or_prefix = match.group()
-        # Only a match at the very end of the text can change when more text arrives.
+        # At the very end of the text, `<` may become `<a>`. A complete marker `<a>` may also become
+        # a longer marker, such as `<a><b>`. The lexer then waits for more text.
         is_at_text_end = match.end() == len(text)
         if is_at_text_end and not buffer.is_final and self._is_proper_prefix(marker_or_prefix):
             return match.start(), ""

@@ -211,10 +211,10 @@ class Machine:
         self._buffer.is_final = True
         # Each method may enter a state that a later method handles, so the order is important.
         self._finish_unclassified_text()  # Enters REASONING or CONTENT.
-        self._drop_incomplete_marker()  # In REASONING or CONTENT.
+        self._drop_incomplete_marker()  # Does not change the state.
         self._run()  # Reads the remaining text, now that `is_final` is true. May enter any state.
         self._finish_interrupted_reasoning()  # May enter CALL_BODY.
-        self._finish_incomplete_calls()  # Leaves CALL_BODY. May enter BROKEN_CALL or CALL_START.
+        self._finish_incomplete_calls()  # Leaves CALL_BODY, for example to BROKEN_CALL.
         self._finish_broken_call_or_marker()
         self._text_writer.finish_whitespace(
             is_reasoning=self._state is State.REASONING, has_calls=self._call_reader.has_calls()

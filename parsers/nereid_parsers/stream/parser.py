@@ -96,7 +96,7 @@ class OutputStart:
 
 
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
-    r"""Return in which part of the message the model's output starts. See `OutputStart`.
+    r"""Return where the model's output starts, and whether the prompt contains ended reasoning.
 
     The stage is the part of the message to which the first character of the output belongs:
     reasoning, content or tool calls. Examples, with the reasoning markers `<think>` and `</think>`:
@@ -114,6 +114,8 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     """
     start = find_start(fmt, prompt)
     if not start.prefill:
+        # `start.stage` is None if the output starts inside the header of a message. A header
+        # belongs to no stage, so it is reported as content, which is the usual stage.
         return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
     # The prompt contains the beginning of the message (the "prefill"). The parser must read the
     # prefill to find out whether it ends in reasoning, content or a tool call.

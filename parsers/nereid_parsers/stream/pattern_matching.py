@@ -52,9 +52,9 @@ _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
-# The field `rest` matches the rest of a line, which may be empty. All other fields match at least
+# The field `{rest}` matches the rest of a line, which may be empty. All other fields match at least
 # one character.
-_OPTIONAL_FIELD = "rest"
+_REST_FIELD = "rest"
 _MAX_WORDS_ON_SECOND_LINE = 2  # The limit for a line break inside the field `rest`.
 # Maps each field to the characters that the field cannot contain. The syntax is that of a regex
 # character class.
@@ -96,13 +96,16 @@ class FieldStep:
         # be the beginning of `summary`. Such a name is not accepted. Other fields are accepted even
         # if they may be cut off.
         may_be_cut_off = is_at_text_end and self.name == "name"
-        if may_be_cut_off or not self._accepts(text[pos:end]):
+        if may_be_cut_off or not self._is_valid(text[pos:end]):
             return NO_MATCH
         return end
 
-    def _accepts(self, value: str) -> bool:
-        """Return whether `value` is allowed as the field's text. Only `rest` may be empty."""
-        if self.name == _OPTIONAL_FIELD:
+    def _is_valid(self, value: str) -> bool:
+        """Return whether `value`, which matches the regex, is valid as the text of the field.
+
+        Only the field `{rest}` may be empty, and a function's name must not consist of digits.
+        """
+        if self.name == _REST_FIELD:
             return True
         # Some models write the number of a tool call next to the function's name. A text of digits
         # is probably this number, so it is not accepted as a name.
@@ -216,10 +219,13 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
     """
     spellings = [marker]
     if marker.startswith("<"):
-        # A model may omit a space, and a tokenizer may write the character `Ġ` instead of a space.
+        # Inside a tag, a model may omit a space, and a tokenizer may write the character `Ġ`
+        # instead of a space. Other markers may be ordinary words, so their spaces are required.
         spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
     for gap in _TAG_GAP.finditer(marker):  # A place before or after a tag.
         spellings += _with_replacements(marker, gap, ("", " ", "\n"))
+    # Where the marker has white space, a model may write a superfluous space, or a line break and a
+    # space.
     for space in _WHITESPACE_IN_MARKER.finditer(marker):
         spellings += _with_replacements(marker, space, (" \n", "\n ", space.group() + " "))
     return tuple(dict.fromkeys(spellings))  # Duplicates are removed, and the order is kept.
@@ -303,20 +309,22 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
         name: The name of the field, which decides which characters the field may contain.
         next_literal: The fixed text after the field in the pattern, or "" if there is none.
     """
-    if name == _OPTIONAL_FIELD:  # The field `{rest}` matches any text.
+    if name == _REST_FIELD:
+        # Unlike other fields, `{rest}` may contain the first character of the literal.
         return _rest_regex(next_literal)
     next_char = next_literal[:1]
     # White space in the pattern may be missing in the text, so it cannot show where the field ends.
     stop_char = "" if next_char.isspace() else re.escape(next_char)
-    return re.compile(f"[^{_EXCLUDED_CHARS[name]}{stop_char}]+")
+    excluded_chars = _EXCLUDED_CHARS[name]  # In the syntax of a character class: `\s<>`.
+    return re.compile(f"[^{excluded_chars}{stop_char}]+")
 
 
 def _rest_regex(next_literal: str) -> re.Pattern[str]:
-    """Return the regex of the field `{rest}`, which matches any text before the next literal.
+    r"""Return the regex of the field `{rest}`, which matches any text before the next literal.
 
     Example: for the literal `<sep>`, the regex matches ` to=f` in ` to=f<sep>`. A model may insert
-    one line break into this text. Only a few words may follow the line break, because a longer
-    second line is content.
+    one line break into a header, as in ` to=f\njson<sep>`, so the regex also matches a short second
+    line. A longer second line is content.
 
     Args:
         next_literal: The fixed text after the field in the pattern. If it is "", the field matches
@@ -328,7 +336,7 @@ def _rest_regex(next_literal: str) -> re.Pattern[str]:
     rest_of_line = f"(?:(?!{stop}).)*"  # All characters of the line before `stop`.
     spaces = r"[^\S\n]*"  # White space without line breaks.
     words = rf"(?:{spaces}\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
-    second_line = rf"\n{words}{spaces}"
+    second_line = rf"\n{words}{spaces}"  # This line ends before `stop`, because a tag is no word.
     return re.compile(f"{rest_of_line}(?:{second_line})?")
 
 

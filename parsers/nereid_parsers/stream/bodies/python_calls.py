@@ -110,10 +110,11 @@ class PythonCallsReader(StepReader):
         if name_match is None:
             return self._reject(pos)
         bracket_end = _match_opening_bracket(text, name_match.end())
-        if bracket_end == NEED_MORE:
+        if bracket_end == NEED_MORE:  # As in `f` or `f(a`: the start of the call is incomplete.
             return self._need_more_or_reject(text, pos)
         if bracket_end == NO_MATCH:
             return self._reject(pos)
+        # In some formats, a suffix such as `.call` follows each name: `f.call(a=1)` calls `f`.
         name = name_match.group().removesuffix(self._declaration.suffix)
         has_started = self.writer.start(name, "", is_confirmed=self._is_confirmed)
         if not has_started:  # The request does not offer this function, so the text is content.

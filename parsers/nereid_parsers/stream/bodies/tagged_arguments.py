@@ -91,16 +91,19 @@ class TaggedReader(StepReader):
         if isinstance(opening, TagOpening):
             self._start_value(opening)
             return opening.end
-        if opening == NEED_MORE:
+        if opening == NEED_MORE:  # As in `<param`. Never at the end of the message.
             return NEED_MORE
-        if not self._may_become_tag(text, pos):
-            return self._reject(pos)  # There is text between the arguments.
+        # The remaining cases are a part of a stop marker, such as `</func`, a tag that is
+        # incomplete at the end of the message, and text between the arguments, which is not valid.
+        if not self._is_incomplete_tag(text, pos):
+            return self._reject(pos)
         return len(text) if self.is_final else NEED_MORE
 
-    def _may_become_tag(self, text: str, pos: int) -> bool:
-        """Return whether `text[pos:]` is an incomplete tag, such as `</func` or `<param`.
+    def _is_incomplete_tag(self, text: str, pos: int) -> bool:
+        """Return whether `text[pos:]` is the beginning of an opening tag or of a stop marker.
 
-        Examples: the result is True for `</func` and for `<param`, and False for `Paris`.
+        Examples: the result is True for `<param` and for `</func`, and False for `Paris`. It is
+        also True at the end of the message, when no more text can complete the tag.
         """
         if self._tags.may_become_stop_marker(text, pos):
             return True
@@ -149,7 +152,8 @@ class TaggedReader(StepReader):
         """Find the end of the current value in the unread text `text[pos:]`.
 
         A value usually ends at its closing marker. If the model has omitted the closing marker, the
-        value ends early, before another marker. Examples for the closing marker `</p>` and `pos=0`:
+        value ends early, before another marker, and the writer stores a description of this
+        deviation. Examples for the closing marker `</p>` and `pos=0`:
 
             text         result
             `a</p>`      `_ValueEnd(text_end=1, next_pos=5)`
@@ -158,18 +162,19 @@ class TaggedReader(StepReader):
             `a</call>`   `_ValueEnd(1, 1)`: the value ends early, and `</call>` stays unread.
         """
         tag = self._value.tag
+        # `find_possible_end` also finds an incomplete marker, which later text may complete.
         find_marker = tag.find_end if self.is_final else tag.find_possible_end
-        found = find_marker(text, pos)
-        # In the regex, the group "close" matches the closing marker of the value, and the group
-        # "early" matches any other marker that may end the value.
-        while found is not None:
-            text_end = found.start()  # The match starts with the white space before the marker.
-            if found.lastgroup is None:  # Only the beginning of a marker has arrived.
+        match = find_marker(text, pos)
+        # The group "close" matches the closing marker of the value, and the group "early" matches
+        # any other marker that may end the value. No group matches an incomplete marker.
+        while match is not None:
+            text_end = match.start()  # The match starts with the white space before the marker.
+            if match.lastgroup is None:  # Only the beginning of a marker has arrived.
                 return _ValueEnd(text_end, None)
-            if found.lastgroup == "close":
-                return _ValueEnd(text_end, found.end())
-            marker_start = found.start("early")
-            role = self._role_of_early_marker(text, marker_start)
+            if match.lastgroup == "close":
+                return _ValueEnd(text_end, match.end())
+            marker_start = match.start("early")
+            role = self._role_of_marker_in_value(text, marker_start)
             if role is MarkerRole.UNDECIDED:
                 return _ValueEnd(text_end, None)
             if role is MarkerRole.AFTER_VALUE:
@@ -177,19 +182,20 @@ class TaggedReader(StepReader):
                 return _ValueEnd(text_end, marker_start)
             # This marker is a part of the value. The search continues one character later, because
             # another marker may start inside this marker.
-            found = find_marker(text, marker_start + 1)
+            match = find_marker(text, marker_start + 1)
         return _ValueEnd(len(text), None)
 
-    def _role_of_early_marker(self, text: str, pos: int) -> MarkerRole:
+    def _role_of_marker_in_value(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of the value or follows the value.
 
-        The closing marker of the value has not been found before `pos`. The marker at `pos` is one
-        of two texts:
+        The closing marker of the value has not been found before `pos`. Either the value contains
+        the marker at `pos`, or the model has omitted the closing marker. There are two cases:
 
-        - A stop marker such as `</function>`. See `CompiledTags.role_of_stop_marker`.
-        - The opening tag of an argument such as `<parameter=days>`. The value ends before this tag
-          if the tool declares the argument `days`, and `days` has not been read yet. Otherwise the
-          tag is a part of the value.
+        - The marker is a stop marker such as `</function>`. It is a part of the value if a closing
+          marker follows later in the text, and follows the value if another tool call starts.
+        - The marker is the opening tag of an argument such as `<parameter=days>`. The value ends
+          before this tag if the tool declares the argument `days`, and `days` has not been read
+          yet. Otherwise the tag is a part of the value.
         """
         if self._tags.is_at_stop_marker(text, pos):
             return self._tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
@@ -217,7 +223,7 @@ class TaggedReader(StepReader):
         has_new_text = text_end > pos
         if has_new_text:
             self.writer.write(escape_json(text[pos:text_end]))
-        if next_pos is not None:
+        if next_pos is not None:  # The value has ended.
             self.writer.write('"')
             self._next_step = self._read_tag_or_end
             return next_pos
@@ -226,7 +232,8 @@ class TaggedReader(StepReader):
     def _store_value(self, text: str, pos: int) -> int:
         """Store the text of a value. As soon as the value's type is certain, write the text.
 
-        The text is stored because `12` is a number, but `12 Main Street` is a string. Examples:
+        The text is stored because `12` is a number, but `12 Main Street` is a string. Examples for
+        an argument whose type is not known:
 
             stored text   new text          text that is written
             `1`           `2</parameter>`   `12`, because the closing marker shows the whole value
@@ -241,7 +248,7 @@ class TaggedReader(StepReader):
         has_new_text = text_end > pos
         if has_new_text:
             self._value.pieces.append(text[pos:text_end])
-        if next_pos is not None:
+        if next_pos is not None:  # The value has ended.
             self.writer.write(self._value.to_json())
             self._next_step = self._read_tag_or_end
             return next_pos
@@ -270,14 +277,15 @@ class TaggedReader(StepReader):
         self.writer.end("there is text between the arguments")
 
     def finish(self) -> None:
-        """If the message ends inside a tool call, end this tool call.
+        """If the message ends inside a tool call, write the stored text and end this tool call.
 
-        If the arguments or the last value can be completed, the missing JSON text is written:
+        Only complete arguments are closed. If the message ends inside a value, the arguments stay
+        incomplete, so that the client can recognise that they are cut off:
 
             end of the message        text that is written
             `..</parameter>`          `}`
-            `..<parameter=days>3`     `3`, because the stored text is a value
-            `..<parameter=city>Par`   nothing: a string that is cut off is not closed
+            `..<parameter=days>3`     `3`, which has been stored until now
+            `..<parameter=city>Par`   nothing, because `"Par` has already been written
         """
         is_between_arguments = self._next_step == self._read_tag_or_end
         is_in_stored_value = self._next_step == self._store_value and bool(self._value.pieces)
@@ -285,4 +293,4 @@ class TaggedReader(StepReader):
             self._close_arguments()
         elif self.writer.is_open and is_in_stored_value:
             self.writer.write(self._value.to_json())
-        super().finish()
+        super().finish()  # Ends the tool call, with a description of the fault.

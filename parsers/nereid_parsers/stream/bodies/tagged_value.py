@@ -55,7 +55,8 @@ class TaggedValue:
     def can_only_be_string(self) -> bool:
         """Return whether the value must be a string, regardless of the text that may still follow.
 
-        The result depends on the allowed types:
+        At least one character of the value must be stored. If "string" is the only allowed type,
+        the value is not stored, so the caller does not call this method. Examples:
 
             allowed types    stored text   result
             all              `Par`         True
@@ -70,8 +71,8 @@ class TaggedValue:
             text = self.text
             may_become_null = any(word.startswith(text) for word in _NULL_WORDS)
             return not may_become_null
-        # Only the first piece is examined, because joining all pieces each time a new piece arrives
-        # would be slow.
+        # Only the first piece, which is not empty, is examined. Joining all pieces each time a new
+        # piece arrives would be slow.
         first_char = self.pieces[0][0]
         return first_char not in _FIRST_CHARS_OF_JSON
 

@@ -43,8 +43,11 @@ class Tools:
             tools: The tools list, or None. A member is `{"type": "function", "function": {...}}`,
                 or only the inner object.
         """
+        # If the list is missing or empty, any function may have been offered.
         self.is_known = bool(tools)
-        self.parameters: dict[str, Mapping[str, Any]] = {}
+        self.parameters: dict[str, Mapping[str, Any]] = {}  # By the name of the function.
+        # The cached results of `argument_types`. The keys are the name of a function and the name
+        # of an argument. None means that the argument may have any type.
         self._argument_types: dict[tuple[str, str], frozenset[str] | None] = {}
         if tools is None:
             return
@@ -118,9 +121,13 @@ def _declared_types(
     """Return the JSON types that the keywords of `schema` allow, or None if they allow any type.
 
     The first of these keywords decides: `$ref`, `type`, `enum`, `const`, `anyOf`, `oneOf`, `allOf`,
-    or a keyword that occurs only in schemas of one type. The keyword `nullable` is ignored.
-    Examples: `{"type": "int"}` gives `{"integer"}`, `{"enum": ["a", 1]}` gives `{"string",
-    "integer"}`, and `{"items": {}}` gives `{"array"}`.
+    or a keyword that occurs only in schemas of one type. Examples:
+
+        {"type": "integer"} and {"type": "int"}   integer: clients also write Python's type names
+        {"enum": ["a", 1]}                        string, integer
+        {"items": {}}                             array
+
+    The caller handles the keyword `nullable`, and limits `depth`, the number of enclosing schemas.
     """
     reference = schema.get("$ref")
     if isinstance(reference, str):
@@ -131,10 +138,10 @@ def _declared_types(
         return frozenset(json_type_of(value) for value in schema["enum"])
     if "const" in schema:
         return frozenset({json_type_of(schema["const"])})
-    for keyword, combine in _COMBINE_TYPES.items():
+    for keyword, combine_types in _COMBINE_TYPES.items():  # For `anyOf`, `oneOf` and `allOf`.
         parts = schema.get(keyword)
         if isinstance(parts, list):
-            return combine([json_types_of(part, root, depth + 1) for part in parts])
+            return combine_types([json_types_of(part, root, depth + 1) for part in parts])
     return _implied_type(schema)
 
 
@@ -269,16 +276,18 @@ class _Literal(NamedTuple):
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
     """Return whether a value must be converted to a JSON string, for example `12` to `"12"`.
 
-    The types that the schema allows decide. These examples show all cases:
+    The value is the text that the model wrote between two tags, as in `<p=days>12</p>`. The types
+    that the schema allows decide. These examples show all cases:
 
         text    type of the value   allowed types   becomes a string
         `12`    integer             number          no
         `12`    integer             string          yes: `"12"`
-        `"a"`   string              string          yes: the quotes are a part of the string
+        `"a"`   string              string          yes: the quotes are a part of the string,
+                                                    because strings between tags have no quotes
         `"a"`   string              integer         no: no conversion gives an allowed type
-        `12`    integer             boolean         yes, although a string is not allowed
+        `12`    integer             boolean         yes, like `yes` or any other unexpected word
         `1.5`   number              integer         no: a number is nearer to the schema
-        `null`  null                integer         no
+        `null`  null                integer         no: it is kept, like an array or an object
 
     Args:
         json_type: The JSON type of the value.

@@ -73,12 +73,13 @@ class Container:
     Attributes:
         close: The bracket that closes the container in the model's text.
         json_close: The bracket that closes the container in the JSON text.
-        num_items: The number of items or members that have been read.
+        num_written_keys: The number of keys that have been written, if the container is an object.
+            The opening brace is written together with the first key.
     """
 
     close: str
     json_close: str
-    num_items: int = 0
+    num_written_keys: int = 0
 
 
 @dataclass(frozen=True, slots=True)

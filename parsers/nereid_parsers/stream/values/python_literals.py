@@ -53,8 +53,9 @@ class LiteralReader:
 
         Args:
             dialect: The rules for strings, for example the quotes that enclose a string.
-            types_of: A function that returns the JSON types which the schema allows for a member of
-                the outermost object. None if there is no schema.
+            types_of: A function that receives the key of a member of the outermost object, such as
+                "city", and returns the JSON types that the schema allows for the value. None if
+                there is no schema.
         """
         self._dialect = dialect
         self._types_of = types_of
@@ -65,7 +66,9 @@ class LiteralReader:
         # for the text `{'a': [1, 'b`.
         self._expected = Expected.VALUE  # The kind of token that may come next.
         self._containers: list[Container] = []  # The open lists and objects: `{` and `[`.
-        self._key: KeyOrItem | None = None  # The last key, such as `'a'`, until its colon is read.
+        # The last key, such as `'a'`, until its colon is read. Without a colon, it is not a key,
+        # but the first item of a set, as in `{'a', 'b'}`.
+        self._key: KeyOrItem | None = None
         # The JSON types that the schema allows for the value after the last key. None if any type
         # is allowed.
         self._value_types: frozenset[str] | None = None
@@ -121,22 +124,26 @@ class LiteralReader:
 
         The text has ended inside the value. Examples:
 
-            `{"a": ["x`   gives `"`, which closes the string.
-            `{"a": `      gives `null` for the missing value.
-            `{'a`         gives `{`. The incomplete key is omitted.
+            `{"a": `         gives `null` for the missing value.
+            `{`, `{'a`       give `{`, which has not been written. The incomplete key is omitted.
+            `{"a": 1, 'b`    gives "", because `{"a": 1` has been written.
+            `{"a": 1`        gives "", because the last value is complete.
+            `{"a": ["x`      gives `"`, which closes the string.
+            `{"days": "3`    gives `3` if the schema allows no string for `days`.
         """
         if self._expected is Expected.VALUE:
             return "null"
-        if self._expected in (Expected.FIRST_KEY, Expected.COLON):
-            # After `{'a'`, the reader cannot decide yet whether the brace starts an object or a
-            # set. A set becomes a JSON array. Therefore, `{` is written only when the colon after
-            # the first key is read.
-            is_brace_missing = not self._containers[-1].num_items
-            return "{" if is_brace_missing else ""
-        if self._string is None:
+        is_key_incomplete = self._expected in (Expected.FIRST_KEY, Expected.COLON)
+        if is_key_incomplete:
+            # `{` is written only together with the first key, because only the colon after the key
+            # shows that the brace starts an object, and not a set, which becomes a JSON array.
+            return "" if self._containers[-1].num_written_keys else "{"
+        string = self._string
+        if string is None:
             return ""
-        is_stored = self._string.role is StringRole.CONVERTED_VALUE
-        return self._convert_string(self._string) if is_stored else '"'
+        if string.role is StringRole.CONVERTED_VALUE:  # Stored until now.
+            return self._convert_string(string)
+        return '"'  # The text of the string has already been written.
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read one token: white space, a value, or the punctuation after a value.
@@ -174,7 +181,7 @@ class LiteralReader:
         if text[pos] == ":":
             self._write_key(key)
             return pos + 1
-        is_first_key = not self._containers[-1].num_items
+        is_first_key = not self._containers[-1].num_written_keys
         is_set = is_first_key and text[pos] in ",}"
         if is_set:
             self._turn_into_set(first_item=key)
@@ -188,9 +195,9 @@ class LiteralReader:
         `_value_types` becomes `{"integer"}`.
         """
         container = self._containers[-1]
-        before_key = ", " if container.num_items else "{"
+        before_key = ", " if container.num_written_keys else "{"
         self._json_parts.append(f"{before_key}{key.key_json}: ")
-        container.num_items += 1
+        container.num_written_keys += 1
         # The members of the outermost object are the arguments of the tool call. The schema
         # declares only the types of the arguments, so inner members may have any type.
         is_argument = len(self._containers) == 1
@@ -254,6 +261,8 @@ class LiteralReader:
             The position after the text that was read, or `pos` if more text is required.
         """
         char = text[pos]
+        # The whole literal, and the value after a colon, cannot be missing (Expected.VALUE). All
+        # other values and keys are inside brackets, so `_containers` is not empty.
         may_close = self._expected is not Expected.VALUE
         if may_close and char == self._containers[-1].close:
             self._close_container()
@@ -352,19 +361,23 @@ class LiteralReader:
         `{'a': '1'}`, the key `'a'` is stored until its colon arrives. The value `'1'` is stored,
         too, if the schema requires a number.
         """
-        role = self._role_of_string()  # Depends on `_expected`, which `_prepare_value` changes.
+        # The role depends on `_expected`, so it is determined before `_prepare_value` changes
+        # `_expected` and writes the comma before the value.
+        role = self._role_of_string()
+        self._prepare_value()
+        if role is StringRole.VALUE:
+            self._json_parts.append('"')
+            string_parts = self._json_parts  # The reader writes the text of the string directly.
+        else:
+            string_parts = []  # The text is stored until the whole string has been read.
         # A quote such as `'` may also be a part of the string. It closes the string only if the
-        # function `can_follow` matches the text after the quote.
+        # function `can_follow` matches the text after the quote. A literal is the value of an
+        # argument, as in `f(a='x')`, so a string outside all brackets is a whole argument.
         can_follow = matcher_after_string(
             is_key=role is StringRole.KEY, is_argument=not self._containers
         )
-        self._prepare_value()  # Writes the comma before the value.
-        json_parts: list[str] = []  # Stores the text of the string.
-        if role is StringRole.VALUE:
-            self._json_parts.append('"')
-            json_parts = self._json_parts  # The text of the string is written directly.
-        reader = StringReader(quote, self._dialect, can_follow, json_parts)
-        self._string = OpenString(role, reader, json_parts)
+        reader = StringReader(quote, self._dialect, can_follow, string_parts)
+        self._string = OpenString(role, reader, string_parts)
 
     def _role_of_string(self) -> StringRole:
         """Return the `StringRole` of the next string in the literal, for example KEY or VALUE.
@@ -392,8 +405,10 @@ class LiteralReader:
             case StringRole.CONVERTED_VALUE:
                 self._json_parts.append(self._convert_string(string))
             case StringRole.KEY:  # The key is written together with the colon that must follow.
-                key_json = string.whole_json()
-                self._key = KeyOrItem(key_json, item_json=key_json)
+                # As the key of an object or as the item of a set, the string is the same JSON text.
+                # Only a key without quotes differs: `1` is the key `"1"` or the item `1`.
+                json_text = string.whole_json()
+                self._key = KeyOrItem(key_json=json_text, item_json=json_text)
 
     def _convert_string(self, string: OpenString) -> str:
         """Convert a stored string to a type that the schema allows. Return the result as JSON text.

@@ -25,7 +25,7 @@ from nereid_parsers.format import LENIENT, STRICT, Format
 from nereid_parsers.formats.registry import get_format, listing
 from nereid_parsers.stream.parser import StreamParser
 from nereid_parsers.stream.trace_writer import Trace
-from nereid_parsers.template import command
+from nereid_parsers.template import command as template_command
 from nereid_parsers.template.report import Paint
 
 _EXIT_ERROR = 2
@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _create_argument_parser() -> argparse.ArgumentParser:
     """Return an argument parser with the subcommands `formats`, `parse` and `template`.
 
-    Parsing the arguments of a command sets `run` to the function that runs this command.
+    Parsing the arguments of a command sets `run` to the function that runs this command. The module
+    `template_command` declares the arguments of the command `template`.
     """
     arguments = argparse.ArgumentParser(prog="python -m nereid_parsers", description=__doc__)
     commands = arguments.add_subparsers(required=True, metavar="COMMAND")
@@ -62,7 +63,7 @@ def _create_argument_parser() -> argparse.ArgumentParser:
             "parse", help="parse a transcript and show its reasoning, content, calls and markup"
         )
     )
-    command.add_arguments(commands.add_parser("template", help=command.HELP))
+    template_command.add_arguments(commands.add_parser("template", help=template_command.HELP))
     return arguments
 
 
@@ -127,7 +128,7 @@ def _run_parse(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--stream {chars_per_piece}: the number of characters in each piece must be at least 1"
         )
-    paint = command.paint_for(options.colour)
+    paint = template_command.paint_for(options.colour)  # A function that colours a text.
     if chars_per_piece is None:
         _print_whole_text(paint, options)
     else:

@@ -274,10 +274,8 @@ def _only_calls(tools: ToolSection, wrapper: Wrapper | None, request: Request) -
 def _content_node(wrapper: Wrapper | None, answer: Node | None) -> Node:
     """Return the grammar node for the content and its markers: `<response>Hello</response>`.
 
-    Example of matching text: `<response>Hello</response>`.
-
     Args:
-        wrapper: The declaration of the markers around the content, or None.
+        wrapper: The declaration of the markers around the content, or None if there are no markers.
         answer: The node that the content must match, or None for free text.
     """
     content = any_text() if answer is None else answer
@@ -299,10 +297,10 @@ def _empty_content(wrapper: Wrapper | None) -> Node:
     if wrapper is None or not wrapper.open.strip():
         return NOTHING
     opening = const(wrapper.open.strip())
-    closing = const(wrapper.close.strip())
-    has_no_closing_marker = closing == NOTHING
-    if has_no_closing_marker:
+    has_closing_marker = bool(wrapper.close.strip())
+    if not has_closing_marker:  # The content ends where the tool calls start.
         return optional(sequence(WHITESPACE, opening))
+    closing = const(wrapper.close.strip())
     # The opening marker is optional, because the prompt may already contain this marker.
     return optional(sequence(WHITESPACE, optional(opening), WHITESPACE, closing))
 

@@ -33,7 +33,8 @@ from nereid_parsers.tool_declarations import (
 # Some models write arguments as XML elements, such as `<city>Paris</city>`. xgrammar supports this
 # form only with this prefix before each tag: `]<]minimax[>[<city>Paris]<]minimax[>[</city>`.
 _NESTED_PREFIX = "]<]minimax[>["
-_NESTED_STYLE = "minimax_m3_xml"
+# With this style, the text that a `json_schema` node matches has tags instead of JSON syntax.
+_NESTED_TAGS_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # Schema keywords that restrict a string. If a schema has one of these keywords, the grammar allows
@@ -101,8 +102,6 @@ def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, A
 def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
     """Return the grammar node for a tagged argument that may be a string: `<p=city>Paris</p>`.
 
-    Example of matching text: `<parameter=city>Paris</parameter>`.
-
     Args:
         declaration: The declaration of the tags.
         key: The name of the argument.
@@ -111,18 +110,21 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
     """
     # Some opening tags declare the type of the value, as in `<p name="a" string="true">`.
     field_values = {"key": [key], "string": ["true"], "type": ["string"]}
-    choices = _string_choices(schema)
+    choices = _string_choices(schema)  # The allowed strings, or None.
     if choices is not None:
+        # Only the declared form is allowed, because each further form would repeat all choices.
         opening = pattern_node(declaration.open, field_values)
         value = one_of(*(const(choice) for choice in choices))
         return sequence(opening, value, const(declaration.close))
     # Some formats declare tags that contain quotes or CDATA, as in `<p><![CDATA[..]]></p>`. If a
     # model may omit the quotes or the CDATA, `declaration.also` contains the shorter form
     # `<p>..</p>`.
-    unquoted = [form for form in declaration.also if _is_quoted_form_of(declaration, form)]
+    unquoted_forms = [
+        form for form in declaration.also if _is_quoted_form(declaration, unquoted=form)
+    ]
     options = [
         _text_until(pattern_node(form.open, field_values), form.close)
-        for form in (declaration, *unquoted)
+        for form in (declaration, *unquoted_forms)
     ]
     return one_of(*options)
 
@@ -148,15 +150,15 @@ def _text_until(opening: Node, close: str) -> Node:
     return sequence(text, const(whitespace_after_marker))
 
 
-def _is_quoted_form_of(quoted: TaggedArguments, unquoted: TaggedArguments) -> bool:
-    """Return whether `quoted.open` is the text of `unquoted.open`, followed by more text.
+def _is_quoted_form(form: TaggedArguments, *, unquoted: TaggedArguments) -> bool:
+    """Return whether `form` writes the value of the form `unquoted` in quotes or in CDATA.
 
     Some templates write a string in quotes or in CDATA only if the string contains special
     characters, so there are two forms of an argument. Example: `<p><![CDATA[..]]></p>` is the
     quoted form of `<p>..</p>`. The text before the quoted value, `<p><![CDATA[`, starts with the
     text before the unquoted value, `<p>`.
     """
-    return quoted.open != unquoted.open and quoted.open.startswith(unquoted.open)
+    return form.open != unquoted.open and form.open.startswith(unquoted.open)
 
 
 def _tagged_json(
@@ -164,7 +166,8 @@ def _tagged_json(
 ) -> Node:
     """Return the grammar node for a tagged argument that cannot be a string: `<p=days>3</p>`.
 
-    Example of matching text: `<parameter=days>3</parameter>`.
+    The value is JSON text. Instead of true, false and null, the model may also write the Python
+    words True, False and None.
 
     Args:
         declaration: The declaration of the tags. `declaration.also` contains the other forms in
@@ -176,8 +179,8 @@ def _tagged_json(
     # Some opening tags declare the type of the value, as in `<p name="a" string="false">`.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
     forms = (declaration, *declaration.also)
-    if types <= _SCALARS:  # The value is a number, a boolean or null.
-        forms = _forms_for_scalars(forms)
+    if types <= _SCALARS:  # The value is a number, a boolean or null, which needs no quotes.
+        forms = _forms_of_scalars(forms)
     options: list[Node] = []
     for form in forms:
         opening = pattern_node(form.open, field_values)
@@ -196,22 +199,21 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
     return names if "number" in names else [*names, "number"]
 
 
-def _forms_for_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return the members of `forms` that models use to write numbers, booleans and null.
+def _forms_of_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
+    """Return the members of `forms` in which models write numbers, booleans and null.
 
     Example: of the forms `<p>3</p>` and `<p><![CDATA[3]]></p>`, only the form without quotes is
-    returned, because models quote only values with special characters.
+    returned, because models quote only values with special characters. The quoted form of any of
+    the `forms` is omitted, even if that form itself is omitted.
     """
     # Some forms declare the type of the value in the opening tag (`{type}`). To keep the grammar
     # small, these forms are omitted if at least one form does not declare a type.
-    untyped = tuple(form for form in forms if "{type}" not in form.open)
-    candidates = untyped if untyped else forms
-    # A form is quoted if its opening text starts with the complete opening text of another form.
-    # Example: `<p><![CDATA[` starts with `<p>`.
-    with_quotes = [
-        form for form in candidates if any(_is_quoted_form_of(form, other) for other in forms)
-    ]
-    return tuple(form for form in candidates if form not in with_quotes)
+    untyped_forms = tuple(form for form in forms if "{type}" not in form.open)
+    return tuple(
+        form
+        for form in untyped_forms or forms
+        if not any(_is_quoted_form(form, unquoted=other) for other in forms)
+    )
 
 
 def _json_or_python_word(
@@ -253,7 +255,8 @@ def nested_arguments(declaration: NestedTags, tool: ToolSchema) -> Node:
             f"The format begins each tag of the arguments with {declaration.tag_prefix!r}, but "
             f"xgrammar can constrain only tags that begin with {_NESTED_PREFIX!r}."
         )
-    return {**json_schema(tool.parameters), "style": _NESTED_STYLE}
+    # With this style, xgrammar matches nested tags instead of JSON text.
+    return {**json_schema(tool.parameters), "style": _NESTED_TAGS_STYLE}
 
 
 def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
@@ -271,9 +274,9 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     """Return the grammar node for a Python literal, such as `True` in the call `f(a=True)`.
 
     Examples of matching texts: `True` for a boolean, `None` for null, and `"Paris"` or `'Paris'`
-    for a string. Every other value is JSON text. JSON text contains the words true, false and null
-    instead of the Python words, for example in a list. The parser accepts the words of both
-    languages.
+    for a string. Every other value is JSON text, because only a JSON schema can describe lists,
+    objects and unions. JSON text contains the words true, false and null, as in `[true]`, or
+    `true` for "boolean or null". The parser accepts the words of both languages.
     """
     types = json_types_of(schema, schema)
     if types == frozenset({"boolean"}):
@@ -281,8 +284,9 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     if types == frozenset({"null"}):
         return const("None")
     if types is not None and "null" in types:
-        schema_without_null = {**schema, "type": sorted(types - {"null"})}
-        return one_of(const("None"), json_schema(schema_without_null))
+        # If another keyword, such as `enum`, allows null, the node also matches JSON's `null`.
+        other_types = sorted(types - {"null"})
+        return one_of(const("None"), json_schema({**schema, "type": other_types}))
     has_string_keywords = any(keyword in schema for keyword in _STRING_KEYWORDS)
     if types == _STRING_ONLY and not has_string_keywords:
         return one_of(json_schema(schema), {"type": "regex", "pattern": _SINGLE_QUOTED})

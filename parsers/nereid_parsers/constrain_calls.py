@@ -68,7 +68,8 @@ def section_node(section: ToolSection, request: Request) -> Node:
 
     Args:
         section: The declaration of the tool calls. If this declaration contains several variants
-            of a tool call, the node matches the first variant.
+            of a tool call, the node matches the first variant. If the first variant is a list, the
+            node also matches a JSON object that the second variant declares.
         request: The tools that the model may call, and whether the model may make only one call.
     """
     call = section.calls[0]
@@ -80,6 +81,8 @@ def section_node(section: ToolSection, request: Request) -> Node:
     else:
         items = [call_node(call, tool) for tool in request.tools]
         may_repeat = True
+    # If the declared separator is only white space, such as a line break, any short white space is
+    # allowed, because models vary it and the parser skips white space between tool calls.
     separator = const(section.separator) if section.separator.strip() else WHITESPACE
     allows_several = may_repeat and not request.is_single
     content = one_or_more(items, separator) if allows_several else one_of(*items)
@@ -121,9 +124,10 @@ def trigger_of(section: ToolSection) -> str:
     Raises:
         ConstraintError: A tool call without a marker cannot be distinguished from content.
     """
-    if section.opens:  # A marker precedes all tool calls.
-        return section.open.strip()
-    call = section.calls[0]
+    section_marker = section.open.strip()  # The marker before all tool calls, or "".
+    if section_marker:
+        return section_marker
+    call = section.calls[0]  # Constrained output contains only the first variant.
     if call.trigger:  # A marker precedes each tool call.
         return call.trigger
     if isinstance(call.body, JsonObject) and isinstance(call.body.keys, Keys):

@@ -79,7 +79,8 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
 
     The state of the reasoning at the start of the output determines which text the node matches:
 
-        POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or nothing
+        POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or nothing. A
+                         model may write several reasoning messages, even after one has ended.
         OPEN             `Hm.<|end|><|start|>assistant`, because the prompt ends with the header
         EXCLUDED         `<|start|>assistant`, because the caller constrains only the text after the
                          reasoning
@@ -141,8 +142,8 @@ def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 def _content_message(fmt: FormatData, layout: Messages, answer: Node | None) -> Node:
     """Return the grammar node for a message with content: `<|channel|>final<|message|>Hello`.
 
-    Example of matching text: `<|channel|>final<|message|>Hello`. `answer` is the node that the
-    content must match, or None for free text.
+    The start marker before the message, and the end marker after the message, do not belong to the
+    node. `answer` is the node that the content must match, or None for free text.
 
     Raises:
         ConstraintError: The format has no message for content.
@@ -186,8 +187,8 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 def _message_boundary(layout: Messages) -> Node:
     """Return the grammar node for the text between two messages: `<|end|><|start|>assistant`.
 
-    Example of matching text: `<|end|><|start|>assistant`. The end marker is the first marker in
-    `layout.ends`, because the other markers also end the model's turn.
+    The end marker is the first marker in `layout.ends`, because the other markers also end the
+    model's turn.
     """
     message_end = layout.ends[0] if layout.ends else ""
     return const(message_end + layout.start)
@@ -202,10 +203,13 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
         layout: The declaration of the messages.
         routes: The declarations of the headers of tool calls. The most common header is first.
         name: The name of the function.
+
+    Raises:
+        ConstraintError: The text of the first header is not known.
     """
     first, *others = routes
-    # The grammar always allows the first header. It allows another header only if `Route.written`
-    # contains the exact text of that header.
+    # At least one header is needed, so `header_text` raises an error if the text of the first
+    # header is not known. Another header is allowed only if `written` contains its exact text.
     exact_others = [route for route in others if route.written]
     headers = [header_text(layout, route, name) for route in (first, *exact_others)]
     return one_of(*(const(header) for header in headers))

@@ -69,14 +69,17 @@ def json_schema(schema: object, excludes: str = "") -> Node:
 
 
 def _grammar_schema(schema: object) -> object:
-    """Return a copy of a schema without the keywords that a grammar does not need or not tolerate.
+    """Return a copy of a schema without descriptions and without patterns that break JSON.
 
     A grammar does not need descriptions. A pattern is removed if xgrammar would let the model write
-    a text that is not JSON; see `PatternError.needs_json_escape`.
+    a text that is not JSON. Example: with the pattern `^"$`, the model would write three quotation
+    marks.
 
-    Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. In the
-    keyword `properties`, the key `description` is the name of a property, and its value is a
-    schema. Such a key is not removed.
+    Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. Two other
+    uses of a key such as `description` are not removed:
+
+        {"properties": {"description": {..}}}   The key is the name of a property.
+        {"enum": [{"description": "A city"}]}   The key is a part of an allowed value.
     """
     if isinstance(schema, list):
         return [_grammar_schema(item) for item in schema]
@@ -87,7 +90,8 @@ def _grammar_schema(schema: object) -> object:
         is_description = key in _DESCRIPTIONS and isinstance(value, str)
         if is_description or (key == "pattern" and _breaks_json(value)):
             continue
-        kept[key] = value if key in _DATA_KEYWORDS else _grammar_schema(value)
+        contains_data = key in _DATA_KEYWORDS  # Such as `enum`. Other keywords contain schemas.
+        kept[key] = value if contains_data else _grammar_schema(value)
     return kept
 
 

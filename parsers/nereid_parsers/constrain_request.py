@@ -125,19 +125,19 @@ class Request:
         Raises:
             ConstraintError: A field is invalid, or `tool_choice` contradicts `tools`.
         """
-        offered = tuple(ToolSchema.of(tool) for tool in tools or ())
-        choice = _parse_tool_choice(tool_choice, bool(offered))
-        allowed = choice.select(offered)
-        if choice.mode == "required" and not allowed:
+        offered_tools = tuple(ToolSchema.of(tool) for tool in tools or ())
+        choice = _parse_tool_choice(tool_choice, has_tools=bool(offered_tools))
+        allowed_tools = choice.allowed_tools(offered_tools)
+        if choice.mode == "required" and not allowed_tools:
             raise ConstraintError(
                 "tool_choice: a tool call is required, but tools is empty. Add a function to "
                 "tools, or set tool_choice to auto."
             )
         return cls(
-            tools=allowed,
+            tools=allowed_tools,
             must_call=choice.mode == "required",
-            is_single=choice.is_one_function or not parallel_tool_calls,
-            answer=answer_node(response_format),
+            is_single=choice.names_one_function or not parallel_tool_calls,
+            answer=answer_node(response_format),  # The grammar of the content.
         )
 
     @property
@@ -163,15 +163,15 @@ class _ToolChoice:
     Attributes:
         mode: "auto", "required" or "none".
         names: The names of the functions that the model may call, or None for all functions.
-        is_one_function: Whether the request names one function that the model must call exactly
+        names_one_function: Whether the request names one function that the model must call exactly
             once.
     """
 
     mode: str
     names: frozenset[str] | None = None
-    is_one_function: bool = False
+    names_one_function: bool = False
 
-    def select(self, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
+    def allowed_tools(self, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
         """Return the members of `tools` that the model may call.
 
         Examples for the tools f and g: the names {"f"} give f. The names None give f and g. The
@@ -180,8 +180,10 @@ class _ToolChoice:
         Raises:
             ConstraintError: This choice names a function that `tools` does not contain.
         """
+        if self.mode == "none":
+            return ()
         if self.names is None:
-            return () if self.mode == "none" else tools
+            return tools
         offered_names = {tool.name for tool in tools}
         missing = self.names - offered_names
         if missing:
@@ -191,12 +193,12 @@ class _ToolChoice:
         return tuple(tool for tool in tools if tool.name in self.names)
 
 
-def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) -> _ToolChoice:
+def _parse_tool_choice(choice: str | Mapping[str, Any] | None, *, has_tools: bool) -> _ToolChoice:
     """Parse the OpenAI field `tool_choice`, which defines whether the model calls tools.
 
     Example: `{"type": "function", "function": {"name": "f"}}` gives
-    `_ToolChoice(mode="required", names={"f"}, is_one_function=True)`. If the field is missing, the
-    mode is "auto" for a request with tools, and "none" for a request without tools.
+    `_ToolChoice(mode="required", names={"f"}, names_one_function=True)`. If the field is missing,
+    the mode is "auto" for a request with tools, and "none" for a request without tools.
 
     Args:
         choice: The value of the field, or None if the field is missing.
@@ -217,7 +219,7 @@ def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) 
     kind = _object(choice, "tool_choice").get("type")
     if kind == "function":
         names = frozenset({_function_name(choice)})
-        return _ToolChoice(mode="required", names=names, is_one_function=True)
+        return _ToolChoice(mode="required", names=names, names_one_function=True)
     if kind == "allowed_tools":
         return _parse_allowed_tools(choice.get("allowed_tools", choice))
     raise ConstraintError(

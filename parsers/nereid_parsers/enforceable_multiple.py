@@ -64,9 +64,12 @@ def with_enforced_multiple(schema: Schema) -> Schema:
         return schema
     as_integer = {**schema, "type": "integer", "multipleOf": int(multiple)}
     has_bounds = any(bound in schema for bound in _BOUNDS)
-    if "enum" in schema or not has_bounds:
+    has_list = "enum" in schema  # This list may contain fewer values, so it must not be replaced.
+    if has_list or not has_bounds:
         return as_integer
-    multiples = _multiples(schema, int(multiple))  # [] if they cannot be listed.
+    # The list is empty if there are too many multiples, or if the bounds allow no multiple. An
+    # empty `enum` is not a valid schema.
+    multiples = _multiples(schema, int(multiple))
     if not multiples:
         return as_integer
     annotations = {key: value for key, value in schema.items() if key in ANNOTATIONS}

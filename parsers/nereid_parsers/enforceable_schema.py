@@ -67,11 +67,12 @@ def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
 def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 - JSON
     """Rewrite a schema and its inner schemas, so that xgrammar enforces more of their keywords.
 
-    Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}]}` gives `{"minimum": 1, "maximum": 5}`.
+    The schemas of an `allOf` are merged, and then `multipleOf` is rewritten. Example:
+    `{"allOf": [{"minimum": 1}, {"maximum": 5}]}` gives `{"minimum": 1, "maximum": 5}`.
 
     Args:
         schema: A JSON schema, or a list or an object that contains schemas.
-        scope: The outermost schema, and the references that have been replaced.
+        scope: The outermost schema, and the references that were replaced to build `schema`.
         depth: The number of lists and objects that enclose `schema`.
     """
     if depth > _MAX_DEPTH:
@@ -86,6 +87,8 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
         if keyword in _VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
             rewritten[keyword] = value
         else:
+            # Merging may have replaced references. If an inner schema contains one of these
+            # references again, the schema is recursive, and the reference is not replaced again.
             rewritten[keyword] = _rewrite(value, merged.scope, depth + 1)
     return rewritten
 
@@ -96,6 +99,9 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
     `{"type": "integer", "minimum": 1, "maximum": 5}`. A schema without `allOf`, or with parts that
     cannot be merged, is returned unchanged.
+
+    `scope` contains the references that were replaced to build `schema`. The scope of the result
+    also contains the references that are replaced now.
     """
     parts = schema.get("allOf")
     if not isinstance(parts, list):
@@ -103,13 +109,14 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     other_keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
     has_only_annotations = ANNOTATIONS.issuperset(other_keywords)  # such as `title`
     if has_only_annotations and _is_one_reference(parts):
-        # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`.
+        # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`. xgrammar
+        # follows a reference itself, so the definition need not be inserted.
         return _SchemaInScope({**parts[0], **other_keywords}, scope)
     try:
         return _merge_parts([other_keywords, *parts], scope)
     except (CannotMergeError, TypeError, AttributeError):
-        # If the value of a keyword has a wrong type, merging raises a TypeError or an
-        # AttributeError.
+        # A client's schema is not validated before. If the value of a keyword has a wrong type, as
+        # in `{"required": 1}`, merging raises a TypeError or an AttributeError.
         return _SchemaInScope(schema, scope)
 
 
@@ -126,8 +133,9 @@ def _merge_parts(parts: list[object], scope: _Scope) -> _SchemaInScope:
 
     Args:
         parts: The members of an `allOf`, and the other keywords of the schema.
-        scope: The outermost schema, and the references that have already been replaced. The result
-            also contains the references that are replaced now.
+        scope: The outermost schema, and the references that have already been replaced. The scope
+            of the result also contains the references that are replaced now, because the schema is
+            recursive if the merged schema contains one of these references again.
 
     Raises:
         CannotMergeError: The parts cannot be merged.
@@ -154,7 +162,9 @@ def _flatten_part(part: object, scope: _Scope) -> _SchemaInScope:
         raise CannotMergeError("a member of allOf is `false`, or is not a schema")
     without_reference = _replace_reference(part, scope)
     merged = _without_all_of(without_reference.schema, without_reference.scope)
-    if "allOf" in merged.schema:  # The schema is unchanged, because its parts cannot be merged.
+    # `_without_all_of` returns a schema unchanged if it cannot merge the parts of the `allOf`.
+    has_unmerged_parts = "allOf" in merged.schema
+    if has_unmerged_parts:
         raise CannotMergeError("the parts of the inner allOf cannot be merged")
     return merged
 

@@ -46,6 +46,7 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
     parts: list[str | PatternField] = []
     for token in _TOKENS.findall(text):  # Tokens of the example: `<f=`, `{name}`, `>`, `{{`, `}}`.
         previous = parts[-1] if parts else None
+        # A single brace is not valid. It is treated as a field, so that `_field` rejects it.
         is_field = token[0] in "{}" and token not in _LITERAL_BRACES
         if is_field:
             parts.append(_field(token, previous, text))

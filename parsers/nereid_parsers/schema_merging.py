@@ -35,17 +35,17 @@ def merge_schemas(first: object, second: object) -> dict[str, Any]:
     merged with `true` is returned unchanged.
 
     Raises:
-        CannotMergeError: No value matches both schemas, or the result has a combination of keywords
-            that xgrammar does not enforce.
+        CannotMergeError: A schema is `false`, or is not a JSON schema. No value matches both
+            schemas. The result has a combination of keywords that xgrammar does not enforce.
     """
     if first is True:
-        return _copy_of(second)
+        return _as_dict(second)
     if second is True:
-        return _copy_of(first)
-    return _merge_keywords(_copy_of(first), _copy_of(second))
+        return _as_dict(first)
+    return _merge_keywords(_as_dict(first), _as_dict(second))
 
 
-def _copy_of(schema: object) -> dict[str, Any]:
+def _as_dict(schema: object) -> dict[str, Any]:
     """Return a copy of a schema as a dict. The copy of the schema `true` is `{}`.
 
     Raises:
@@ -75,10 +75,13 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
             merged[keyword] = _merge_values(keyword, first[keyword], second[keyword])
     # `properties` and `additionalProperties` depend on each other, so they are merged together.
     if any(keyword in merged for keyword in _PROPERTY_KEYWORDS):
-        merged |= _merge_properties(first, second, merged.get("required") or [])
-    merged = _drop_impossible_choices(merged)  # Removes values of `enum` with another type.
+        required_names = merged.get("required") or []
+        merged |= _merge_properties(first, second, required_names)
+    # One schema may declare the `type`, and the other schema an `enum` with values of other types.
+    merged = _drop_impossible_choices(merged)
     if merged.get("enum") == []:
         raise CannotMergeError("no value of enum matches both schemas")
+    # The unmerged `allOf` is then kept, so that a strict request with this schema is rejected.
     if _has_ignored_keyword(merged):
         raise CannotMergeError("xgrammar would ignore a keyword of the merged schema")
     return merged
@@ -143,8 +146,13 @@ def _allowed_types(value: object) -> set[Any]:
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
     """Merge the keywords `properties` and `additionalProperties` of two schemas.
 
-    Example: `{"properties": {"a": {"type": "string"}}}` and `{"properties": {"a": {"maxLength":
-    9}}}` give `{"properties": {"a": {"type": "string", "maxLength": 9}}}`.
+    `additionalProperties` is the schema of all properties that `properties` does not contain. The
+    schema False forbids a property. Examples:
+
+        {"properties": {"a": {"type": "string"}}} and {"properties": {"a": {"maxLength": 9}}} give
+        {"properties": {"a": {"type": "string", "maxLength": 9}}}.
+        {"properties": {"a": {}}} and {"additionalProperties": False} give
+        {"properties": {}, "additionalProperties": False}.
 
     Args:
         first: A schema of an object.
@@ -158,28 +166,32 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         raise CannotMergeError("patternProperties cannot be merged")
     names = dict.fromkeys([*(first.get("properties") or {}), *(second.get("properties") or {})])
     merged = {
-        name: _merge_or_forbid(_schema_of(name, first), _schema_of(name, second)) for name in names
+        name: _merge_or_forbid(_schema_of_property(first, name), _schema_of_property(second, name))
+        for name in names
     }
-    # The merged schema of a property is False if one of the two schemas forbids the property.
+    # A property that one schema forbids by `additionalProperties` is omitted here, because the
+    # merged `additionalProperties` forbids the property, too.
     allowed = {name: schema for name, schema in merged.items() if schema is not False}
     if any(name in required for name in merged.keys() - allowed.keys()):
         raise CannotMergeError("a required property is forbidden")
-    # `first_others` and `second_others` are the two values of `additionalProperties`, the schema
-    # for all properties that are missing from `properties`.
-    first_others, second_others = _schema_of_others(first), _schema_of_others(second)
+    first_others = _schema_of_other_properties(first)
+    second_others = _schema_of_other_properties(second)
     if first_others is True and second_others is True:
         return {"properties": allowed}
     others = _merge_or_forbid(first_others, second_others)
     return {"properties": allowed, "additionalProperties": others}
 
 
-def _schema_of(name: str, schema: Schema) -> object:
-    """Return the schema that applies to the property `name` of an object."""
+def _schema_of_property(schema: Schema, name: str) -> object:
+    """Return the schema that applies to the property `name` of an object.
+
+    If `properties` does not contain the name, `additionalProperties` applies to the property.
+    """
     properties = schema.get("properties") or {}
-    return properties.get(name, _schema_of_others(schema))
+    return properties.get(name, _schema_of_other_properties(schema))
 
 
-def _schema_of_others(schema: Schema) -> object:
+def _schema_of_other_properties(schema: Schema) -> object:
     """Return the schema that applies to any property that is missing from `properties`.
 
     The default is the schema `true`, which accepts every value.

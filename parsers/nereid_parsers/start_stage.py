@@ -57,16 +57,15 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     Examples: the prompt `"..<|assistant|><think>"` has the prefill `<think>`, and the prompt
     `"..<|assistant|>"` has no prefill.
     """
-    if not prompt:
+    if not prompt:  # A rendered prompt is never empty, so an empty prompt is not known, either.
         stage = _stage_without_prefill(layout, is_prompt_known=False)
         return StartPoint(stage, is_prompt_known=False)
     prefill = _text_after_turn(fmt, prompt)
-    if prefill is None:  # The format does not declare the text that starts an answer.
+    if prefill is None:  # The prompt contains no declared text that starts an answer.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        # The prompt ends with the beginning of the answer, the "prefill". The parser reads the
-        # prefill before the output. If the prefill ends with `<think>`, the output starts in the
-        # reasoning.
+        # The stage is that before the prefill. The parser starts in the content, and reads the
+        # prefill before the output. If the prefill is `<think>`, the parser enters the reasoning.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
 
@@ -143,9 +142,9 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
         `..<|end|><|start|>assistant`   `<|start|>assistant`
         `..<|start|>user..<|end|>`      "", because the last message is complete
     """
-    message_start = layout.start.strip()
+    message_start = layout.start.strip()  # Never empty, because `Messages` rejects this.
     last_start = prompt.rfind(message_start)
-    if last_start < 0:
+    if last_start < 0:  # The prompt contains no message.
         return ""
     if not layout.ends:
         return _open_message_without_ends(fmt, message_start, prompt)

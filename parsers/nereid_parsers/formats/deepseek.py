@@ -36,27 +36,35 @@ def _between_tokens(head: str, close: str) -> ToolSection:
         head: The pattern of the text between the opening token and the arguments of a tool call.
         close: The text after the arguments of a tool call.
     """
+    # V3 writes the arguments on their own line, and also each tool call. V3.1 writes no line
+    # breaks.
+    has_line_breaks = head.endswith("\n")
     return ToolSection(
         (Call(JsonArguments(), open="<｜tool▁call▁begin｜>", head=head, close=close),),
         open="<｜tool▁calls▁begin｜>",
         close="<｜tool▁calls▁end｜>",
-        separator="\n" if head.endswith("\n") else "",
+        separator="\n" if has_line_breaks else "",
     )
 
 
 def _dsml(token: str, section: str, gap: str = "") -> ToolSection:
     """Return a description of how DeepSeek writes tool calls in its markup language DSML.
 
-    The parser reads the tool calls according to this declaration. Example of a tool call with the
-    token `T` and a space as `gap`, without its line breaks:
-    `<T invoke name="f"><T parameter name="a" string="true">x</T parameter></T invoke>`.
+    Example with the token `｜DSML｜`, the section `tool_calls` and no gap:
+
+        <｜DSML｜tool_calls>
+        <｜DSML｜invoke name="f">
+        <｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>
+        </｜DSML｜invoke>
+        </｜DSML｜tool_calls>
+
     The attribute `string` declares whether the value is a string. Instead of the parameters, the
     model may write a JSON object with all arguments.
 
     Args:
         token: The special token in each tag.
         section: The name of the tag around all tool calls.
-        gap: The text between the token and the name of a tag.
+        gap: The text between the token and the name of a tag. V4.1 writes a space.
     """
     open_invoke = f'<{token}{gap}invoke name="{{name}}">\n'
     close_invoke = f"</{token}{gap}invoke>\n"

@@ -67,8 +67,8 @@ def with_enforced_multiple(schema: Schema) -> Schema:
     has_list = "enum" in schema  # This list may contain fewer values, so it must not be replaced.
     if has_list or not has_bounds:
         return as_integer
-    # The list is empty if there are too many multiples, or if the bounds allow no multiple. An
-    # empty `enum` is not a valid schema.
+    # The list is empty if the multiples cannot be listed, for example because there are too many.
+    # It is also empty if the bounds allow no multiple, but an empty `enum` is not a valid schema.
     multiples = _multiples(schema, int(multiple))
     if not multiples:
         return as_integer

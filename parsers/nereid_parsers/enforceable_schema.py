@@ -115,8 +115,8 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     try:
         return _merge_parts([other_keywords, *parts], scope)
     except (CannotMergeError, TypeError, AttributeError):
-        # A client's schema is not validated before. If the value of a keyword has a wrong type, as
-        # in `{"required": 1}`, merging raises a TypeError or an AttributeError.
+        # The schema comes from a client and has not been validated. If the value of a keyword has a
+        # wrong type, as in `{"required": 1}`, merging raises a TypeError or an AttributeError.
         return _SchemaInScope(schema, scope)
 
 
@@ -149,8 +149,9 @@ def _merge_parts(parts: list[object], scope: _Scope) -> _SchemaInScope:
 def _flatten_part(part: object, scope: _Scope) -> _SchemaInScope:
     """Rewrite one member of an `allOf`, so that it can be merged with the other members.
 
-    The result contains neither `$ref` nor `allOf`. Example: if the definition `T` is
-    `{"type": "integer"}`, the member `{"$ref": "#/$defs/T"}` gives `{"type": "integer"}`.
+    The `$ref` of the member is replaced by the definition, and its `allOf` is merged. Example: if
+    the definition `T` is `{"type": "integer"}`, the member `{"$ref": "#/$defs/T"}` gives
+    `{"type": "integer"}`.
 
     Raises:
         CannotMergeError: The member is recursive, or refers to another document, or the parts of

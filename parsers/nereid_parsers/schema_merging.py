@@ -81,8 +81,8 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     merged = _drop_impossible_choices(merged)
     if merged.get("enum") == []:
         raise CannotMergeError("no value of enum matches both schemas")
-    # The unmerged `allOf` is then kept, so that a strict request with this schema is rejected.
     if _has_ignored_keyword(merged):
+        # The caller then keeps the unmerged `allOf`, so that a strict request is rejected.
         raise CannotMergeError("xgrammar would ignore a keyword of the merged schema")
     return merged
 

@@ -64,8 +64,8 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     if prefill is None:  # The prompt contains no declared text that starts an answer.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        # The stage is that before the prefill. The parser starts in the content, and reads the
-        # prefill before the output. If the prefill is `<think>`, the parser enters the reasoning.
+        # The parser starts in the content, and reads the prefill before the output. Reading the
+        # prefill changes the stage, for example to the reasoning if the prefill is `<think>`.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
 

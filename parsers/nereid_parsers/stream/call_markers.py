@@ -59,7 +59,7 @@ def match_closing_marker(
 
     Args:
         markers: The closing markers, in the order in which the model writes them.
-        text: The text.
+        text: The text that has arrived.
         pos: The position after the body of the tool call, or after the last closing marker.
     """
     start = skip_whitespace(text, pos)

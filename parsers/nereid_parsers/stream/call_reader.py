@@ -164,7 +164,7 @@ class CallReader:
     def add_deviation(self, deviation: str) -> None:
         """Store a description of how the text deviates from the model's usual syntax.
 
-        See `CallWriter.add_deviation`.
+        The description becomes a part of the end event of the open or of the next tool call.
         """
         self._call_writer.add_deviation(deviation)
 
@@ -310,11 +310,12 @@ class CallReader:
     def read_broken(self) -> State | None:
         """Read the rest of the invalid arguments, up to the next marker.
 
-        Example: in `{"a": x}`, `x` is not valid. Return the next state, or None if the marker has
-        not arrived. See `OpenCall.read_broken`.
+        The rest of the arguments is written unchanged. Example: in `{"a": x}</call>`, `x` is not
+        valid, and `x}` is the rest. Return the next state, or None if the marker has not arrived.
         """
         call = self._call
-        return self._end_call(call.variant) if call.read_broken() else None
+        has_ended = call.read_broken()
+        return self._end_call(call.variant) if has_ended else None
 
     def _end_call(self, variant: CompiledCall) -> State:
         """Record that the arguments of a tool call have ended. Return the next state.

@@ -114,7 +114,7 @@ class CompiledCall:
         None, `[` gives NEED_MORE, because `{` may follow, and `[1` gives NO_MATCH.
 
         Args:
-            text: The text.
+            text: The text that has arrived.
             head_end: The end of the header. White space may follow.
             is_final: Whether no more text follows.
         """

@@ -40,9 +40,9 @@ class MarkerKind(Enum):
 def marker_kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
     """Return a dict that maps each spelling of each marker to `kind`.
 
-    The spellings of a marker differ in their white space, see `marker_spellings`. White space
-    around a marker is removed. Example: for the marker `<a>b` and the kind END, the result contains
-    `{"<a>b": END, "<a> b": END}`.
+    The spellings of a marker differ only in their white space, which a model may change. White
+    space around a marker is removed. Example: for the marker `<a>b` and the kind END, the result
+    contains `{"<a>b": END, "<a> b": END}`.
     """
     kinds: dict[str, MarkerKind] = {}
     for marker in visible_markers(markers):

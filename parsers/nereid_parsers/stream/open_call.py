@@ -115,12 +115,12 @@ class OpenCall:
         part = self._buffer.text[part_start : self._buffer.pos]
         if self._call_writer.is_open:
             self._text_writer.classify_as_call(part, may_be_reread=self._may_reread_arguments)
-        elif was_call_open or self._has_part_ended_call():  # A tool call has ended in the part.
+        elif was_call_open or self._has_call_ended():
             self._classify_ended_call(part_start)
         else:  # No tool call has started.
             self._text_writer.store_pending(part)
 
-    def _has_part_ended_call(self) -> bool:
+    def _has_call_ended(self) -> bool:
         """Return whether a tool call has ended in the text that has just been read.
 
         The result is True if the whole body has ended, or if a member of a list of tool calls has

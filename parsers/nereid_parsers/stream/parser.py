@@ -114,8 +114,8 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     """
     start = find_start(fmt, prompt)
     if not start.prefill:
-        # `start.stage` is None if the output starts inside the header of a message. A header
-        # belongs to no stage, so it is reported as content, which is the usual stage.
+        # `start.stage` is None if the output starts inside the header of a message. The stage is
+        # not known before the header has been read, so the result is CONTENT.
         return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
     # The prompt contains the beginning of the message (the "prefill"). The parser must read the
     # prefill to find out whether it ends in reasoning, content or a tool call.
@@ -134,10 +134,16 @@ def parse(
 ) -> Message:
     r"""Parse the complete text of a message into reasoning, content and tool calls.
 
-    The model must have finished the message. For the parameters see `StreamParser`.
-
     Example: `parse("<think>\nHm\n</think>\n\nHi", format=get_format("qwen3"))` returns
     `Message(reasoning="Hm", content="Hi", tool_calls=[])`.
+
+    Args:
+        text: The text of a message that the model has finished.
+        format: The output format of the model.
+        tools: The tools that the prompt offers, as an OpenAI tools list. None if they are unknown.
+        prompt: The rendered prompt, including its generation prompt. None if it is unknown.
+        policy: The rules for cases that the format does not define. None means the policy of the
+            format.
     """
     parser = StreamParser(format, tools=tools, prompt=prompt, policy=policy)
     return fold([*parser.feed(text), *parser.finish()])

@@ -133,7 +133,8 @@ class StepReader(BodyReader):
     def read(self, text: str, pos: int) -> int:
         """Read the text from `pos` on, until the tool call ends or more text is required.
 
-        Return the position up to which the text was read. See `BodyReader.read`.
+        Return the position up to which the text was read. The caller passes the rest of the text
+        again, together with the text that follows.
         """
         size = len(text)
         while pos < size and self.status is MORE:

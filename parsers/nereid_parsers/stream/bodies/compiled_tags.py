@@ -162,7 +162,8 @@ def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
 def _any_of(markers: Iterable[str]) -> str:
     """Return a regex that matches any of `markers`. If `markers` is empty, the regex never matches.
 
-    White space before and after the tags of a marker is optional, see `spaced_marker_regex`.
+    White space between the tags of a marker is optional. Example: the marker `<a><b>` gives a regex
+    that also matches `<a> <b>`.
     """
     return "|".join(map(spaced_marker_regex, markers)) or _NEVER
 
@@ -227,8 +228,9 @@ class CompiledTags:
         early_ends = (*stop_markers, *openings)
         self.stop_markers = stop_markers
         self.variants = tuple(CompiledTag(variant, early_ends) for variant in variants)
-        # A value may contain a stop marker. `role_of_stop_marker` uses the next attributes to
-        # examine the text after this marker.
+        # The next attributes are used by `role_of_stop_marker`, which examines the text after a
+        # stop marker, because a value may contain such a marker.
+
         # Finds closing tags, such as `</p>` (group "close"), and the start of opening tags, such as
         # `<p=`. A closing tag shows that the value contains the stop marker.
         closes = _any_of(variant.close for variant in self.variants)
@@ -296,7 +298,7 @@ class CompiledTags:
                                                       AFTER_VALUE
 
         Args:
-            text: The text.
+            text: The text that has arrived.
             pos: The position of the marker.
             is_final: Whether no more text follows.
             tools: The tools that the request offers. A call of another function does not count as

@@ -112,7 +112,7 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
     field_values = {"key": [key], "string": ["true"], "type": ["string"]}
     choices = _string_choices(schema)  # The allowed strings, or None.
     if choices is not None:
-        # Only the declared form is allowed, because each further form would repeat all choices.
+        # The declared form is sufficient. Each further form would repeat all choices.
         opening = pattern_node(declaration.open, field_values)
         value = one_of(*(const(choice) for choice in choices))
         return sequence(opening, value, const(declaration.close))

@@ -82,7 +82,7 @@ def section_node(section: ToolSection, request: Request) -> Node:
         items = [call_node(call, tool) for tool in request.tools]
         may_repeat = True
     # If the declared separator is only white space, such as a line break, any short white space is
-    # allowed, because models vary it and the parser skips white space between tool calls.
+    # allowed, because the parser skips white space between tool calls.
     separator = const(section.separator) if section.separator.strip() else WHITESPACE
     allows_several = may_repeat and not request.is_single
     content = one_or_more(items, separator) if allows_several else one_of(*items)

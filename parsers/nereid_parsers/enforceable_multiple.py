@@ -64,7 +64,7 @@ def with_enforced_multiple(schema: Schema) -> Schema:
         return schema
     as_integer = {**schema, "type": "integer", "multipleOf": int(multiple)}
     has_bounds = any(bound in schema for bound in _BOUNDS)
-    has_list = "enum" in schema  # This list may contain fewer values, so it must not be replaced.
+    has_list = "enum" in schema  # Another list of allowed values, which must not be replaced.
     if has_list or not has_bounds:
         return as_integer
     # The list is empty if the multiples cannot be listed, for example because there are too many.

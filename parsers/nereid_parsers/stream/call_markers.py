@@ -83,7 +83,7 @@ def _match_first_marker(
     for index, marker in enumerate(markers):
         end = match_marker(marker, text, pos)
         if end == NEED_MORE:
-            # More text may complete this marker, and the model writes it before later markers.
+            # Later markers are not tried, because more text may complete this earlier marker.
             return IncompleteMarker(text[pos:])
         if end != NO_MATCH:
             return ClosingMarker(end, later_markers=markers[index + 1 :])

@@ -193,7 +193,7 @@ class CallReader:
         if not self.has_calls():
             self.section.is_open = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
-        # White space alone is not content, so a tool call may still follow it.
+        # White space alone is not content, so a tool call may still follow white space.
         is_rest_content = self._calls_must_come_first and self._text_writer.has_content
         return State.CONTENT_ONLY if is_rest_content else State.CONTENT
 

@@ -59,7 +59,7 @@ class CompiledCalls:
         # closes calls must open them, because in content, no call is open.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
-            # A short closing marker, such as `}`, is omitted, because content often contains it.
+            # Short closing markers, such as `}`, are omitted, because content often contains them.
             **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),
             **dict.fromkeys(first_texts, MarkerKind.UNMARKED_CALL),
             **dict.fromkeys(self.section_closes, MarkerKind.CLOSE_CALLS),

@@ -74,8 +74,8 @@ class CompiledHeader:
             The matched header, NEED_MORE or NO_MATCH.
         """
         # White space before a header has no meaning, unless white space also ends the header.
-        # Example: in `>>>\nHello`, a line break ends the header. Without the line break, `Hello`
-        # could be the header.
+        # Example: in `>>>\nHello`, the line break ends an empty header. If the line break were
+        # skipped, `Hello` could be read as the header.
         if not self._final_whitespace:
             pos = skip_whitespace(text, pos)
         match = self._header_pattern.match(text, pos, is_final)

@@ -123,8 +123,8 @@ class HeaderReader:
         is_call = route.stage is Stage.CALLS
         follows_content = self._text_writer.has_content
         if is_call and follows_content and self._calls_must_come_first:
-            # This message cannot be a tool call, so its header, which stays unread, is content. The
-            # header names the function, so the client sees which tool call the model has tried.
+            # A message after content cannot be a tool call, so its text is content. The header
+            # stays unread, because the state CONTENT_ONLY reads the header as content, too.
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)

@@ -152,8 +152,8 @@ class Machine:
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
-            # The output does not contain the opening marker, so `start_opened` does what reading
-            # the marker would do. It also selects REASONING or INLINE_REASONING.
+            # The output does not contain the opening marker. `start_opened` therefore does what
+            # reading the marker would do, and returns REASONING or INLINE_REASONING.
             self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:

@@ -175,7 +175,7 @@ class ReasoningReader:
         if is_quoted:
             return self._write_marker_as_reasoning(marker)
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
-        # The closing marker `</think>` is missing, and is removed if the model writes it later.
+        # The closing marker `</think>` is missing. If the marker follows later, it is removed.
         self._reasoning_end = _ReasoningEnd.INTERRUPTED
         return State.CONTENT
 

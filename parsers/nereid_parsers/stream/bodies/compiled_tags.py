@@ -78,9 +78,9 @@ class CompiledTag:
         self.opening: Pattern = compile_pattern(opening_tag)
         self.padding = declaration.open.removeprefix(opening_tag)  # White space before the value.
         self.close = declaration.close.strip()
-        # White space before the closing marker, such as the first `\n` in `\n</p>\n`. If the model
-        # writes this white space, the search must match it, because it does not belong to the
-        # value.
+        # White space before the closing marker, such as the first `\n` in `\n</p>\n`. The search
+        # matches this white space together with the marker, because white space that the model
+        # writes there does not belong to the value.
         whitespace_before_close = declaration.close.removesuffix(declaration.close.lstrip())
         end_search = _compile_end_search(self.close, early_ends, whitespace_before_close)
         self.find_end = end_search.complete.search

@@ -60,7 +60,7 @@ async def completions(request: Request) -> Response:
 def _options(body: CompletionRequest) -> CompletionOptions:
     """Return the options that determine the content of the response's choices."""
     return CompletionOptions(
-        echoes=[prompt if body.echo else "" for prompt in body.prompt],
+        echoed_prompts=[prompt if body.echo else "" for prompt in body.prompt],
         logprobs=body.logprobs is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids or body.return_prompt_token_ids),

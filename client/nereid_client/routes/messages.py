@@ -22,7 +22,7 @@ from nereid_client.request_context import (
     validate,
 )
 from nereid_client.streaming import sse
-from nereid_client.streaming.deltas import Delta, by_kind, merged, unfinished_error
+from nereid_client.streaming.deltas import Delta, merge_by_kind, merged, unfinished_error
 
 router = APIRouter(tags=["Language model"])
 
@@ -39,7 +39,7 @@ async def create_message(request: Request) -> Response:
     chat = to_json(chat_request(messages_request, body))
     generation = Generation(unique_request_id(request), chat_request=chat)
     generated = ANTHROPIC_NAMES.rename_in(context_of(request).backend.generate(generation))
-    deltas = merged(generated, by_kind)
+    deltas = merged(generated, merge_by_kind)
     builder = MessageBuilder(
         f"msg_{secrets.token_hex(12)}",
         name_of_model(request),

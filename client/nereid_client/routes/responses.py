@@ -37,7 +37,7 @@ from nereid_client.responses.stored_response import RunningElsewhere, StoredResp
 from nereid_client.responses.truncation import generate_truncated
 from nereid_client.routes.files import page
 from nereid_client.streaming import sse
-from nereid_client.streaming.deltas import Delta, by_kind, merged, unfinished_error
+from nereid_client.streaming.deltas import Delta, merge_by_kind, merged, unfinished_error
 from nereid_client.workers.forwarding import RunsElsewhereError
 
 router = APIRouter(tags=["Responses"])
@@ -132,8 +132,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
         )
     if isinstance(found, BackgroundResponse):
         return _follow(found, after)
-    events = stored_events(found, after)
-    return sse.EventStream(events, source=events)
+    return sse.EventStream(stored_events(found, after))
 
 
 @router.delete("/v1/responses/{response_id}", summary="Delete a stored response")
@@ -323,8 +322,7 @@ def _new_builder(
 
 
 def _follow(run: BackgroundResponse, after: int) -> sse.EventStream:
-    events = run.follow(after)
-    return sse.EventStream(events, source=events)
+    return sse.EventStream(run.follow(after))
 
 
 async def _stream(
@@ -341,7 +339,7 @@ async def _stream(
         deltas: the deltas of the backend.
         store: stores the response, and returns whether it was stored.
     """
-    merged_deltas = merged(deltas, by_kind)
+    merged_deltas = merged(deltas, merge_by_kind)
     first = await sse.first_of(request, merged_deltas)
     events = _events(builder, first, merged_deltas, store)
     return sse.EventStream(events, source=merged_deltas)

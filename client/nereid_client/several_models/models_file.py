@@ -33,9 +33,10 @@ from nereid_client.several_models.model_memory import (
     parse_size,
 )
 
-_BUDGET = "memory_budget"
+_MEMORY_BUDGET = "memory_budget"
 Kind = Literal["llm", "embedding", "rerank"]
 _STEPS = ("tokenizer", "executor", "postprocessor")
+"""The models that the ensemble of a language model calls, in this order."""
 
 
 class ModelEntry(BaseModel):
@@ -117,41 +118,59 @@ class ModelsFile:
         return [spec for spec in self.specs if spec.entry.load_at_start or spec is default]
 
 
-def read_models_file(path: Path) -> ModelsFile:
-    """Read the file, and return its content.
+def read_models_file(path: Path, source: str = "models_file") -> ModelsFile:
+    """Read a file models.toml, and return its content.
+
+    Args:
+        path: the path of the file.
+        source: the setting or the flag that contains the path. The error message begins with it.
 
     Raises: SettingsError that names the file, the table and the reason.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return _read_models_file(path)
+    except SettingsError as error:
+        raise SettingsError(f"{source}: {error}") from None
+
+
+def _read_models_file(path: Path) -> ModelsFile:
+    """Read a file models.toml, which has one table for each model, and an optional memory budget.
+
+    Raises: SettingsError that names the file, the table and the reason.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"models_file: the file {path} cannot be read ({error}).") from None
-    budget = _pop_budget(tables, path)
-    models = ModelsFile([_read_model(name, table, path) for name, table in tables.items()])
+        raise SettingsError(f"the file {path} cannot be read ({error}).") from None
+    memory_budget = _pop_memory_budget(values, path)  # only the tables of the models are left
+    models = ModelsFile([_read_model(name, table, path) for name, table in values.items()])
     _check_names(models.specs, path)
-    return models if budget is None else _with_memory(models, budget, path)
+    _check_has_language_model(models.specs, path)
+    return models if memory_budget is None else _with_memory(models, memory_budget, path)
 
 
-def _pop_budget(tables: dict[str, Any], path: Path) -> int | None:
-    """Return the memory budget in bytes, or None if the file does not set the budget.
+def _pop_memory_budget(values: dict[str, Any], path: Path) -> int | None:
+    """Remove the memory budget, and return its size in bytes, or None if the file has no budget.
+
+    The budget limits the memory of all loaded models together.
+
+    Mutates: `values`, from which the budget is removed.
 
     Args:
-        tables: the content of the file: the tables of the models, and the budget.
+        values: the content of the file: the tables of the models, and the budget.
         path: the path of the file, for the error.
-
-    Mutates: tables. The budget is removed.
 
     Raises: SettingsError if the budget is not a size.
     """
-    budget = tables.get(_BUDGET)
+    budget = values.get(_MEMORY_BUDGET)
     is_model = isinstance(budget, dict)  # a model can have the name memory_budget, too
     if budget is None or is_model:
         return None
-    del tables[_BUDGET]
+    del values[_MEMORY_BUDGET]
     try:
-        return parse_size(_BUDGET, budget)
+        return parse_size(_MEMORY_BUDGET, budget)
     except SettingsError as error:
-        raise SettingsError(f"models_file: the file {path} is wrong: {error}") from None
+        raise SettingsError(f"the file {path} is wrong: {error}") from None
 
 
 def _read_model(name: str, table: object, path: Path) -> ModelSpec:
@@ -170,9 +189,7 @@ def _read_model(name: str, table: object, path: Path) -> ModelSpec:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, (name, *first["loc"])))
-        raise SettingsError(
-            f"models_file: {place} in the file {path} is wrong: {first['msg']}."
-        ) from None
+        raise SettingsError(f"{place} in the file {path} is wrong: {first['msg']}.") from None
     checkpoint = (path.absolute().parent / Path(entry.model).expanduser()).resolve()
     return ModelSpec(name=name, triton_name=_triton_name(name), path=checkpoint, entry=entry)
 
@@ -199,7 +216,7 @@ def _check_memory_at_start(models: ModelsFile, budget: int, path: Path) -> None:
     if total > budget:
         sizes = ", ".join(f"{name} {memory.describe()}" for name, memory in memories.items())
         raise SettingsError(
-            f"models_file: the models that the file {path} loads at the start need "
+            f"the models that the file {path} loads at the start need "
             f"{format_bytes(total)} together ({sizes}), but memory_budget is "
             f"{format_bytes(budget)}. Set load_at_start = false for some of them."
         )
@@ -213,17 +230,19 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 
     Raises: SettingsError if the model alone needs more memory than the budget.
     """
+    # The settings of a model are the keys of its table that `ModelEntry` does not declare.
     settings = dict(spec.entry.model_extra or {})
     if spec.kind == "llm":
         settings.setdefault("kv_cache_memory", str(default_kv_cache(budget)))
+    # An entry is frozen, so the default size requires a new entry.
     entry = ModelEntry.model_validate(spec.entry.model_dump() | settings)
     try:
         memory = estimate_memory(spec.path, entry.settings)
     except SettingsError as error:
-        raise SettingsError(f"models_file: [{spec.name}] in the file {path}: {error}") from None
+        raise SettingsError(f"[{spec.name}] in the file {path}: {error}") from None
     if memory.total > budget:
         raise SettingsError(
-            f"models_file: [{spec.name}] in the file {path} needs {memory.describe()}, but "
+            f"[{spec.name}] in the file {path} needs {memory.describe()}, but "
             f"memory_budget is {format_bytes(budget)}. Raise memory_budget, or lower "
             "kv_cache_memory of the model."
         )
@@ -231,7 +250,11 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 
 
 def _check_names(specs: list[ModelSpec], path: Path) -> None:
-    """Check that all names of models differ, and that at least one model is a language model.
+    """Check that the models have different names, both in requests and in the model repository.
+
+    In the model repository, a language model is an ensemble with several steps, each of which is
+    also a model: the model "chat" has the steps "chat-tokenizer", "chat-executor" and
+    "chat-postprocessor".
 
     Args:
         specs: the models.
@@ -242,20 +265,22 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
     names = [name for spec in specs for name in spec.names]
     repeated_names = [name for at, name in enumerate(names) if name in names[:at]]
     if repeated_names:
-        raise SettingsError(
-            f"models_file: the file {path} has the name {repeated_names[0]!r} twice."
-        )
+        raise SettingsError(f"the file {path} has the name {repeated_names[0]!r} twice.")
     # Two different names can become the same name in the model repository, because each character
-    # that is not allowed there is replaced by "-".
+    # that is not allowed there is replaced by "-". A name can also be the name of a step.
     triton_names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
     if len(set(triton_names)) < len(triton_names):
         raise SettingsError(
-            f"models_file: the names of the models in the file {path} are too similar. Names must "
+            f"the names of the models in the file {path} are too similar. Names must "
             "differ in letters, digits, '_', '-' or '.', and must not end with a step such as "
             "'-tokenizer'."
         )
+
+
+def _check_has_language_model(specs: list[ModelSpec], path: Path) -> None:
+    """Raise a SettingsError if none of the models is a language model."""
     if not any(spec.kind == "llm" for spec in specs):
-        raise SettingsError(f"models_file: the file {path} must have at least one language model.")
+        raise SettingsError(f"the file {path} must have at least one language model.")
 
 
 def _triton_name(name: str) -> str:

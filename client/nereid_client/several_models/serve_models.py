@@ -36,20 +36,19 @@ class ServedModels:
     def __init__(self, file: Path) -> None:
         """Read the file models.toml, and check the checkpoint of each model.
 
-        An error message names the flag --config instead of the setting models_file, and the table
-        of the model instead of the flag --model.
-
         Args:
-            file: the path of the file.
+            file: the path of the file, from the flag --config.
 
-        Raises: CliError if the file or a checkpoint is wrong.
+        Raises: CliError if the file or a checkpoint is wrong. The message names the flag, the file
+            and the table of the model.
         """
         try:
-            models = read_models_file(file)
+            models = read_models_file(file, source="--config")
         except SettingsError as error:
-            raise CliError(str(error).replace("models_file", "--config", 1)) from None
+            raise CliError(str(error)) from None
         for spec in models.specs:
-            _check_checkpoint(spec, file)
+            table = f"--config: [{spec.name}] in {file}"
+            startup_checks.check_checkpoint(spec.path, source=table)
         language_models = [spec for spec in models.specs if spec.kind == "llm"]
         default = language_models[0]  # `read_models_file` requires at least one language model
         self.specs = models.specs
@@ -141,18 +140,6 @@ def _variables_of_model(spec: ModelSpec, defaults: Mapping[str, str]) -> dict[st
     settings = {**defaults, **spec.entry.settings, "model": str(spec.path)}
     prefix = _PREFIXES[spec.kind]
     return {f"{prefix}{name}".upper(): value for name, value in settings.items()}
-
-
-def _check_checkpoint(spec: ModelSpec, file: Path) -> None:
-    """Check the checkpoint of a model that a file models.toml describes.
-
-    Raises: CliError that names the file and the table of the model.
-    """
-    try:
-        startup_checks.check_checkpoint(spec.path)
-    except CliError as error:
-        place = f"--config: [{spec.name}] in {file}"
-        raise CliError(str(error).replace("--model", place, 1)) from None
 
 
 def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:

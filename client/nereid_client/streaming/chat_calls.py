@@ -11,7 +11,7 @@ from nereid_client.streaming.custom_tool_input import InputDecoder, decode_input
 from nereid_client.streaming.deltas import ToolCallPiece
 
 
-class CallPieces:
+class ToolCallConverter:
     """Converts pieces of tool calls to the format of chunks. All calls belong to one choice.
 
     Args:

@@ -6,7 +6,7 @@ Example: the delta {"index": 0, "content": "Hello"} becomes a chunk whose field 
 
 from collections.abc import AsyncGenerator, Container, Sequence
 
-from nereid_client.streaming.chat_calls import CallPieces, whole_call
+from nereid_client.streaming.chat_calls import ToolCallConverter, whole_call
 from nereid_client.streaming.chunk_events import ChunkBuilder, chunk_events
 from nereid_client.streaming.completion_frame import CompletionFrame, Json, total_usage
 from nereid_client.streaming.deltas import Delta
@@ -44,7 +44,7 @@ class _ChatChunks(ChunkBuilder[Delta]):
     ) -> None:
         super().__init__(frame, "chat.completion.chunk", num_prompts=1)
         self._view = view
-        self._calls = [CallPieces(custom_tools) for _ in range(frame.num_choices)]
+        self._call_converters = [ToolCallConverter(custom_tools) for _ in range(frame.num_choices)]
 
     def opening(self) -> list[Json]:
         """Return one chunk for each choice. Each chunk contains the role of the message."""
@@ -54,11 +54,12 @@ class _ChatChunks(ChunkBuilder[Delta]):
     def add(self, item: Delta) -> list[Json]:
         """Return the chunks for a delta: one for its text, and one for its finish reason.
 
-        If the text of a token may be a part of a marker, this text arrives with a later delta. The
-        chunk for the token then contains the log-probability of the token and an empty delta.
+        If the text of a token may be a part of a marker such as `<tool_call>`, this text arrives
+        with a later delta. The chunk for the token then contains the log-probability of the token
+        and an empty delta.
         """
-        self.record(0, item)
-        index = self.number_of(0, item)
+        self.record(prompt=0, delta=item)  # a chat has only one prompt
+        index = self.number_of(prompt=0, delta=item)
         delta = self._view.apply(item)
         message_delta = self._message_delta(index, delta)
         chunks = []
@@ -83,6 +84,9 @@ class _ChatChunks(ChunkBuilder[Delta]):
     def _text_chunk(self, index: int, message_delta: Json, delta: Delta) -> Json:
         """Return a chunk with new parts of a message, and with the fields that describe the tokens.
 
+        The fields are the log-probabilities and the ids of the new tokens. If the delta contains
+        the token ids or log-probabilities of the prompt, the chunk contains them, too.
+
         Args:
             index: the index of the choice.
             message_delta: the new parts of the message, as returned by `_message_delta`.
@@ -93,10 +97,12 @@ class _ChatChunks(ChunkBuilder[Delta]):
             choice["logprobs"] = _logprobs(self.frame, delta)
         if delta.get("token_ids"):
             choice["token_ids"] = delta["token_ids"]
-        return self.chunk(choice) | _prompt_fields(delta)
+        return self.chunk(choice) | _prompt_token_fields(delta)
 
     def _message_delta(self, index: int, delta: Delta) -> Json:
         """Return the field `delta` of a chunk, which contains the new parts of the message.
+
+        The new parts are reasoning, content and pieces of tool calls, converted to OpenAI's format.
 
         Example: {"reasoning": "Hm"} returns {"reasoning": "Hm", "reasoning_content": "Hm"}.
 
@@ -109,9 +115,10 @@ class _ChatChunks(ChunkBuilder[Delta]):
             added |= {"reasoning": reasoning, "reasoning_content": reasoning}
         if content := delta.get("content"):
             added["content"] = content
-        pieces = self._calls[index].convert(delta.get("tool_calls", ()))
+        pieces = self._call_converters[index].convert(delta.get("tool_calls", ()))
         if "finish_reason" in delta:
-            pieces += self._calls[index].finish()
+            # The converter delays text that can be the end of a custom tool's input.
+            pieces += self._call_converters[index].finish()
         if pieces:
             added["tool_calls"] = pieces
         return added
@@ -122,17 +129,20 @@ def chat_completion(
 ) -> Json:
     """Return a whole chat completion.
 
+    If the request asks for the token ids or log-probabilities of the prompt, the completion
+    contains them, too. All choices have the same prompt, so those of the first choice are returned.
+
     Args:
         frame: the fields that do not depend on the choices.
         totals: for each choice, the sum of the deltas of this choice.
-        custom_tools: the names of the custom tools.
+        custom_tools: the names of the custom tools. The calls of other tools are function calls.
     """
     choices = [
         _whole_choice(frame, index, total, custom_tools) for index, total in enumerate(totals)
     ]
     completion = frame.with_choices("chat.completion", choices)
     completion["usage"] = total_usage([[total.get("usage") for total in totals]])
-    return completion | _prompt_fields(totals[0])
+    return completion | _prompt_token_fields(totals[0])
 
 
 def _whole_choice(
@@ -169,8 +179,11 @@ def _whole_choice(
     return choice
 
 
-def _prompt_fields(delta: Delta) -> Json:
-    """Return the fields of a chunk that describe the prompt, as in vLLM."""
+def _prompt_token_fields(delta: Delta) -> Json:
+    """Return the token ids and the log-probabilities of the prompt, if `delta` contains them.
+
+    The fields have the names and the format of vLLM.
+    """
     fields: Json = {}
     if "prompt_token_ids" in delta:
         fields["prompt_token_ids"] = delta["prompt_token_ids"]
@@ -180,6 +193,7 @@ def _prompt_fields(delta: Delta) -> Json:
 
 
 def _logprobs(frame: CompletionFrame, delta: Delta) -> Json | None:
+    """Return the field `logprobs` of a choice, or None if the delta has no log-probabilities."""
     if "logprobs" not in delta:
         return None
     return chat_logprobs(delta["logprobs"], tokens_as_ids=frame.tokens_as_ids)

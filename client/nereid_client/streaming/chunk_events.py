@@ -21,13 +21,13 @@ class ChunkBuilder(ABC, Generic[ItemT]):
         num_prompts: the number of prompts. Each prompt has `frame.num_choices` choices.
 
     Attributes:
-        unfinished: the numbers of the choices without a finish reason. The choices are numbered
-            across all prompts.
+        unfinished_choices: the numbers of the choices without a finish reason. The choices are
+            numbered across all prompts.
     """
 
     def __init__(self, frame: CompletionFrame, kind: str, num_prompts: int) -> None:
         self.frame = frame
-        self.unfinished = set(range(num_prompts * frame.num_choices))
+        self.unfinished_choices = set(range(num_prompts * frame.num_choices))
         self._kind = kind
         self._usages: list[list[Usage | None]] = [
             [None] * frame.num_choices for _ in range(num_prompts)
@@ -52,12 +52,13 @@ class ChunkBuilder(ABC, Generic[ItemT]):
     def record(self, prompt: int, delta: Delta) -> None:
         """Record the usage and the finish reason in `delta`, which belongs to the given prompt.
 
-        Mutates: `_usages` and `unfinished`, the numbers of the choices without a finish reason.
+        Mutates: `_usages`, and `unfinished_choices`, the numbers of the choices without a finish
+            reason.
         """
         if "usage" in delta:
             self._usages[prompt][delta.get("index", 0)] = delta["usage"]
         if "finish_reason" in delta:
-            self.unfinished.discard(self.number_of(prompt, delta))
+            self.unfinished_choices.discard(self.number_of(prompt, delta))
 
     def chunk(self, choice: Json) -> Json:
         """Return a chunk with one choice. If requested, add the token counts so far."""
@@ -78,12 +79,13 @@ async def chunk_events(
 ) -> AsyncGenerator[bytes]:
     """Yield a stream of chunks as server-sent events.
 
-    The chunks of several choices are interleaved. Events that are ready at the same time are
-    yielded together, because each yield costs a write to the socket. If the backend fails, its
-    error is the last event, and [DONE] does not follow.
+    The chunks of several choices are interleaved. Each yield costs a write to the socket, so events
+    are yielded together where possible: the opening chunks with the chunks for the first item, and
+    the chunks that end the last choice with the usage and [DONE]. If the backend fails, its error
+    is the last event, and [DONE] does not follow.
 
     Args:
-        builder: builds the chunks.
+        builder: builds the chunks, and records which choices have not finished yet.
         first: the first item of the stream, or None if there is none.
         rest: the items after the first one.
     """
@@ -92,12 +94,12 @@ async def chunk_events(
     try:
         while item is not None:
             unsent += [sse.event(chunk) for chunk in builder.add(item)]
-            is_last = not builder.unfinished
-            if unsent and not is_last:  # the last chunks are sent together with [DONE]
+            have_all_choices_finished = not builder.unfinished_choices
+            if unsent and not have_all_choices_finished:
                 yield b"".join(unsent)
                 unsent = []
             item = await anext(rest, None)
-        if builder.unfinished:
+        if builder.unfinished_choices:
             raise unfinished_error()
     except FrontendError as error:
         yield b"".join([*unsent, sse.event(to_api_error(error).body())])

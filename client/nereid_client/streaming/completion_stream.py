@@ -24,17 +24,17 @@ class CompletionOptions:
     """The options of a completion request that determine what a choice contains.
 
     Attributes:
-        echoes: for each prompt, the text at the start of its choices. The text is the prompt, or ""
-            without `echo`.
+        echoed_prompts: for each prompt, the text at the start of its choices: the prompt if the
+            request sets `echo`, and else "".
         logprobs: whether choices have log-probabilities. If the prompt is echoed, the tokens of the
             prompt also have log-probabilities.
         prompt_logprobs: whether choices have the field `prompt_logprobs`, in vLLM's format.
         token_ids: whether choices have token ids.
-        only_prompt: whether generated tokens are dropped, because only the log-probabilities of
-            the prompt are requested.
+        only_prompt: whether generated tokens are dropped, because the request has max_tokens=0. The
+            response then contains only the prompt and its log-probabilities.
     """
 
-    echoes: Sequence[str]
+    echoed_prompts: Sequence[str]
     logprobs: bool = False
     prompt_logprobs: bool = False
     token_ids: bool = False
@@ -62,25 +62,30 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
     """Builds the chunks of a text completion."""
 
     def __init__(self, frame: CompletionFrame, options: CompletionOptions) -> None:
-        super().__init__(frame, "text_completion", len(options.echoes))
+        super().__init__(frame, "text_completion", len(options.echoed_prompts))
         self._options = options
         self._logprobs = [
-            CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echo=echo)
-            for echo in options.echoes
+            CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echoed_prompt=echoed_prompt)
+            for echoed_prompt in options.echoed_prompts
             for _ in range(frame.num_choices)
         ]
 
     def opening(self) -> list[Json]:
         """If the request sets `echo`, return one chunk with the prompt for each choice."""
-        echoes = [echo for echo in self._options.echoes for _ in range(self.frame.num_choices)]
+        num_choices = self.frame.num_choices
+        texts = [text for text in self._options.echoed_prompts for _ in range(num_choices)]
         return [
-            self.chunk({"index": number, **_choice(echo, {})})
-            for number, echo in enumerate(echoes)
-            if echo
+            self.chunk({"index": number, **_choice(text, {})})
+            for number, text in enumerate(texts)
+            if text  # without `echo`, the text is ""
         ]
 
     def add(self, item: PromptDelta) -> list[Json]:
-        """Return the chunk for a delta. If the chunk would be empty, return no chunk."""
+        """Return the chunk for a delta of one choice. If the chunk would be empty, return no chunk.
+
+        Args:
+            item: the index of a prompt, and a delta for one of the choices of this prompt.
+        """
         prompt, delta = item
         self.record(prompt, delta)
         number = self.number_of(prompt, delta)
@@ -124,11 +129,12 @@ def completion(
         totals: for each prompt, a list with the sum of the deltas of each choice.
     """
     choices: list[Json] = []
-    for echo, choice_totals in zip(options.echoes, totals, strict=True):
-        # Only the first choice reports the tokens and log-probabilities of the prompt.
+    for echoed_prompt, choice_totals in zip(options.echoed_prompts, totals, strict=True):
+        # Only the first generated choice reports the tokens and log-probabilities of the prompt.
+        # They are returned with each choice, even if the first choice is not among the best.
         prompt_total = choice_totals[0]
         for total in best(choice_totals, frame.num_choices):
-            choice = _whole_choice(frame, options, echo, prompt_total, total)
+            choice = _whole_choice(frame, options, echoed_prompt, prompt_total, total)
             choices.append({"index": len(choices), **choice})
     usages = [[_usage(options, total) for total in choice_totals] for choice_totals in totals]
     return {**frame.with_choices("text_completion", choices), "usage": total_usage(usages)}
@@ -150,6 +156,7 @@ def best(totals: Sequence[Delta], number: int) -> Sequence[Delta]:
 
 
 def _mean_logprob(total: Delta) -> float:
+    """Return the mean log-probability of the tokens of a choice, or 0 without tokens."""
     usage = total.get("usage")
     num_tokens = usage["completion_tokens"] if usage else 0
     return total.get("cumulative_logprob", 0.0) / max(1, num_tokens)
@@ -158,7 +165,7 @@ def _mean_logprob(total: Delta) -> float:
 def _whole_choice(
     frame: CompletionFrame,
     options: CompletionOptions,
-    echo: str,
+    echoed_prompt: str,
     prompt_total: Delta,
     total: Delta,
 ) -> Json:
@@ -167,16 +174,17 @@ def _whole_choice(
     Args:
         frame: the fields that all choices have in common.
         options: the options that decide what the choice contains.
-        echo: the text of the prompt if the choice begins with this text, and else "".
+        echoed_prompt: the text of the prompt if the choice begins with this text, and else "".
         prompt_total: the delta that reports the tokens and log-probabilities of the prompt.
         total: the sum of the deltas of this choice.
     """
     if options.only_prompt:
-        choice = _choice(echo, {"finish_reason": "length"})
+        # The request has max_tokens=0, so the choice ends at this limit, before the first token.
+        choice = _choice(echoed_prompt, {"finish_reason": "length"})
     else:
-        choice = _choice(echo + total.get("text", ""), total)
+        choice = _choice(echoed_prompt + total.get("text", ""), total)
     if options.logprobs:
-        choice["logprobs"] = _whole_logprobs(frame, options, echo, prompt_total, total)
+        choice["logprobs"] = _whole_logprobs(frame, options, echoed_prompt, prompt_total, total)
     if options.prompt_logprobs:
         choice["prompt_logprobs"] = prompt_logprobs(prompt_total.get("prompt_logprobs", []))
     return choice | _token_ids(options, prompt_delta=prompt_total, delta=total)
@@ -185,7 +193,7 @@ def _whole_choice(
 def _whole_logprobs(
     frame: CompletionFrame,
     options: CompletionOptions,
-    echo: str,
+    echoed_prompt: str,
     prompt_total: Delta,
     total: Delta,
 ) -> Json:
@@ -197,13 +205,13 @@ def _whole_logprobs(
     Args:
         frame: decides whether a token is named by its id.
         options: decide whether only the prompt is requested.
-        echo: the text of the prompt if the choice begins with this text, and else "".
+        echoed_prompt: the text of the prompt if the choice begins with this text, and else "".
         prompt_total: the delta that reports the tokens and log-probabilities of the prompt.
         total: the sum of the deltas of this choice.
     """
-    builder = CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echo=echo)
+    builder = CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echoed_prompt=echoed_prompt)
     parts = []
-    if echo:
+    if echoed_prompt:
         token_ids = prompt_total.get("prompt_token_ids", ())
         parts.append(builder.prompt(token_ids, prompt_total.get("prompt_logprobs", [])))
     if not options.only_prompt:
@@ -245,6 +253,10 @@ def _token_ids(options: CompletionOptions, *, prompt_delta: Delta, delta: Delta)
 
 
 def _choice(text: str, delta: Delta) -> Json:
+    """Return a choice with the given text, and with the finish reason of the delta, if any.
+
+    The stop string or stop token has two names: `stop_reason` (vLLM) and `matched_stop` (SGLang).
+    """
     return {
         "text": text,
         "logprobs": None,

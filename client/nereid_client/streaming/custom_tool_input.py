@@ -8,8 +8,9 @@ a line break and "b".
 import json
 import re
 
-_OPENING = ("{", '"input"', ":", '"')
-"""The tokens before the input. White space may precede each token."""
+_OPENING_TOKENS = ("{", '"input"', ":", '"')
+"""The tokens before the input, in the arguments of the call. White space may precede each token."""
+_OPENING = re.compile("".join(r"[ \t\r\n]*" + re.escape(token) for token in _OPENING_TOKENS))
 _CLOSING = re.compile(r'"[ \t\r\n]*(?:\}[ \t\r\n]*)?\Z')
 """The text after the input, or the beginning of this text."""
 _WHITE_SPACE = " \t\r\n"
@@ -50,7 +51,7 @@ class InputDecoder:
         self._is_raw = False
 
     def add(self, arguments: str) -> str:
-        """Read the next piece of the arguments, and return the new part of the input.
+        """Read the next piece of a call's arguments, and return the new part of the tool's input.
 
         Example: the pieces `{"inp`, `ut": "a` and `b"}` return "", "a" and "b".
         """
@@ -69,16 +70,17 @@ class InputDecoder:
         return "" if self._is_closing(0) else self._pop_unread()
 
     def _read_opening(self) -> None:
-        """Read the tokens `{"input": "` at the start of the arguments, if all of them have arrived.
+        """Read the opening `{"input": "` of the call's arguments, if all of it has arrived.
 
-        Mutates: `_is_open` or `_is_raw`, unless the decision needs more text.
+        Mutates: `_is_open` becomes True after the opening, which is then removed from `_unread`.
+            `_is_raw` becomes True if the arguments have no opening. Otherwise, nothing changes.
         """
-        end = _end_of_opening(self._unread)
-        if end is None:
-            self._is_raw = True
-        elif end >= 0:
+        opening = _OPENING.match(self._unread)
+        if opening is not None:
             self._is_open = True
-            self._unread = self._unread[end:]
+            self._unread = self._unread[opening.end() :]
+        elif not _is_start_of_opening(self._unread):
+            self._is_raw = True
 
     def _read_string(self) -> str:
         r"""Return the decoded string, up to the first part whose meaning depends on later text.
@@ -128,26 +130,24 @@ def decode_input(arguments: str) -> str:
     return decoder.add(arguments) + decoder.finish()
 
 
-def _end_of_opening(text: str) -> int | None:
-    """Return the index at which the input begins. `text` is the beginning of the arguments.
+def _is_start_of_opening(text: str) -> bool:
+    """Return whether later text can complete `text` to the opening `{"input": "`.
 
-    The tokens `{`, `"input"`, `:` and `"` precede the input. Return -1 if the text ends before the
-    last of these tokens, and None if the text contains something else.
+    In the arguments of a custom tool's call, the opening precedes the input. White space may
+    precede each token of the opening.
 
-    Examples: the text `{"input": "a` returns 11, the text `{"in` returns -1, and the text `[`
-    returns None.
+    Examples: the result for `{ "in` and for an empty text is True. The result for `{"x` is False.
     """
-    at = 0
-    for token in _OPENING:
-        while at < len(text) and text[at] in _WHITE_SPACE:
-            at += 1
-        part = text[at : at + len(token)]
-        if not token.startswith(part):
-            return None
-        if part != token:
-            return -1
-        at += len(token)
-    return at
+    rest = text
+    for token in _OPENING_TOKENS:
+        rest = rest.lstrip(_WHITE_SPACE)
+        is_cut_off = len(rest) < len(token)
+        if is_cut_off:
+            return token.startswith(rest)
+        if not rest.startswith(token):
+            return False
+        rest = rest.removeprefix(token)
+    return True
 
 
 def _decoded(escape: str) -> str:

@@ -144,7 +144,7 @@ _REPLACED_KEYS = (
 """For these keys, values are not appended: the merged delta has the last value."""
 
 
-def by_choice(deltas: Iterable[Delta]) -> list[Delta]:
+def merge_by_choice(deltas: Iterable[Delta]) -> list[Delta]:
     """Return one merged delta for each choice, in the order in which the choices first appear."""
     choices: dict[int, list[Delta]] = {}
     for delta in deltas:
@@ -156,7 +156,7 @@ _KINDS = ("reasoning", "content", "tool_calls")
 """The keys of a delta that belong to different kinds of output."""
 
 
-def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
+def merge_by_kind(deltas: Iterable[Delta]) -> list[Delta]:
     """Merge consecutive deltas that have the same kind of output: reasoning, content or tool calls.
 
     The order of the deltas does not change. Example: content "a", content "b", a tool call and
@@ -179,7 +179,7 @@ def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 Group = Callable[[Iterable[Delta]], list[Delta]]
-"""The type of a function that merges deltas, such as `by_choice` or `by_kind`."""
+"""The type of a function that merges deltas, such as `merge_by_choice` or `merge_by_kind`."""
 
 
 def _merge_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
@@ -205,13 +205,16 @@ def _merge_call(pieces: Sequence[ToolCallPiece]) -> ToolCallPiece:
 async def fold(deltas: AsyncGenerator[Delta], num_choices: int = 1) -> list[Delta]:
     """Merge all deltas of a stream. Return one delta for each choice, sorted by the index.
 
+    The deltas are merged whenever many of them have arrived, so that a long answer does not need
+    the memory of a delta for each token.
+
     Raises: BackendError, also if a choice has no finish reason at the end of the stream.
     """
     unmerged: list[Delta] = []
     async with aclosing(deltas):
         async for delta in deltas:
-            _append(unmerged, delta)
-    choices = {choice.get("index", 0): choice for choice in by_choice(unmerged)}
+            _append_and_merge(unmerged, delta)
+    choices = {choice.get("index", 0): choice for choice in merge_by_choice(unmerged)}
     sorted_choices = [choices.get(index, {}) for index in range(num_choices)]
     if any("finish_reason" not in choice for choice in sorted_choices):
         raise unfinished_error()
@@ -227,7 +230,9 @@ def unfinished_error() -> BackendError:
     )
 
 
-async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> AsyncGenerator[Delta]:
+async def merged(
+    deltas: AsyncGenerator[Delta], group: Group = merge_by_choice
+) -> AsyncGenerator[Delta]:
     """Yield the deltas of a stream. While the reader is busy, merge the deltas that arrive.
 
     A slow reader therefore never delays the backend, and the memory contains only the text that the
@@ -320,7 +325,7 @@ class _Inbox:
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
-                    _append(self._waiting, delta, self._group)
+                    _append_and_merge(self._waiting, delta, self._group)
                     self._changed.set()
         finally:
             self._has_ended = True
@@ -335,8 +340,8 @@ class _Inbox:
         return waiting
 
 
-def _append(waiting: list[Delta], delta: Delta, group: Group = by_choice) -> None:
-    """Append a delta to `waiting`. If `waiting` becomes too long, merge the deltas in it."""
+def _append_and_merge(waiting: list[Delta], delta: Delta, group: Group = merge_by_choice) -> None:
+    """Append a delta to `waiting`. If `waiting` then has many deltas, merge them with `group`."""
     waiting.append(delta)
     if len(waiting) >= _MAX_UNMERGED:
         waiting[:] = group(waiting)

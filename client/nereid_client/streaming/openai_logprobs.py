@@ -63,19 +63,23 @@ class CompletionLogprobs:
 
     Args:
         tokens_as_ids: whether a token is named by its id, such as "token_id:17".
-        echo: the text of the prompt if the choice starts with the prompt, and else "".
+        echoed_prompt: the text of the prompt if the choice starts with the prompt, and else "".
     """
 
-    def __init__(self, *, tokens_as_ids: bool = False, echo: str = "") -> None:
+    def __init__(self, *, tokens_as_ids: bool = False, echoed_prompt: str = "") -> None:
         self._tokens_as_ids = tokens_as_ids
         # The last part of the choice's text. The text of tokens that were found earlier is removed.
-        self._text = echo
-        self._text_start = 0  # the position of `_text` in the text of the choice
+        # Until the first delta arrives, it is the whole prompt, if the choice starts with it.
+        self._recent_text = echoed_prompt
+        self._recent_start = 0  # the position of `_recent_text` in the text of the choice
         self._next_position = 0  # the position after the last token that was found
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
         """Return the part of the field `logprobs` that describes the prompt.
+
+        Call this method before the first delta is added. `_recent_text` is then exactly the prompt,
+        with which the text of the choice starts, and `_recent_start` is 0.
 
         Mutates: `_next_position`, which becomes the end of the prompt.
 
@@ -85,7 +89,7 @@ class CompletionLogprobs:
                 first token has None, because no token comes before it.
         """
         part = _empty()
-        texts = _prompt_texts(self._text, token_ids, logprobs)
+        texts = _prompt_token_texts(self._recent_text, token_ids, logprobs)
         for text, token_id, entries in zip(texts, token_ids, logprobs, strict=True):
             part["tokens"].append(self._token_name(text, token_id))
             part["text_offset"].append(self._locate(text, is_last=True))
@@ -97,7 +101,8 @@ class CompletionLogprobs:
                 part["top_logprobs"].append(self._likely_prompt_tokens(entries))
         # The text of the first delta starts directly after the prompt. The search for the next
         # token therefore starts there, even if the last token of the prompt was not found.
-        self._next_position = self._text_start + len(self._text)
+        end_of_prompt = self._recent_start + len(self._recent_text)
+        self._next_position = end_of_prompt
         return part
 
     def _likely_prompt_tokens(self, entries: Mapping[str, PromptLogprob]) -> dict[str, float]:
@@ -114,14 +119,16 @@ class CompletionLogprobs:
     def add(self, text: str, entries: Iterable[TokenLogprob], *, is_last: bool) -> Json:
         """Return the part of the field `logprobs` that describes one delta.
 
-        Mutates: `_text`, to which `text` is appended, and `_next_position`, from which the tokens
-            of the next delta are searched.
+        Mutates: `_recent_text`, to which `text` is appended, and `_next_position`, at which the
+            search for the tokens of the next delta starts.
 
         Args:
             text: the text of the delta. The text of the delta's last tokens may be missing, and
-                arrive with a later delta.
+                arrive with a later delta. Such a token is expected directly after the token before
+                it.
             entries: the log-probabilities of the delta's tokens.
-            is_last: whether this is the last delta of the choice.
+            is_last: whether this is the last delta of the choice. A token whose text is missing is
+                then not in the text at all, for example because a stop string cut the token off.
         """
         self._append_text(text)
         part = _empty()
@@ -175,19 +182,23 @@ class CompletionLogprobs:
         return self._decoder.decode(bytes(entry["bytes"]))
 
     def _append_text(self, text: str) -> None:
-        """Append text to `_text`.
+        """Append text to `_recent_text`.
 
-        Remove the text before `_next_position` from `_text`, because its tokens have been located.
+        Remove the text before `_next_position` from `_recent_text`, because its tokens have been
+        located.
         """
-        num_located_chars = min(self._next_position - self._text_start, len(self._text))
-        self._text = self._text[num_located_chars:] + text
-        self._text_start += num_located_chars
+        num_located_chars = min(self._next_position - self._recent_start, len(self._recent_text))
+        self._recent_text = self._recent_text[num_located_chars:] + text
+        self._recent_start += num_located_chars
 
     def _locate(self, piece: str, *, is_last: bool) -> int:
         """Return the position of a token's text in the text of the choice.
 
+        `_recent_text` is only the last part of this text: it starts at the position
+        `_recent_start`, because the text of earlier tokens is removed.
+
         Example: in the text "ab cd", the pieces "ab" and " cd" return 0 and 2. A piece that is not
-        in the text returns the current position.
+        in the text returns the position of the next token.
 
         Mutates: `_next_position`, so that the search for the next token starts after this token.
 
@@ -195,34 +206,36 @@ class CompletionLogprobs:
             piece: the text of the token.
             is_last: whether the text of the choice is complete.
         """
-        if self._next_position == 0:
-            piece = _without_extra_space(piece, self._text)
+        is_first_token = self._next_position == 0
+        if is_first_token:  # some tokenizers put a space before it, which the text does not have
+            piece = _without_added_space(piece, self._recent_text)
         index = self._find(piece, is_last=is_last)
         if index is None:
-            return min(self._next_position, self._text_start + len(self._text))
-        position = self._text_start + index
+            end_of_text = self._recent_start + len(self._recent_text)
+            return min(self._next_position, end_of_text)
+        position = self._recent_start + index
         self._next_position = position + len(piece)
         return position
 
     def _find(self, piece: str, *, is_last: bool) -> int | None:
-        """Return the index of a token's text in `_text`, or None if it is not found.
+        """Return the index of a token's text in `_recent_text`, or None if it is not found.
 
-        The text is first expected directly after the previous token, at `_next_position`. `_text`
-        contains only the text of the choice from the position `_text_start` on.
+        The text is first expected directly after the previous token, at `_next_position`.
+        `_recent_text` contains only the text of the choice from the position `_recent_start` on.
 
         Args:
             piece: the text of the token.
-            is_last: whether the text of the choice is complete. Otherwise, the piece is also found
-                if only its beginning has arrived.
+            is_last: whether the text of the choice is complete. Otherwise, the missing end of the
+                piece, or the whole piece, can still arrive, so it is found at the expected index.
         """
-        expected_index = self._next_position - self._text_start
-        arrived = self._text[expected_index : expected_index + len(piece)]
+        expected_index = self._next_position - self._recent_start
+        arrived = self._recent_text[expected_index : expected_index + len(piece)]
         has_arrived = arrived == piece
         may_still_arrive = not is_last and piece.startswith(arrived)
         if has_arrived or may_still_arrive:
             return expected_index
         search_end = expected_index + _SEARCH_CHARS + len(piece)
-        index = self._text.find(piece, expected_index, search_end)
+        index = self._recent_text.find(piece, expected_index, search_end)
         return None if index < 0 else index
 
 
@@ -250,8 +263,8 @@ def _chat_entry(entry: TopLogprob, *, tokens_as_ids: bool) -> Json:
     }
 
 
-def _without_extra_space(piece: str, text: str) -> str:
-    """Return the first token's text without a leading space that only the tokenizer has added.
+def _without_added_space(piece: str, text: str) -> str:
+    """Return the first token's text without leading spaces that only the tokenizer has added.
 
     Some tokenizers put a space before the first token, but the text does not have this space.
 
@@ -262,7 +275,9 @@ def _without_extra_space(piece: str, text: str) -> str:
     return stripped if stripped and has_extra_space else piece
 
 
-def _prompt_texts(prompt: str, token_ids: Sequence[int], logprobs: PromptLogprobs) -> list[str]:
+def _prompt_token_texts(
+    prompt: str, token_ids: Sequence[int], logprobs: PromptLogprobs
+) -> list[str]:
     """Return the text of each token of a prompt.
 
     The entries of `logprobs` contain the texts. The first token has no entry, so its text is the
@@ -272,19 +287,19 @@ def _prompt_texts(prompt: str, token_ids: Sequence[int], logprobs: PromptLogprob
     for token_id, entries in zip(token_ids[1:], logprobs[1:], strict=True):
         entry = (entries or {})[str(token_id)]  # only the first token has no entries
         later_texts.append(entry["decoded_token"] or "")
-    return [_first_token(prompt, later_texts), *later_texts]
+    return [_first_token_text(prompt, later_texts), *later_texts]
 
 
-def _first_token(text: str, others: Sequence[str]) -> str:
+def _first_token_text(prompt: str, others: Sequence[str]) -> str:
     """Return the text of a prompt's first token. `others` are the texts of the other tokens.
 
-    Example: "a cat" and [" cat"] return "a". If `text` does not end with the joined texts of the
-    other tokens, return the text before the second token.
+    Example: "a cat" and [" cat"] return "a". If `prompt` does not end with the joined texts of the
+    other tokens, return the text before the second token, or "" if the prompt does not contain it.
     """
     rest = "".join(others)
-    if text.endswith(rest):
-        return text[: len(text) - len(rest)]
-    before, second, _ = text.partition(others[0])
+    if prompt.endswith(rest):
+        return prompt[: len(prompt) - len(rest)]
+    before, second, _ = prompt.partition(others[0])
     return before if second else ""
 
 

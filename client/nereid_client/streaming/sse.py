@@ -58,19 +58,21 @@ class EventStream(Response):
     Args:
         events: the bytes to send. Each item costs a write to the socket. The response ends after
             an item that ends with DONE, or else after the last item.
-        source: the generator that `events` reads from. It is closed separately, because `events`
-            closes it only if `events` has started.
+        source: the generator that `events` reads from, or None if there is no such generator. It
+            is closed separately, because `events` closes it only if `events` has started.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], source: AsyncGenerator[Any]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes], source: AsyncGenerator[Any] | None = None
+    ) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # nginx buffers the events without this header
         self._events = events
-        self._source = source
+        self._source = events if source is None else source
 
     async def __call__(
         self,

@@ -29,14 +29,14 @@ ERROR_PREFIX = "nereid: error:"
 has stopped."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_TABLE_STARTS = ("|", "+-")
+_TABLE_LINE_PREFIXES = ("|", "+-")
 """The beginnings of the lines of a table, such as the server's list of models."""
 _STOP_CHECK_EVERY_S = 0.05
 _KILL_CHECK_EVERY_S = 0.02
 _MAX_KILL_S = 30.0
 """The longest wait after SIGKILL. A process that waits for a device driver ends only afterwards."""
-_ERROR_LINES = 5
-_TAIL_LINES = 15
+_NUM_ERROR_LINES = 5
+_NUM_LAST_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
 _CRASH_LINE = re.compile(r"Signal \((4|6|7|8|11)\) received")
 # The Triton server logs a message with these words if a stub process has died, or if a stub process
@@ -65,13 +65,13 @@ class ChildProcess:
     The program starts in a separate session, so that Ctrl-C in the terminal does not reach it.
 
     Attributes:
-        errors: the last lines that a Triton server marked as errors.
-        refusals: the reasons in the lines that start with `nereid: error:`. A model writes such a
-            line if it rejects a setting or the checkpoint, or if it has stopped.
-        refused_at: the time of time.monotonic() at which the first of these lines arrived. If there
-            is no such line, the time is infinity.
-        tail: the last lines of the output, without tables.
-        crash: the line with which a Triton server reports its crash, or None. Version 2.51 can
+        error_lines: the last lines that a Triton server marked as errors.
+        last_lines: the last lines of the output, without errors and tables.
+        model_errors: the reasons in the lines that start with `nereid: error:`. A model writes such
+            a line if it rejects a setting or the checkpoint, or if it has stopped.
+        first_model_error_at: the time of time.monotonic() at which the first of these lines
+            arrived. If there is no such line, the time is infinity.
+        crash_line: the line with which a Triton server reports its crash, or None. Version 2.51 can
             hang in its signal handler instead of ending, and then keeps its ports open.
     """
 
@@ -98,12 +98,12 @@ class ChildProcess:
         Raises: OSError if the program cannot be started.
         """
         self.name = name
-        # `_record` changes these attributes. The class docstring describes them.
-        self.errors: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
-        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
-        self.refusals: list[str] = []
-        self.refused_at = float("inf")
-        self.crash: str | None = None
+        # `_record` fills these attributes from the output of the program.
+        self.error_lines: collections.deque[str] = collections.deque(maxlen=_NUM_ERROR_LINES)
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
+        self.model_errors: list[str] = []  # why models reject a setting or have stopped
+        self.first_model_error_at = float("inf")  # infinity if there is no such error
+        self.crash_line: str | None = None  # the line with which a Triton server reports its crash
 
         self._process = subprocess.Popen(
             command,
@@ -135,8 +135,8 @@ class ChildProcess:
         The result is True if a signal such as SIGSEGV ended the program, or if one of its stub
         processes died. The result is False if the program exited or was killed with SIGKILL.
         """
-        is_stub_dead = any(_STUB_DIED in line for line in self.errors)
-        return self.crash is not None or self.exit_code in _CRASH_CODES or is_stub_dead
+        is_stub_dead = any(_STUB_DIED in line for line in self.error_lines)
+        return self.crash_line is not None or self.exit_code in _CRASH_CODES or is_stub_dead
 
     def describe_end(self) -> str:
         """Describe how the program ended. Example: "NAME ended with exit code 1"."""
@@ -179,7 +179,8 @@ class ChildProcess:
     def _relay(self, log: IO[str], on_line: Callable[[str], None]) -> None:
         """Copy the program's output to the log. Also store the errors and the last lines.
 
-        Call `on_line` with the lines that the user should see.
+        Call `on_line` with the lines that the user should see: the lines that start with `nereid:`,
+        except errors.
         """
         with contextlib.closing(self._process.stdout or io.BytesIO()) as output:
             for raw in output:
@@ -192,29 +193,31 @@ class ChildProcess:
                     on_line(line)
 
     def _record(self, line: str) -> None:
-        """Store a line of the output in `errors` or in `tail`.
+        """Store what a line of the program's output reports.
 
-        If the line reports a crash, also set `crash`. If a model rejects its settings in this line,
-        also add the reason to `refusals`.
+        An error is added to `error_lines`, and another line to `last_lines`. Empty lines and the
+        lines of tables, such as the server's list of models, are left out. If the line reports a
+        crash, it also becomes the `crash_line`. If the line is an error of a model, such as a wrong
+        setting, the reason is also added to `model_errors`.
         """
         if _ERROR_LINE.match(line):
-            self.errors.append(line)
-        elif line and not line.startswith(_TABLE_STARTS):
-            self.tail.append(line)
+            self.error_lines.append(line)
+        elif line and not line.startswith(_TABLE_LINE_PREFIXES):
+            self.last_lines.append(line)
         if _CRASH_LINE.match(line):
-            self.crash = line
+            self.crash_line = line
         if line.startswith(ERROR_PREFIX):
-            self._record_refusal(line.removeprefix(ERROR_PREFIX).strip())
+            self._record_model_error(line.removeprefix(ERROR_PREFIX).strip())
 
-    def _record_refusal(self, reason: str) -> None:
-        """Add a reason to `refusals`. If this reason is the first one, also set `refused_at`.
+    def _record_model_error(self, reason: str) -> None:
+        """Add a reason to `model_errors`. For the first reason, also set `first_model_error_at`.
 
         Several models can reject the same setting. The reason is then stored only once.
         """
-        if not self.refusals:
-            self.refused_at = time.monotonic()
-        if reason not in self.refusals:
-            self.refusals.append(reason)
+        if not self.model_errors:
+            self.first_model_error_at = time.monotonic()
+        if reason not in self.model_errors:
+            self.model_errors.append(reason)
 
 
 def adopt_orphans() -> None:
@@ -229,7 +232,7 @@ def end_descendants(grace_s: float, wait: Waiter, keep: Collection[int] = ()) ->
         grace_s: the seconds between SIGTERM and SIGKILL.
         wait: a function that waits between two checks. If the function returns True, SIGKILL is
             sent at once.
-        keep: ids of processes that continue to run, with their descendants.
+        keep: the ids of processes that continue to run, with their descendants.
 
     Returns: the names and ids of the processes that were running, such as "python3 (17)".
     """

@@ -27,6 +27,7 @@ _DEFAULT_SHARE = 0.8
 # most _MAX_RESERVE bytes.
 _RESERVE_SHARE = 0.04
 _MAX_RESERVE = 2**30
+# Smaller processes are not killed to free memory.
 _SMALLEST_VICTIM = 64 * 2**20
 _MIB = 2**20
 
@@ -104,7 +105,8 @@ class MemoryWatch:
         """Kill a process that uses too much memory. Read the memory at most once a second.
 
         A process above the budget is killed only after `_TOLERATED_S` seconds. The first check that
-        finds such a process prints a warning.
+        finds such a process prints a warning. If no process is killed for this reason, but the
+        memory of the machine is nearly exhausted, the largest process is killed.
 
         Mutates: `_over_since`, which contains the processes above the budget, and `_check_due`.
         """
@@ -122,9 +124,9 @@ class MemoryWatch:
             if process.pid not in over_before:
                 self._warn(process)
             elif now - over_before[process.pid] >= _TOLERATED_S:
-                self._restart(process, "it has exceeded its budget for too long")
+                self._kill_for_restart(process, "it has exceeded its budget for too long")
                 return
-        self._check_available(processes)
+        self._kill_largest_if_memory_is_low(processes)
 
     def _warn(self, process: ProcessMemory) -> None:
         """Print a warning that a process exceeds its memory budget."""
@@ -133,16 +135,24 @@ class MemoryWatch:
             f"budget of a process is {self._budget // _MIB} MiB (--max-process-memory)"
         )
 
-    def _check_available(self, found: Sequence[ProcessMemory]) -> None:
-        """Kill the largest process if the memory is nearly exhausted."""
-        available = self._memory().available
-        largest = max(found, key=lambda process: process.num_bytes, default=None)
-        if available >= self._reserve or largest is None or largest.num_bytes < _SMALLEST_VICTIM:
-            return
-        self._restart(largest, f"only {available // _MIB} MiB of memory are available")
+    def _kill_largest_if_memory_is_low(self, processes: Sequence[ProcessMemory]) -> None:
+        """Kill the largest process if less memory than the reserve is available.
 
-    def _restart(self, process: ProcessMemory, reason: str) -> None:
-        """Kill a process. The Triton server or the supervisor then starts the process again."""
+        If even the largest process is small, no process is killed, because other programs use the
+        memory.
+        """
+        available = self._memory().available
+        largest = max(processes, key=lambda process: process.num_bytes, default=None)
+        is_memory_low = available < self._reserve
+        if not is_memory_low or largest is None or largest.num_bytes < _SMALLEST_VICTIM:
+            return
+        self._kill_for_restart(largest, f"only {available // _MIB} MiB of memory are available")
+
+    def _kill_for_restart(self, process: ProcessMemory, reason: str) -> None:
+        """Kill a process, and print why. Its parent then starts the process again.
+
+        Mutates: `_check_due`, and `_over_since`, from which the process is removed.
+        """
         self._complain(
             f"nereid: {process.name} (process {process.pid}) uses {process.num_bytes // _MIB} MiB "
             f"of memory and is restarted, because {reason}"

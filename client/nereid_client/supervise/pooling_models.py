@@ -130,20 +130,9 @@ def _pooling_model(flag: str, checkpoint: str, repository: Path) -> PoolingModel
             f"{repository} does not have it"
         )
     path = Path(checkpoint).expanduser().absolute()
-    _check_checkpoint(path, flag)
+    startup_checks.check_checkpoint(path, source=flag)
     name = os.environ.get(_variable(kind, "SERVED_MODEL_NAME")) or path.resolve().name
     return PoolingModel(kind, path, name)
-
-
-def _check_checkpoint(path: Path, flag: str) -> None:
-    """Check that a path is a checkpoint.
-
-    Raises: CliError that names `flag`.
-    """
-    try:
-        startup_checks.check_checkpoint(path)
-    except CliError as error:
-        raise CliError(str(error).replace("--model", flag, 1)) from None
 
 
 def environment(models: Sequence[PoolingModel]) -> dict[str, str]:

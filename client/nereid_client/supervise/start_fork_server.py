@@ -19,13 +19,13 @@ from nereid_client.supervise.child_processes import ChildProcess
 ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
 """The Triton models read the name of the fork server's abstract Unix socket from this environment
 variable. If the variable is already set, `nereid serve` starts no fork server."""
-# The fork server is needed only if the model repository contains this model.
-_MODEL = "executor"
+# The model that starts the engine process. Every repository with a language model contains it.
+_EXECUTOR = "executor"
 _PACKAGE = "nereid_backend"
 _MODULE = f"{_PACKAGE}.serving.process.forking.fork_server"
 _IMPORTS = (f"{_PACKAGE}.engine.engine", f"{_PACKAGE}.pooling.pooling_engine")
 # If this environment variable is set, the server uses a test engine that does not need torch.
-_OTHER_ENGINE = "NEREID_ENGINE"
+_TEST_ENGINE_VARIABLE = "NEREID_ENGINE"
 
 
 def choose_address(repository: Path, environment: Mapping[str, str]) -> str | None:
@@ -38,15 +38,24 @@ def choose_address(repository: Path, environment: Mapping[str, str]) -> str | No
         repository: the model repository.
         environment: the environment variables of the Triton server.
     """
-    has_server = ADDRESS_VARIABLE in environment  # another process has started a fork server
-    uses_test_engine = bool(environment.get(_OTHER_ENGINE))
-    has_language_model = (repository / _MODEL).is_dir()
-    if has_server or uses_test_engine or not has_language_model:
-        return None
-    is_backend_installed = importlib.util.find_spec(_PACKAGE) is not None
-    if not is_backend_installed:
+    if not _needs_fork_server(repository, environment):
         return None
     return f"nereid-{os.getpid()}-{secrets.token_hex(16)}"
+
+
+def _needs_fork_server(repository: Path, environment: Mapping[str, str]) -> bool:
+    """Return whether the models of a repository start faster with a fork server.
+
+    The fork server saves the time for importing the engine, so it is useless if the models do not
+    import the engine, or if the engine is not installed.
+    """
+    has_fork_server = ADDRESS_VARIABLE in environment  # another program has started one
+    uses_test_engine = bool(environment.get(_TEST_ENGINE_VARIABLE))
+    has_engine = (repository / _EXECUTOR).is_dir()
+    if has_fork_server or uses_test_engine or not has_engine:
+        return False
+    is_backend_installed = importlib.util.find_spec(_PACKAGE) is not None
+    return is_backend_installed
 
 
 def start_fork_server(

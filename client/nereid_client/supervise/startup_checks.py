@@ -21,7 +21,7 @@ _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
 # The module of the backend that checks the models' settings. It runs as a separate program, because
 # the client package must not import the backend package.
 _BACKEND_CHECK = "nereid_backend.serving.check_settings"
-_WRONG_SETTINGS = 2
+_WRONG_SETTINGS_EXIT_CODE = 2
 _CHECK_TIMEOUT_S = 20.0
 _JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -55,16 +55,32 @@ def check_embedded_numpy(installed: str | None = None) -> None:
         )
 
 
-def check_checkpoint(path: Path) -> None:
+def check_checkpoint(path: Path, source: str = "--model") -> None:
     """Check that a path is a Hugging Face checkpoint with complete safetensors files.
 
     The backend checks GGUF files.
+
+    Args:
+        path: the path of the checkpoint.
+        source: the flag that contains the path, or the table of a file. The error message begins
+            with this text.
+
+    Raises: CliError.
+    """
+    try:
+        _check_checkpoint(path)
+    except CliError as error:
+        raise CliError(f"{source}: {error}") from None
+
+
+def _check_checkpoint(path: Path) -> None:
+    """Check that a path is a checkpoint, as described by `check_checkpoint`.
 
     Raises: CliError.
     """
     if not path.exists():
         raise CliError(
-            f"--model: the folder {path} does not exist. Give the folder of a checkpoint on this "
+            f"the folder {path} does not exist. Give the folder of a checkpoint on this "
             "machine. `hf download NAME --local-dir FOLDER` downloads one."
         )
     is_gguf_file = path.suffix == ".gguf" and path.is_file()
@@ -72,8 +88,7 @@ def check_checkpoint(path: Path) -> None:
         return
     if not path.is_dir():
         raise CliError(
-            f"--model: {path} is not a folder. Give the folder that contains config.json, or a "
-            "GGUF file."
+            f"{path} is not a folder. Give the folder that contains config.json, or a GGUF file."
         )
     _check_files(path)
 
@@ -85,29 +100,30 @@ def _check_files(folder: Path) -> None:
     """
     if not (folder / "config.json").is_file():
         raise CliError(
-            f"--model: the folder {folder} has no config.json. Give the folder of a Hugging Face "
-            "checkpoint."
+            f"the folder {folder} has no config.json. Give the folder of a Hugging Face checkpoint."
         )
     if not any(folder.glob("*.safetensors")):
         raise CliError(
-            f"--model: the folder {folder} has no *.safetensors file. Load the model with "
+            f"the folder {folder} has no *.safetensors file. Load the model with "
             "transformers and call its method save_pretrained, which writes such files."
         )
     for name in _JSON_FILES:
         _check_json(folder / name)
     damage = weight_files.find_damage(folder)
     if damage:
-        raise CliError(f"--model: {damage}")
+        raise CliError(damage)
 
 
 def _check_json(path: Path) -> None:
+    """Check that a file contains a JSON object, unless the file does not exist.
+
+    Raises: CliError.
+    """
     try:
         if path.is_file() and not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise CliError(
-            f"--model: the file {path} cannot be read ({error}). Download it again."
-        ) from None
+        raise CliError(f"the file {path} cannot be read ({error}). Download it again.") from None
 
 
 def check_model_repository(path: Path) -> None:
@@ -140,16 +156,16 @@ def check_frontend_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def check_model_settings(repository: Path, environment: Mapping[str, str]) -> None:
-    """Check the settings of the models.
+    """Check the settings of the models, by a program of the backend that prints each wrong setting.
 
-    If the backend is not installed in this environment, do nothing: the models themselves reject
-    wrong settings when they start.
+    If the program does not end in time, or cannot run because the backend is not installed, the
+    settings count as correct. The models themselves reject wrong settings when they start.
 
     Args:
         repository: the model repository. Models that are not Nereid's are ignored.
         environment: the environment variables of the models.
 
-    Raises: CliError.
+    Raises: CliError that contains the lines that the program has printed.
     """
     command = [sys.executable, "-m", _BACKEND_CHECK, str(repository)]
     try:
@@ -158,8 +174,10 @@ def check_model_settings(repository: Path, environment: Mapping[str, str]) -> No
         )
     except (OSError, subprocess.TimeoutExpired):
         return
-    if result.returncode == _WRONG_SETTINGS and result.stdout.strip():
-        raise CliError("; ".join(result.stdout.strip().splitlines()))
+    # If the backend is not installed, or if the program has a bug, the exit code is 1.
+    problems = result.stdout.strip().splitlines()
+    if result.returncode == _WRONG_SETTINGS_EXIT_CODE and problems:
+        raise CliError("; ".join(problems))
 
 
 def check_ports(addresses: Mapping[str, tuple[str, int]]) -> None:

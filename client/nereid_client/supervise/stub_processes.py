@@ -31,7 +31,7 @@ from nereid_client.supervise.child_processes import (
 _PROGRAM = "triton_python_backend_stub"
 _NAME_LENGTH = 15  # the kernel keeps 15 characters of a process name
 _RESCAN_EVERY_S = 5.0
-_ZOMBIE_S = 0.4
+_ZOMBIE_S = 0.4  # a stub that is a zombie for this many seconds is reported as dead
 # A stub that has disappeared is reported as dead only after this many seconds. When a server stops,
 # its stubs disappear shortly before the server. These stubs must not be reported.
 _VANISHED_S = 2.0
@@ -84,12 +84,12 @@ class StubWatch:
     def find_dead_model(self) -> str | None:
         """Search for a stub process that has died, and return the name of its model, or None.
 
-        A dead process is a zombie until its parent, the Triton server, reaps it. Afterwards, the
-        process table does not contain the process, and `process_of` returns None. The model is
-        returned only if one of these states lasts for some time.
+        A stub runs one Python model. A stub that has ended is a zombie until its parent, the Triton
+        server, reaps it. Afterwards it has disappeared: `process_of` returns None. The stub counts
+        as dead only after it has been in one of these two states for some time.
 
-        Mutates: `_models` and `_dead_since`, which contain the stubs and the dead stubs that were
-            found. If a model is returned, also `has_crashed`.
+        Mutates: `_models` and `_dead_since`, which contain the observed stubs and those that have
+            ended. If a model is returned, also `has_crashed`.
         """
         now = self._clock()
         if now >= self._rescan_due:
@@ -100,25 +100,28 @@ class StubWatch:
             is_running = process is not None and process.state != ZOMBIE
             if is_running:
                 continue
-            if process is None and self._may_disappear():
+            has_disappeared = process is None
+            if has_disappeared and self._server_may_end_stubs():
                 self._forget(pid)
                 continue
-            limit_s = _VANISHED_S if process is None else _ZOMBIE_S
+            limit_s = _VANISHED_S if has_disappeared else _ZOMBIE_S
             dead_since = self._dead_since.setdefault(pid, now)
             if now - dead_since >= limit_s:
+                # Only a zombie has an exit status, which shows whether a signal such as SIGSEGV
+                # ended the stub.
                 self.has_crashed = process is not None and process.has_crashed
                 return model
         return None
 
-    def _may_disappear(self) -> bool:
+    def _server_may_end_stubs(self) -> bool:
         """Return whether the server may have ended a stub process on purpose.
 
-        The server ends a stub if it unloads the model, or if the model cannot be loaded.
+        The server ends a stub if it unloads the stub's model, or if the model cannot be loaded.
         """
         return self._can_unload or not self.are_models_loaded
 
     def _forget(self, pid: int) -> None:
-        """Stop observing a stub process."""
+        """Stop observing the stub process with the id `pid`."""
         del self._models[pid]
         self._dead_since.pop(pid, None)
 

@@ -46,8 +46,8 @@ class SupervisedProgram:
         """Return the reason why the program must be restarted, or None if it still works."""
         if self.child.exit_code is not None:
             return self.child.describe_end()
-        if self.child.crash is not None:
-            return f"{self.name} crashed ({self.child.crash})"
+        if self.child.crash_line is not None:
+            return f"{self.name} crashed ({self.child.crash_line})"
         model = self.stubs.find_dead_model()
         return f"{self.name}: the process of the model {model} died" if model else None
 

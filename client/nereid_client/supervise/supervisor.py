@@ -147,13 +147,16 @@ class Supervisor:
     def _end_warm_up(self, curls: list[str], elapsed_s: float) -> None:
         """Print that all models answer. After the first start, also start the hang detection.
 
-        Mutates: `_warm_up`, which becomes None, and `_is_announced`, which becomes True.
+        Mutates: `_warm_up`, which becomes None, `_is_announced`, which becomes True, and the
+            object that observes the stubs, which are the processes of the server's Python models.
 
         Args:
             curls: for each model, a shell command that sends a request to the model.
             elapsed_s: the seconds since the start or the restart.
         """
         self._warm_up = None
+        # While a model is loading, its stub may end because the model rejects a setting. A stub
+        # that disappears from now on has died.
         self._server.stubs.are_models_loaded = True
         if self._is_announced:
             say(f"nereid: everything answers again after {elapsed_s:.1f} s")
@@ -193,6 +196,7 @@ class Supervisor:
         # A program that exits during the first start has a wrong setting or a wrong checkpoint, so
         # a restart would not help. A program that crashes is always restarted.
         is_restartable = self._is_announced or program.has_crashed
+        # `record_failure` returns None if the program has been restarted too often in a row.
         wait_s = program.restarts.record_failure() if is_restartable else None
         if wait_s is None:
             return self._report_failure(failure, program)
@@ -206,15 +210,20 @@ class Supervisor:
     def _server_failure(self) -> str | None:
         """Return the reason why the running server does not answer, or None if the server works."""
         server = self._server
-        refused_since_s = time.monotonic() - server.child.refused_at
-        if self._is_announced and refused_since_s > _LAST_RESPONSES_S:
-            # A model has stopped, and it rejects all further requests.
-            return f"{server.name}: {server.child.refusals[0]}"
+        # A model that stops reports an error, answers its waiting requests, and rejects all further
+        # requests. Before the first announcement, the server itself exits after such an error.
+        error_age_s = time.monotonic() - server.child.first_model_error_at
+        has_answered_waiting_requests = error_age_s > _LAST_RESPONSES_S
+        if self._is_announced and has_answered_waiting_requests:
+            return f"{server.name}: {server.child.model_errors[0]}"
+        # The warm-up waits until each model has answered a request. Meanwhile, the server starts a
+        # stub process for each Python model, and can wait forever for the end of a running stub.
         is_warming_up = self._warm_up is not None
         if is_warming_up and server.stubs.detect_hang():
             return f"{server.name} waits for the end of a stub process that is still running"
         if is_warming_up and self._warm_up_failure is not None:
             return self._warm_up_failure
+        # After the warm-up, each watch sends test requests to one model.
         for watch in self._hang_watches:
             if watch.finding is not None:
                 return watch.finding
@@ -263,8 +272,8 @@ class Supervisor:
             start, else 1.
         """
         child = program.child
-        if child.refusals:
-            for reason in child.refusals:
+        if child.model_errors:
+            for reason in child.model_errors:
                 complain(f"nereid serve: {reason}")
             return 1 if self._is_announced else 2
         self._print_output(failure, child)
@@ -282,7 +291,7 @@ class Supervisor:
         The reason for the failure is printed before and after these lines.
         """
         complain(f"nereid serve: {failure}. The last lines of its output are:")
-        for line in (*child.tail, *child.errors):
+        for line in (*child.last_lines, *child.error_lines):
             # The server logs a traceback as one line, in which \\n replaces each line end.
             complain("    " + line.replace("\\n", "\n    "))
         complain(f"nereid serve: {failure}. The whole log is {self._plan.log_name}")

@@ -43,12 +43,11 @@ async def forward_to_worker(request: Request, error: Exception) -> Response:
     if not isinstance(error, RunsElsewhereError):
         raise error
     try:
-        response = await _send(place_of(request), error.worker, request, b"")
+        response = await _send(_this_worker(request), error.worker, request, b"")
     except ApiError as unavailable:
         return error_response(unavailable, request.scope)
     if response.media_type.startswith(EventStream.media_type):
-        events = response.body()
-        return EventStream(events, source=events)
+        return EventStream(response.body())
     content = await response.read_all()
     return Response(content, response.status, media_type=response.media_type or None)
 
@@ -60,8 +59,8 @@ async def ask_other_workers(request: Request, body: dict[str, Any]) -> list[Any]
     such a worker.
 
     Args:
-        request: the request of the client. If another worker sent the request, nothing is sent, and
-            the result is empty.
+        request: the request of the client. If another worker sent the request, nothing is sent, so
+            that two workers do not send a request to each other forever. The result is then empty.
         body: the JSON body to send.
     """
     place: WorkerPlace | None = request.app.state.worker
@@ -79,8 +78,8 @@ async def ask_other_workers(request: Request, body: dict[str, Any]) -> list[Any]
     return answers
 
 
-def place_of(request: Request) -> WorkerPlace:
-    """Return the number of this worker, and the folder that all workers share."""
+def _this_worker(request: Request) -> WorkerPlace:
+    """Return the number of this worker, and the folder with the sockets of all workers."""
     place: WorkerPlace = request.app.state.worker
     return place
 
@@ -167,6 +166,12 @@ class _WorkerResponse:
 async def _send(place: WorkerPlace, worker: int, request: Request, body: bytes) -> _WorkerResponse:
     """Send the method, path and headers of `request`, with the given body, to another worker.
 
+    Args:
+        place: the number of this worker, and the folder with the sockets of all workers.
+        worker: the number of the other worker.
+        request: the request of the client.
+        body: the body to send.
+
     Returns: the response, whose status and headers have arrived.
 
     Raises: ApiError 503 if the other worker has ended.
@@ -196,10 +201,10 @@ def _http_request(scope: Scope, body: bytes) -> bytes:
     if scope["query_string"]:
         target += b"?" + scope["query_string"]
     lines = [b"%s %s HTTP/1.1" % (scope["method"].encode(), target)]
-    lines += [b"%s: %s" % header for header in scope["headers"] if _is_passed_on(header[0])]
+    lines += [b"%s: %s" % header for header in scope["headers"] if _is_forwarded(header[0])]
     lines += [b"connection: close", b"content-length: %d" % len(body), b"", body]
     return b"\r\n".join(lines)
 
 
-def _is_passed_on(name: bytes) -> bool:
+def _is_forwarded(name: bytes) -> bool:
     return name not in _CONNECTION_HEADERS

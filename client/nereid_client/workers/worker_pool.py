@@ -122,13 +122,19 @@ class WorkerPool:
                 self._end_all()
 
     def _run(self, folder: Path, port: int) -> int:
-        """Run the workers. Stop after a signal, or after a failure that a restart cannot repair."""
+        """Run the workers. Stop after a signal, or after a failure that a restart cannot repair.
+
+        Args:
+            folder: an empty folder, which all workers share.
+            port: the port on which all workers listen.
+
+        Returns: the exit code of the frontend, as described by `run`.
+        """
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
-        # This call also creates the databases. It runs before the workers start, because several
-        # workers could otherwise create the same database at the same time.
-        _delete_state(places[0])
+        # Without this call, several workers could create the same database at the same time.
+        _create_databases(places[0])
         for place in places:
             self._workers.append(_Worker(place, self._start(place)))
         if self._is_draining:
@@ -143,12 +149,15 @@ class WorkerPool:
         return 0
 
     def _start(self, place: WorkerPlace) -> subprocess.Popen[bytes]:
+        """Start the process of a worker, which reads its `place` from the environment."""
         return subprocess.Popen(
             self._command, env={**os.environ, **place.environment}, preexec_fn=_prepare_worker
         )
 
     def _check(self, worker: _Worker) -> int | None:
-        """Restart a worker if it has ended. After SIGUSR1, workers are no longer restarted.
+        """If a worker has ended, plan its restart. If its restart is due, start the worker again.
+
+        After SIGUSR1, workers are no longer restarted.
 
         Returns: the exit code of the frontend if the worker must not be restarted, else None.
         """
@@ -166,6 +175,8 @@ class WorkerPool:
     def _plan_restart(self, worker: _Worker, code: int, now: float) -> int | None:
         """Clean up after a worker that ended with the exit code `code`, and plan its restart.
 
+        A worker that failed during its start, or too often in a row, is not restarted.
+
         Returns: the exit code of the frontend if the worker must not be restarted, else None.
         """
         # A worker creates its socket when it is ready. Without a socket, the worker has failed
@@ -173,7 +184,8 @@ class WorkerPool:
         socket_path = Path(worker.place.socket_path(worker.place.number))
         has_started = socket_path.exists()
         socket_path.unlink(missing_ok=True)
-        _delete_state(worker.place)
+        _forget_worker(worker.place)
+        # `record_failure` returns None if the worker has been restarted too often in a row.
         wait_s = worker.restarts.record_failure() if has_started else None
         ended = _describe_end(code)
         if wait_s is None:
@@ -248,7 +260,14 @@ def _reserve_port(host: str, port: int) -> socket.socket:
     return listening_socket(host, port)
 
 
-def _delete_state(place: WorkerPlace) -> None:
+def _create_databases(place: WorkerPlace) -> None:
+    """Create the databases for the requests and the responses of all workers."""
+    # To delete the rows of a worker, a database is opened, which creates a missing database. The
+    # new databases have no rows.
+    _forget_worker(place)
+
+
+def _forget_worker(place: WorkerPlace) -> None:
     """Delete the running requests and responses of an ended worker from the databases."""
     shared_limits.forget_worker(place.requests_path, place.number)
     response_store.delete_running(place.responses_path, place.number)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nereid_client.errors import ApiError, BackendError
 from nereid_client.responses.output_items import LogprobMatcher
 from nereid_client.responses.response_builder import ResponseBuilder
-from nereid_client.streaming.deltas import by_kind, merged
+from nereid_client.streaming.deltas import merge_by_kind, merged
 
 FRAME = {
     "id": "resp_1",
@@ -95,7 +95,7 @@ def test_an_answer_is_the_same_however_its_deltas_are_added_up(deltas, sizes):
     piles, at, turn = [], 0, 0
     while at < len(deltas):
         size = sizes[turn % len(sizes)]
-        piles += by_kind(deltas[at : at + size])
+        piles += merge_by_kind(deltas[at : at + size])
         at, turn = at + size, turn + 1
     merged_answer, events = written(piles)
     StreamCheck().run(events)
@@ -160,8 +160,12 @@ def test_the_kinds_of_a_merged_stream_keep_their_order():
             yield {kind: kind[0]}
 
     async def read():
-        return [delta async for delta in merged(source(), by_kind)]
+        return [delta async for delta in merged(source(), merge_by_kind)]
 
     deltas = asyncio.run(read())
-    assert [(*delta,) for delta in by_kind(deltas)] == [("content",), ("reasoning",), ("content",)]
-    assert by_kind(deltas)[-1] == {"content": "cc"}
+    assert [(*delta,) for delta in merge_by_kind(deltas)] == [
+        ("content",),
+        ("reasoning",),
+        ("content",),
+    ]
+    assert merge_by_kind(deltas)[-1] == {"content": "cc"}

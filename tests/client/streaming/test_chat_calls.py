@@ -4,13 +4,13 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
-from nereid_client.streaming.chat_calls import CallPieces, whole_call
+from nereid_client.streaming.chat_calls import ToolCallConverter, whole_call
 
 OPENED = {"index": 0, "id": "a", "name": "shell", "arguments": ""}
 
 
 def convert(pieces, custom_tools):
-    calls = CallPieces(custom_tools)
+    calls = ToolCallConverter(custom_tools)
     return [converted for piece in pieces for converted in calls.convert([piece])] + calls.finish()
 
 

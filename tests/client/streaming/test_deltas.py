@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 from nereid_client.errors import BackendError
-from nereid_client.streaming.deltas import by_choice, fold, interleaved, merge, merged
+from nereid_client.streaming.deltas import fold, interleaved, merge, merge_by_choice, merged
 
 pytestmark = pytest.mark.anyio
 
@@ -83,7 +83,7 @@ def test_lists_of_tokens_are_appended_and_what_is_known_of_the_prompt_stays():
 
 def test_deltas_of_several_choices_are_added_up_apart():
     deltas = [{"content": "a"}, {"index": 1, "content": "x"}, {"content": "b"}]
-    assert by_choice(deltas) == [{"content": "ab"}, {"index": 1, "content": "x"}]
+    assert merge_by_choice(deltas) == [{"content": "ab"}, {"index": 1, "content": "x"}]
 
 
 async def test_folding_gives_every_choice_in_order():

@@ -54,7 +54,7 @@ def test_what_a_stop_string_cut_off_stands_at_the_end():
 
 
 def test_a_prompts_token_without_bytes_costs_the_next_ones_nothing():
-    scores = CompletionLogprobs(echo="ab🐈c")
+    scores = CompletionLogprobs(echoed_prompt="ab🐈c")
     tokens = ["a", "b", "\ufffd", "\ufffd", "c"]
     facts = [
         {str(n): {"logprob": -1.0, "rank": 1, "decoded_token": token}}
@@ -81,7 +81,7 @@ def test_the_prompts_first_token_is_what_comes_before_the_second(text, rest, fir
         for n, token in enumerate(rest, 1)
     ]
     ids = list(range(len(rest) + 1))
-    part = CompletionLogprobs(echo=text).prompt(ids, [None, *facts])
+    part = CompletionLogprobs(echoed_prompt=text).prompt(ids, [None, *facts])
     assert part["tokens"][0] == first
     assert part["token_logprobs"] == [None, *[-1.0] * len(rest)]
 

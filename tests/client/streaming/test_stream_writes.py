@@ -34,7 +34,7 @@ def chat(*items):
 
 def completion(*items):
     rest = interleaved([source(*items)])
-    return completion_events(FRAME, CompletionOptions(echoes=["echo"]), (0, FIRST), rest)
+    return completion_events(FRAME, CompletionOptions(echoed_prompts=["echo"]), (0, FIRST), rest)
 
 
 async def sent(events, rest):

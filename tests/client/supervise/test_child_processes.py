@@ -69,13 +69,13 @@ def test_a_server_that_hangs_in_its_own_crash_has_crashed(start):
 
 def test_a_reason_that_several_models_report_is_stored_once(start):
     program = ended(start("for _ in 1 2; do echo 'nereid: error: a wrong setting'; done"))
-    assert program.child.refusals == ["a wrong setting"]
-    assert program.child.refused_at < time.monotonic()
+    assert program.child.model_errors == ["a wrong setting"]
+    assert program.child.first_model_error_at < time.monotonic()
 
 
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(start):
     program = start("trap '' TERM; echo nereid: ready; while true; do sleep 0.05; done")
-    wait_for(lambda: program.child.tail)
+    wait_for(lambda: program.child.last_lines)
     program.child.stop(0.3, lambda timeout: time.sleep(timeout))
     assert program.child.describe_end() == "tritonserver was ended by SIGKILL"
 
@@ -88,7 +88,7 @@ def test_lines_for_the_user_are_passed_on_and_all_lines_go_to_the_log():
     child._reader.join(10)
     assert lines == ["nereid: two"]
     assert log.getvalue() == "one\nnereid: two\n| a table |\n"
-    assert list(child.tail) == ["one", "nereid: two"]
+    assert list(child.last_lines) == ["one", "nereid: two"]
 
 
 def test_a_zombie_that_crashed_is_told_from_one_that_exited():

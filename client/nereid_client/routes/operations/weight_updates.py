@@ -19,8 +19,12 @@ async def load_lora_adapter(request: Request) -> Response:
     """Load a LoRA adapter from a folder on the server.
 
     If an adapter with the same name is loaded, the new adapter replaces this adapter.
+
+    Raises: ApiError 403 if the server does not allow changes, 400 if the body is wrong.
     """
-    _check_setting(request, "load or unload LoRA adapters", code="lora_updates_disabled")
+    _check_weight_updates_allowed(
+        request, "load or unload LoRA adapters", code="lora_updates_disabled"
+    )
     body = validate(LoadLoraRequest, await read_body(request))
     if body.lora_name == context_of(request).settings.model_name:
         raise ApiError(
@@ -35,8 +39,13 @@ async def load_lora_adapter(request: Request) -> Response:
 
 @router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter (vLLM's path)")
 async def unload_lora_adapter(request: Request) -> Response:
-    """Unload a LoRA adapter. Requests that use the adapter continue until they end."""
-    _check_setting(request, "load or unload LoRA adapters", code="lora_updates_disabled")
+    """Unload a LoRA adapter. Requests that use the adapter continue until they end.
+
+    Raises: ApiError 403 if the server does not allow changes, 400 if the body is wrong.
+    """
+    _check_weight_updates_allowed(
+        request, "load or unload LoRA adapters", code="lora_updates_disabled"
+    )
     body = validate(UnloadLoraRequest, await read_body(request))
     await context_of(request).adapters.unload(body.lora_name)
     return PlainTextResponse(f"The LoRA adapter {body.lora_name!r} is unloaded.")
@@ -49,9 +58,12 @@ async def reload_weights(request: Request) -> dict[str, Any]:
     The response is sent after the change. If another request arrives before the change is complete,
     that request waits for the new weights. If the server refuses the new checkpoint, the old
     weights stay in use.
+
+    Raises: ApiError 403 if the server or the client's API key does not allow the change, 404 if the
+        body names no language model.
     """
-    _check_setting(request, "replace weights", code="weight_updates_disabled")
-    _check_client()
+    _check_weight_updates_allowed(request, "replace weights", code="weight_updates_disabled")
+    _refuse_key_of_key_file()
     body = validate(ReloadRequest, await read_body(request))
     context = find_context(request, body.model)
     if context is None:
@@ -62,15 +74,19 @@ async def reload_weights(request: Request) -> dict[str, Any]:
             param="model",
             code="model_not_found",
         )
+    # The object for the adapters replaces the weights, because new weights need the adapters again.
     await context.adapters.reload_weights(body.path or "", body.running_requests)
     return {"id": context.settings.model_name, "object": "model", "reloaded": True}
 
 
-def _check_client() -> None:
-    """Raise an ApiError 403 if the current client has an API key in the key file."""
-    # A client has a name only if its API key is in the key file. A client that uses the key in
-    # NEREID_API_KEY has no name.
-    if current_client.get().name:
+def _refuse_key_of_key_file() -> None:
+    """Raise an ApiError 403 if the current client uses an API key of the key file.
+
+    Only the key in NEREID_API_KEY allows a client to replace the weights.
+    """
+    # Only the keys in the key file have names.
+    is_key_of_key_file = bool(current_client.get().name)
+    if is_key_of_key_file:
         raise ApiError(
             403,
             "The API keys in the key file do not allow clients to replace weights. Use the key in "
@@ -79,13 +95,17 @@ def _check_client() -> None:
         )
 
 
-def _check_setting(request: Request, action: str, *, code: str) -> None:
-    """Raise an ApiError 403 if the setting allow_lora_updates is false.
+def _check_weight_updates_allowed(request: Request, action: str, *, code: str) -> None:
+    """Check that clients may change the weights of the language model, or its LoRA adapters.
+
+    In spite of its name, the setting `allow_lora_updates` allows these two kinds of changes.
 
     Args:
         request: the HTTP request.
         action: a phrase for the error message, such as "replace weights".
         code: the code of the error.
+
+    Raises: ApiError 403 if `allow_lora_updates` is false.
     """
     if not context_of(request).settings.allow_lora_updates:
         raise ApiError(

@@ -143,8 +143,11 @@ def unique_request_id(request: Request) -> str:
     return f"{request_id_of(request)}-{secrets.token_hex(4)}"
 
 
-def register_given_id(request: Request, body: GenerationRequest) -> None:
-    """If the body contains a request id, let clients abort the request by this id."""
+def let_clients_abort_by_given_id(request: Request, body: GenerationRequest) -> None:
+    """If the client has given the request an id, let clients abort the request by this id.
+
+    Mutates: the ids of the running request, among which the route that aborts requests searches.
+    """
     if body.given_id is not None:
         request.state.running_request.ids.add(body.given_id)
 
@@ -172,8 +175,8 @@ def frame_for(request: Request, body: GenerationRequest, prefix: str) -> Complet
 async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, Any]:
     """Read and parse the JSON body of a request to the language model, and check the body's size.
 
-    A body whose Content-Length is too large is refused before it is read, so that several large
-    bodies do not delay the requests of other clients.
+    The size is checked before the body is read, while it arrives, before it is parsed, and at last
+    in the parsed body, so that a large body costs little and does not delay other clients.
 
     Args:
         request: the HTTP request.
@@ -191,11 +194,11 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
         return await read_body(request)
     limits.check_size(_content_length(request), max_prompts)
     raw = await _read_with_limit(request, limits)
-    # If the request has no Content-Length, the check above used the size 0. The actual size is
-    # therefore checked here.
-    limits.check_size(len(raw), _most_prompts(raw, max_prompts))
-    body = await _wait_and_parse(request, raw)
-    limits.check_members(body)
+    # The actual size is checked, too, because a request without Content-Length counted as empty,
+    # and because the arrived body can show that it has fewer prompts than `max_prompts`.
+    limits.check_size(len(raw), _max_possible_prompts(raw, max_prompts))
+    body = await _parse_in_turn(request, raw)
+    limits.check_parsed_body(body)
     return body
 
 
@@ -220,25 +223,29 @@ async def _read_body_for_a_model(request: Request, max_prompts: int) -> dict[str
     Raises: ApiError, Disconnected, as described by `read_prompt_body`.
     """
     raw = await _read_bytes(request)
-    body = await _wait_and_parse(request, raw)
+    body = await _parse_in_turn(request, raw)
     context = find_context(request, body.get("model"))
     if context is not None:
         request.state.context = context
     limits = await context_of(request).limits.get()
     if limits is not None:
-        limits.check_size(len(raw), _most_prompts(raw, max_prompts))
-        limits.check_members(body)
+        limits.check_size(len(raw), _max_possible_prompts(raw, max_prompts))
+        limits.check_parsed_body(body)
     return body
 
 
-def _most_prompts(raw: bytes, max_prompts: int) -> int:
-    """Return an upper bound for the number of prompts in an unparsed body.
+def _max_possible_prompts(raw: bytes, max_prompts: int) -> int:
+    """Return an upper bound for the number of prompts in an unparsed body, but at most the limit.
 
     Each prompt is a string, which needs two quotation marks, or a list, which needs a bracket. The
     bound lets the frontend refuse a single prompt of many megabytes before it parses the body.
 
     Example: the body b'{"prompt": "word word"}' has four quotation marks and no bracket, so it
     has at most two prompts.
+
+    Args:
+        raw: the body.
+        max_prompts: the largest number of prompts that the server allows.
     """
     return max(1, min(max_prompts, raw.count(b'"') // 2 + raw.count(b"[")))
 
@@ -250,7 +257,7 @@ async def read_body(request: Request) -> dict[str, Any]:
         ApiError: 400 if the body is not a JSON object, 413 if the body is too large.
         Disconnected: the client closed the connection.
     """
-    return await _wait_and_parse(request, await _read_bytes(request))
+    return await _parse_in_turn(request, await _read_bytes(request))
 
 
 async def _read_bytes(request: Request) -> bytes:
@@ -265,7 +272,8 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
 
     A prompt is a string or a list of token ids, so a quotation mark or an opening bracket begins
     the prompt. If more than max_request_bytes bytes arrive without these characters, all of the
-    bytes belong to the same prompt, and this prompt is too long.
+    bytes belong to the same prompt, and this prompt is too long. A prompt can contain these
+    characters, too. This check can then miss a prompt that is too long, but a later check finds it.
 
     Example: max_request_bytes is 5 MB, and the client sends the body {"prompt": "aaa..."} with
     40 MB. The request is refused after about 5 MB.
@@ -279,8 +287,8 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
     try:
         async for chunk in request.stream():
             chunks.append(chunk)
-            # The index at which the last prompt in this chunk starts, or -1 if no prompt starts in
-            # the chunk.
+            # The index at which the last prompt in this chunk may start, or -1 if no prompt starts
+            # in the chunk.
             last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
             if last_start < 0:
                 num_bytes_of_prompt += len(chunk)
@@ -292,7 +300,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
     return b"".join(chunks)
 
 
-async def _wait_and_parse(request: Request, raw: bytes) -> dict[str, Any]:
+async def _parse_in_turn(request: Request, raw: bytes) -> dict[str, Any]:
     """Wait until the current client may start a request. Then return the parsed JSON body.
 
     The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each

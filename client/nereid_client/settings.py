@@ -34,8 +34,8 @@ class SettingsError(ValueError):
 
 
 @contextmanager
-def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
-    """If the `with` block raises a ValidationError, raise a SettingsError instead.
+def _raise_settings_errors(labels: Mapping[str, str] | None = None) -> Iterator[None]:
+    """If the `with` block raises pydantic's ValidationError, raise a SettingsError instead.
 
     The message describes only the first error.
 
@@ -43,8 +43,10 @@ def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
     '70000'."
 
     Args:
-        labels: maps the name of a setting to the flag or the variable that sets the value.
+        labels: maps the name of a setting to the flag or the variable that sets the value. The
+            message names the flag or the variable, or else the setting.
     """
+    labels = labels or {}
     try:
         yield
     except ValidationError as error:
@@ -60,14 +62,17 @@ def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def _settings_class(cls: type[ClassT]) -> type[ClassT]:
-    """Make `cls` a frozen dataclass whose constructor raises a SettingsError for a wrong value."""
+    """Make `cls` a frozen dataclass whose constructor raises a SettingsError for a wrong value.
+
+    Without this decorator, the constructor would raise pydantic's ValidationError.
+    """
     config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     settings_class: Any = dataclass(frozen=True, config=config)(cls)
     pydantic_init = settings_class.__init__
 
     @functools.wraps(pydantic_init)
     def init(self: object, **values: object) -> None:
-        with _settings_errors({}):
+        with _raise_settings_errors():
             pydantic_init(self, **values)
 
     settings_class.__init__ = init
@@ -240,7 +245,8 @@ def settings_from_flags(
         SettingsError: a value is wrong.
         SystemExit: a flag is unknown, or --help is given.
     """
-    parser = _flag_parser(settings_from_environment(environment))
+    # The help page of the parser shows the current value of each setting.
+    parser = _flag_parser(current=settings_from_environment(environment))
     flags = vars(parser.parse_args(argv))
     given_flags = {name: text for name, text in flags.items() if text is not None}
     return _from_texts(environment, given_flags)
@@ -290,7 +296,7 @@ def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Set
     # If a flag sets the value, an error message names the flag. Otherwise, the error message names
     # the environment variable.
     labels = VARIABLES | {name: _flag(name) for name in flags}
-    with _settings_errors(labels):
+    with _raise_settings_errors(labels):
         return TypeAdapter(Settings).validate_strings(texts)
 
 

@@ -36,7 +36,8 @@ _LINE = re.compile(r"^((?:# (?:HELP|TYPE) )?)nereid:(\w+?)((?:_bucket|_sum|_coun
 
 The groups are "# HELP ", "# TYPE " or "", the name of the metric without "nereid:", and the rest.
 """
-_LABEL = 'model_name="llm"'
+_TRITON_LABEL = 'model_name="llm"'
+"""The label of a metric on the Triton server, where the language model has the name "llm"."""
 
 
 def with_vllm_names(page: str, model_name: str) -> str:
@@ -59,14 +60,18 @@ def with_vllm_names(page: str, model_name: str) -> str:
 def _renamed(line: re.Match[str], model_label: str) -> str:
     """Return one line of a metrics page, with the name and the labels that the metric has in vLLM.
 
+    Example: with the label 'model_name="chat"', the line `nereid:num_requests_running{
+    model_name="llm"} 1` becomes `vllm:num_requests_running{model_name="chat",engine="0"} 1`. In
+    comments, such as `# TYPE nereid:num_requests_running gauge`, only the name changes.
+
     Args:
-        line: a match of `_LINE`.
+        line: a match of `_LINE`: the beginning of the line, the name of the metric, and the rest.
         model_label: the label of the model, such as 'model_name="chat"'.
     """
     start, name, rest = line.groups()
     if name not in VLLM_METRICS:
-        return line[0]
+        return line[0]  # the whole line, unchanged
     # A server with several engine processes has already added the label `engine` to its gauges.
     has_engine = 'engine="' in rest
     labels = model_label if has_engine else f'{model_label},engine="0"'
-    return f"{start}vllm:{name}{rest.replace(_LABEL, labels, 1)}"
+    return f"{start}vllm:{name}{rest.replace(_TRITON_LABEL, labels, 1)}"

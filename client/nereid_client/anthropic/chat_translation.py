@@ -14,7 +14,7 @@ from nereid_client.streaming.field_names import FieldNames
 
 Json = dict[str, Any]
 
-ANTHROPIC_NAMES = FieldNames(
+ANTHROPIC_FIELD_NAMES = FieldNames(
     {
         "stop": "stop_sequences",
         "response_format": "output_config.format",

@@ -261,7 +261,7 @@ def require_kind(served: ServedModel, kind: str) -> None:
         )
 
 
-def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
+def refuse_truncation_below_model_limit(served: ServedModel, name: str, value: int | None) -> None:
     """Check that a request does not truncate texts to fewer tokens than the model's limit.
 
     The server can truncate texts only to the model's limit.

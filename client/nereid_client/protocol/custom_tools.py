@@ -156,7 +156,7 @@ def check_unique_names(
             raise FieldError("tools", f"{message} {hint}".rstrip())
 
 
-def with_functions(chat: Mapping[str, Any]) -> Json:
+def with_custom_tools_as_functions(chat: Mapping[str, Any]) -> Json:
     """Convert the custom tools in a chat request to functions, and return the new request body.
 
     The custom tools in the field `tools`, the calls in earlier messages and the names in

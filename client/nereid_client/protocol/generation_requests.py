@@ -29,8 +29,8 @@ from nereid_client.protocol.common_fields import (
 from nereid_client.protocol.completion_prompts import Prompt, read_prompts
 from nereid_client.protocol.custom_tools import (
     custom_tool_names,
+    with_custom_tools_as_functions,
     with_function_calls,
-    with_functions,
 )
 from nereid_client.protocol.field_checks import check_tool_choice, check_tools
 from nereid_client.protocol.refused import (
@@ -125,7 +125,7 @@ class ChatCompletionRequest(GenerationRequest):
         """The names of the custom tools, which the backend receives as functions."""
         return custom_tool_names(self.tools or ())
 
-    def passed_on(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def fields_for_backend(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the body that the tokenizer model receives.
 
         Fields with the value null are left out, because null means that a field is not given.
@@ -140,7 +140,7 @@ class ChatCompletionRequest(GenerationRequest):
         if self.response_format:
             # Validation has converted this field from the format of another server to OpenAI's.
             fields["response_format"] = self.response_format
-        return with_functions(fields)
+        return with_custom_tools_as_functions(fields)
 
 
 class CompletionRequest(GenerationRequest):

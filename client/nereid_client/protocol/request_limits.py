@@ -17,9 +17,9 @@ from nereid_client.errors import ApiError, BackendError
 _MAX_AGE_S = 30.0
 _RETRY_S = 1.0
 _FETCH_TIMEOUT_S = 2.0
-# In the Responses API, several input items can become one chat message. The frontend therefore
-# allows more items than messages.
-_ITEMS_PER_MESSAGE = 4
+# In the Responses API, the text and the tool calls of one chat message are separate input items, so
+# the frontend allows more items than messages.
+_MAX_ITEMS_PER_MESSAGE = 4
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,20 @@ class RequestLimits:
                 param=None,
             )
 
-    def check_members(self, body: Mapping[str, Any]) -> None:
+    def check_parsed_body(self, body: Mapping[str, Any]) -> None:
         """Check the number of messages, input items and token ids, and the length of prompts.
+
+        Args:
+            body: the JSON object of a request, in any of the frontend's APIs.
 
         Raises: ApiError 400 with the code context_length_exceeded.
         """
-        max_items = {
+        limits_of_lists = {
             "messages": self.max_messages,
-            "input": _ITEMS_PER_MESSAGE * self.max_messages,
+            # In the Responses API, several input items can become one message of a chat.
+            "input": _MAX_ITEMS_PER_MESSAGE * self.max_messages,
         }
-        for name, limit in max_items.items():
+        for name, limit in limits_of_lists.items():
             items = body.get(name)
             if isinstance(items, list) and len(items) > limit:
                 raise self._error(
@@ -95,7 +99,11 @@ class RequestLimits:
         Args:
             prompt: the prompt. A value of another type is not checked here.
             is_truncated: whether the server truncates a list of token ids that is too long.
+
+        Raises: ApiError 400 with the code context_length_exceeded.
         """
+        # Each character has at least one byte. The exact number of bytes would require an encoded
+        # copy of the text, so the tokenizer model checks that number.
         if isinstance(prompt, str) and len(prompt) > self.max_prompt_bytes:
             raise self._error(
                 f"the prompt has at least {len(prompt)} bytes, but the limit is "
@@ -106,6 +114,7 @@ class RequestLimits:
             raise self._error(f"prompt has {len(prompt)} tokens", param="prompt")
 
     def _error(self, problem: str, *, param: str | None) -> ApiError:
+        """Return the error for a request that is too large. `param` names the request field."""
         return ApiError(
             400,
             f"Input tokens exceed the configured limit: {problem}. The limit is "

@@ -258,12 +258,12 @@ def text_of(value: object, field: str, place: str) -> str:
 
     Args:
         value: the value in the request.
-        field: the name of the request field that contains the value, for the error.
-        place: the path of the value, such as "documents[2]", for the error message.
+        field: the name of the request field that contains the value, such as "documents".
+        place: the path of the value for the error message, such as "documents[2]".
 
     Raises: FieldError if the value has another form.
     """
-    part = _only_member(value)
+    part = _unwrap_list_of_one(value)
     if isinstance(part, dict) and isinstance(part.get("content"), list):  # vLLM's format
         return text_of(part["content"], field, place)
     text = part
@@ -277,8 +277,8 @@ def text_of(value: object, field: str, place: str) -> str:
     return text
 
 
-def _only_member(value: object) -> object:
-    """If `value` is a list with one member, return this member. Otherwise, return `value`."""
+def _unwrap_list_of_one(value: object) -> object:
+    """If `value` is a list with one item, return this item. Otherwise, return `value`."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -333,16 +333,22 @@ def _document_of(value: object, field: str, place: str) -> Document:
     """Convert a value to a document: a text, or an image as `{"image": ...}`.
 
     Example: [{"type": "image_url", "image_url": {"url": "data:"}}] returns {"image": "data:"}.
+
+    Args:
+        value: a text, a content part, or a list of one content part.
+        field: the name of the request field that contains the value, such as "documents".
+        place: the path of the value for the error message, such as "documents[2]".
+
+    Raises: FieldError if the value has another form, or contains both a text and an image.
     """
-    part = _only_member(value)
-    if not isinstance(part, dict):
-        return text_of(value, field, place)
-    if isinstance(part.get("content"), list):  # vLLM's format
+    part = _unwrap_list_of_one(value)
+    if isinstance(part, dict) and isinstance(part.get("content"), list):  # vLLM's format
         return _document_of(part["content"], field, place)
-    refuse_videos_and_audio(part, field, place)
-    has_image = "image" in part or "image_url" in part
+    if isinstance(part, dict):
+        refuse_videos_and_audio(part, field, place)
+    has_image = isinstance(part, dict) and ("image" in part or "image_url" in part)
     if not has_image:
-        return text_of(value, field, place)
+        return text_of(value, field, place)  # `value`, because the error message shows it
     image = content_part(part, field, place)
     if "text" in image:
         raise FieldError(

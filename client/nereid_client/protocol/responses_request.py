@@ -212,19 +212,23 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_format_and_tools(self) -> Self:
-        """Check text.format, the names of the tools, and the tool choice."""
+        """Check text.format, the names of the tools, and the tool choice.
+
+        Raises: FieldError that names the field.
+        """
         if self.response_format_of_text is not None:
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
-        tools = self.chat_tools or ()
-        # The model calls a tool in a namespace by the name NAMESPACE__TOOL. If two tools had the
-        # same name in this form, the frontend could not determine which of them the model called.
+        chat_tools = self.chat_tools or ()  # `tools` in the format of chat completions
+        # In a chat, a custom tool is a function, and a tool in a namespace is called
+        # NAMESPACE__TOOL. The frontend converts the calls of these tools back. If another tool had
+        # the same name, the frontend could not determine which of the two the model called.
         check_unique_names(
-            [tool[tool["type"]]["name"] for tool in tools],
+            [tool[tool["type"]]["name"] for tool in chat_tools],
             converted_tools(self.tools or ()),
             "A tool in a namespace is called NAMESPACE__TOOL.",
         )
         if self.tool_choice is not None:
-            check_tool_choice(to_chat_tool_choice(self.tool_choice), tools)
+            check_tool_choice(to_chat_tool_choice(self.tool_choice), chat_tools)
         return self
 
     @model_validator(mode="after")
@@ -298,8 +302,11 @@ class ResponsesRequest(GenerationRequest):
         """The tool choice in the format of chat completions."""
         return None if self.tool_choice is None else to_chat_tool_choice(self.tool_choice)
 
-    def passed_on(self, body: Mapping[str, Any]) -> Json:
-        """Return the fields of the body that are copied unchanged to the chat completion."""
+    def untranslated_fields(self, body: Mapping[str, Any]) -> Json:
+        """Return the fields of the body that are copied unchanged to the chat completion.
+
+        Other fields have another name there, or only the frontend evaluates them.
+        """
         return {
             name: value
             for name, value in body.items()

@@ -6,8 +6,11 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError
-from nereid_client.protocol.custom_tools import with_functions
+from nereid_client.protocol.custom_tools import with_custom_tools_as_functions
 from nereid_client.protocol.request_body import RequestBody, check_token_ids
+
+_NOT_IN_CHAT = ("model", "return_token_strs")
+"""The fields of the body that do not belong to a chat."""
 
 
 class TokenizeRequest(RequestBody):
@@ -49,30 +52,39 @@ class TokenizeRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_custom_tools(self) -> Self:
-        """Check the custom tools of a chat, and the calls of custom tools in its messages."""
+        """Check the custom tools of a chat, and the calls of custom tools in its messages.
+
+        Raises: FieldError. The conversion, whose result is not needed here, raises the error.
+        """
         if self.messages is not None:
-            with_functions({**(self.model_extra or {}), "messages": self.messages})
+            with_custom_tools_as_functions({**(self.model_extra or {}), "messages": self.messages})
         return self
 
     def chat_request(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the chat in the tokenizer model's format, or None if the request has a prompt.
+        """Return the chat for the tokenizer model, or None if the request has a prompt.
+
+        The tokenizer model accepts the body of a chat completion without custom tools, so the
+        custom tools in the chat become functions.
 
         Args:
-            body: the body as the client sent it. Fields that this class does not declare also
-                belong to the chat.
+            body: the body as the client sent it. Fields that this class does not declare, such as
+                `tools`, also belong to the chat.
         """
         if self.messages is None:
             return None
-        return with_functions(
+        return with_custom_tools_as_functions(
             {
                 name: value
                 for name, value in body.items()
-                if value is not None and name not in ("model", "return_token_strs")
+                if value is not None and name not in _NOT_IN_CHAT
             }
         )
 
-    def sampling_parameters(self) -> dict[str, Any] | None:
-        """Return the tokenizer parameters for a prompt, or None if the request has none."""
+    def tokenizer_parameters(self) -> dict[str, Any] | None:
+        """Return the tokenizer's parameters for a prompt, or None if the request has none.
+
+        For a chat, the field `add_special_tokens` is part of the chat instead.
+        """
         if self.messages is not None or self.add_special_tokens is None:
             return None
         return {"add_special_tokens": self.add_special_tokens}

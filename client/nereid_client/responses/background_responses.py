@@ -59,12 +59,14 @@ class BackgroundResponse:
         return self.client.name
 
     def record(self, events: Sequence[Json]) -> int:
-        """Store events, and return how many bytes they add to the size of the response.
+        """Store new events, and return how many bytes they add to the size of the response.
 
-        The response contains the text of each delta. If the client has requested a stream, the
-        encoded events are stored, too. The generators that `follow` has returned then yield them.
+        The text of each delta counts, because the response itself contains all text. If the client
+        has requested a stream, the encoded events are stored next to the response, so they count in
+        addition. The generators that `follow` has returned then yield the stored events.
 
-        Mutates: `events`, and `_changed`, an asyncio.Event that wakes the generators.
+        Mutates: the attribute `events`, to which the argument `events` is appended, and `_changed`,
+            an asyncio.Event that wakes the generators.
         """
         num_text_bytes = sum(len(event.get("delta", "").encode()) for event in events)
         num_event_bytes = 0

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nereid_client.protocol.custom_tools import with_functions
+from nereid_client.protocol.custom_tools import with_custom_tools_as_functions
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.protocol.responses_tools import chat_name
 from nereid_client.streaming.field_names import FieldNames
 
 Json = dict[str, Any]
 
-RESPONSES_NAMES = FieldNames(
+RESPONSES_FIELD_NAMES = FieldNames(
     {
         "messages": "input",
         "max_tokens": "max_output_tokens",
@@ -33,7 +33,7 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
             fields.
         items: all items of the conversation, as returned by `input_items.read_items`.
     """
-    chat = request.passed_on(body)
+    chat = request.untranslated_fields(body)
     translated = {
         "tools": request.chat_tools or None,
         "tool_choice": request.chat_tool_choice,
@@ -45,7 +45,7 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
     }
     chat |= {name: value for name, value in translated.items() if value is not None}
     chat["messages"] = messages_of(request.instructions, items)
-    return with_functions(chat)
+    return with_custom_tools_as_functions(chat)
 
 
 def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:

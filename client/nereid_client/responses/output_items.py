@@ -4,7 +4,7 @@ The methods of the items return events without sequence numbers. The response bu
 sequence numbers.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -238,7 +238,8 @@ class LogprobMatcher:
     def pop(self, text: str) -> list[TokenLogprob]:
         """Remove and return the log-probabilities of the tokens that form a text.
 
-        Tokens before the text belong to markers and are removed. Tokens after the text are kept.
+        Tokens before the text belong to markers such as `</think>`, which are no part of any text.
+        Their log-probabilities are removed. Those of the tokens after the text are kept.
 
         Example: after the tokens "<m>", "Hel", "lo" and " you" have been added, the text "Hello"
         returns the entries of "Hel" and "lo". The entry of " you" is kept.
@@ -263,16 +264,23 @@ def _tokens_of_text(text: bytes, tokens: Sequence[bytes]) -> tuple[int, int]:
     the text. All tokens then belong to the text.
 
     Example: the text b"Hello" and the tokens [b"<m>", b"Hel", b"lo", b" you"] return (1, 3).
+
+    Args:
+        text: the text, which is not empty.
+        tokens: the bytes of each token.
     """
-    text_begin = b"".join(tokens).find(text)
-    if text_begin < 0:
+    first_byte = b"".join(tokens).find(text)
+    if first_byte < 0:
         return 0, len(tokens)
-    text_end = text_begin + len(text)
+    last_byte = first_byte + len(text) - 1
+    # A byte belongs to the first token that ends after the byte. `token_ends` contains the index
+    # after the last byte of each token.
     token_ends = list(accumulate(map(len, tokens)))
-    first_token = bisect_right(token_ends, text_begin)  # the token with the text's first byte
-    last_token = bisect_left(token_ends, text_end)  # the token with the text's last byte
+    first_token = bisect_right(token_ends, first_byte)
+    last_token = bisect_right(token_ends, last_byte)
     return first_token, last_token + 1
 
 
 def _bytes(entry: TokenLogprob) -> bytes:
+    """Return the bytes of a token. If the entry has only the token's text, encode the text."""
     return entry["token"].encode() if entry["bytes"] is None else bytes(entry["bytes"])

@@ -113,6 +113,7 @@ class Store:
         self._database = Database(path, _SCHEMA)
 
     def __len__(self) -> int:
+        """Return the number of all responses in the store, including running responses."""
         return self._totals()[0]
 
     @property
@@ -304,7 +305,7 @@ class Store:
         return int(count), int(num_bytes)
 
     def _delete_oldest_until_free(self, num_bytes: int, num_responses: int = 0) -> bool:
-        """Delete the oldest responses until a new response fits into the store.
+        """Delete the oldest responses that have ended, until a new response fits into the store.
 
         Args:
             num_bytes: the bytes that must be free.
@@ -314,9 +315,12 @@ class Store:
             are never deleted.
         """
         num_running, running_bytes = self._totals("WHERE is_running")
-        if not self._fits(num_running + num_responses, running_bytes + num_bytes):
+        fits_beside_running = self._fits(num_running + num_responses, running_bytes + num_bytes)
+        if not fits_beside_running:
             return False
         self._delete_expired()
+        # The loop ends, because the new response fits if only running responses are left. The
+        # column `worker` is NULL in the rows of all other responses.
         while not self._fits(len(self) + num_responses, self.num_bytes + num_bytes):
             self._database.execute(
                 "DELETE FROM responses WHERE number = "

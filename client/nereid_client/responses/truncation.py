@@ -81,11 +81,13 @@ def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] |
 
     Returns: the shorter chat, or None if there is only one turn.
     """
-    num_opening = count_opening_messages(messages)
-    turn_starts = [
+    num_opening = count_opening_messages(messages)  # the system messages at the start
+    # The first turn starts at the index `num_opening`. At least this turn is removed, so the
+    # shorter chat continues with a later turn.
+    later_turn_starts = [
         at for at in range(num_opening + 1, len(messages)) if messages[at]["role"] == "user"
     ]
-    if not turn_starts:
+    if not later_turn_starts:
         return None
     # `chars_before[i]` is the number of characters before message i. The last entry is the number
     # of characters in all messages.
@@ -94,8 +96,8 @@ def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] |
     excess_chars = share * chars_before[-1]
     sufficient_starts = [
         start
-        for start in turn_starts
+        for start in later_turn_starts
         if chars_before[start] - chars_before[num_opening] >= excess_chars
     ]
-    first_kept = sufficient_starts[0] if sufficient_starts else turn_starts[-1]
+    first_kept = sufficient_starts[0] if sufficient_starts else later_turn_starts[-1]
     return [*messages[:num_opening], *messages[first_kept:]]

@@ -9,8 +9,8 @@ from nereid_client.protocol.generation_requests import ChatCompletionRequest
 from nereid_client.request_context import (
     context_of,
     frame_for,
+    let_clients_abort_by_given_id,
     read_prompt_body,
-    register_given_id,
     to_json,
     unique_request_id,
     validate,
@@ -28,16 +28,19 @@ async def chat_completions(request: Request) -> Response:
     """Generate the next message of a conversation, as OpenAI's API does.
 
     With `stream`, the response is a stream of server-sent events.
+
+    Raises: ApiError if the request is wrong, BackendError if the backend fails before the first
+        event.
     """
     body = await read_prompt_body(request)
     chat = validate(ChatCompletionRequest, body)
     await select_language_model(request, chat.model)
     generation = Generation(
         unique_request_id(request),
-        chat_request=to_json(chat.passed_on(body)),
+        chat_request=to_json(chat.fields_for_backend(body)),
         num_choices=chat.num_choices,
     )
-    register_given_id(request, chat)
+    let_clients_abort_by_given_id(request, chat)
     frame = frame_for(request, chat, "chatcmpl")
     deltas = context_of(request).backend.generate(generation)
     if not chat.stream:

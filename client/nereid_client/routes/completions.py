@@ -16,8 +16,8 @@ from nereid_client.request_context import (
     check_unicode,
     context_of,
     frame_for,
+    let_clients_abort_by_given_id,
     read_prompt_body,
-    register_given_id,
     to_json,
     unique_request_id,
     validate,
@@ -37,14 +37,18 @@ router = APIRouter(tags=["Language model"])
 async def completions(request: Request) -> Response:
     """Continue one text or several texts, as OpenAI's API does. The chat template is not used.
 
-    With `stream`, the response is a stream of server-sent events.
+    The backend generates the completion of each text separately. With `stream`, the response is a
+    stream of server-sent events.
+
+    Raises: ApiError if the request is wrong, BackendError if the backend fails before the first
+        event.
     """
     max_prompts = context_of(request).settings.max_prompts
     body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
     await select_language_model(request, body.model)
     _check_num_prompts(body.prompt, max_prompts)
     generations = await _generations(request, body)
-    register_given_id(request, body)
+    let_clients_abort_by_given_id(request, body)
     frame = frame_for(request, body, "cmpl")
     options = _options(body)
     backend = context_of(request).backend
@@ -80,10 +84,13 @@ def _check_num_prompts(prompts: Sequence[Prompt], limit: int) -> None:
         )
 
 
-async def _with_suffix(request: Request, prompt: Prompt, suffix: str | None) -> Prompt:
-    """Combine a prompt and a suffix into a fill-in-the-middle prompt.
+async def _fill_in_middle_prompt(request: Request, prompt: Prompt, suffix: str | None) -> Prompt:
+    """Combine a prompt and a suffix into a prompt that asks the model for the text between them.
 
-    Without a suffix, return the prompt unchanged.
+    The special tokens in this prompt depend on the tokenizer, which is queried once. Without a
+    suffix, or if the prompt consists of token ids, return the prompt unchanged.
+
+    Example: "a = " and the suffix " + 1" return "<fim_prefix>a = <fim_suffix> + 1<fim_middle>".
 
     Raises: ApiError 400 if the tokenizer has no markers for filling in the middle.
     """
@@ -97,10 +104,14 @@ async def _with_suffix(request: Request, prompt: Prompt, suffix: str | None) -> 
 async def _generations(request: Request, body: CompletionRequest) -> list[Generation]:
     """For each prompt, return one request. The request's id ends with the index of the prompt.
 
-    Raises: ApiError 400 if a prompt is not valid Unicode.
+    If the body has a suffix, each prompt asks the model to fill the gap before the suffix. For such
+    a prompt, the tokenizer must first report its special tokens.
+
+    Raises: ApiError 400 if a prompt is not valid Unicode, or if the tokenizer has no special tokens
+        for a suffix.
     """
     request_id = unique_request_id(request)
-    prompts = [await _with_suffix(request, prompt, body.suffix) for prompt in body.prompt]
+    prompts = [await _fill_in_middle_prompt(request, prompt, body.suffix) for prompt in body.prompt]
     without_prompt = Generation(
         request_id,
         sampling_parameters=to_json(body.sampling_parameters()),
@@ -121,6 +132,7 @@ async def _generations(request: Request, body: CompletionRequest) -> list[Genera
 def _stream(
     backend: Backend, generations: Sequence[Generation]
 ) -> AsyncGenerator[tuple[int, Delta]]:
+    """Yield the deltas of all prompts as they arrive, each with the index of its prompt."""
     return interleaved([merged(backend.generate(generation)) for generation in generations])
 
 

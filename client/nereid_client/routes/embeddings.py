@@ -1,7 +1,7 @@
 """POST /v1/embeddings, /v1/embed, /v2/embed, /embed, /embed_all and /embed_sparse."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -20,10 +20,10 @@ from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
     read_request,
-    require_full_length,
+    refuse_truncation_below_model_limit,
     require_kind,
 )
-from nereid_client.embeddings.pooling_backend import EMBEDDING, PoolingOutputs
+from nereid_client.embeddings.pooling_backend import EMBEDDING, PoolingOutputs, ServedModel
 from nereid_client.protocol.embedding_requests import (
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -36,10 +36,13 @@ router = APIRouter(tags=["Embeddings and reranking"])
 
 @router.post("/v1/embeddings", summary="Create embeddings")
 async def embeddings(request: Request) -> Response:
-    """Return one vector for each text, as OpenAI's API does."""
+    """Return one vector for each text, as OpenAI's API does.
+
+    Raises: ApiError 404 if no embedding model has the requested name.
+    """
     body = await read_request(request, EmbeddingRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
-    options = body.options_for(served.info.get("prompts") or {})
+    options = body.options_for(_prompt_names(served))
     outputs = await call_model(request, served, body.input, options)
     vector_to_json = WRITERS[body.vector_type]
     # Each item is the JSON text of an object, built from the JSON texts of the object's values.
@@ -79,12 +82,15 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     Args:
         request: the request.
         version: the version of the API, "1" or "2".
+
+    Raises: ApiError 400 if the model does not compute one vector for each text, or if `max_tokens`
+        is smaller than the model's limit, because the server truncates texts only to this limit.
     """
     body = await read_request(request, CohereEmbedRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, "dense")
-    require_full_length(served, "max_tokens", body.max_tokens)
-    options = body.options(served.info.get("prompts") or {}) | {"kind": "dense"}
+    refuse_truncation_below_model_limit(served, "max_tokens", body.max_tokens)
+    options = body.options(_prompt_names(served)) | {"kind": "dense"}
     outputs = await call_model(request, served, body.model_inputs, options)
     num_tokens = usage_of(outputs)["prompt_tokens"]
     members = {
@@ -98,6 +104,16 @@ async def _cohere_embed(request: Request, version: str) -> Response:
         return json_response(members, "embeddings", encoded_lists["float"])
     members["response_type"] = "embeddings_by_type"
     return json_response(members, "embeddings", join_json_object(encoded_lists))
+
+
+def _prompt_names(served: ServedModel) -> Collection[str]:
+    """Return the names of the checkpoint's prompts, such as "query" and "document".
+
+    Each of these prompts is a text such as "query: ", which the model expects before inputs of this
+    type. The field `input_type` or `prompt_name` of a request selects one of the prompts.
+    """
+    prompts: Mapping[str, str] = served.info.get("prompts") or {}
+    return prompts.keys()
 
 
 async def _encode_lists(rows: Sequence[Floats], vector_types: Sequence[str]) -> dict[str, str]:
@@ -149,6 +165,7 @@ async def _tei_outputs(request: Request, kind: str) -> PoolingOutputs:
 
 
 async def _list_of_vectors(outputs: PoolingOutputs) -> Response:
+    """Return a response whose body is only a JSON list with the vectors of all inputs."""
     body = await join_json_list(map(WRITERS["float"], vectors_of(outputs)))
     return Response(body, media_type="application/json")
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client.anthropic.chat_translation import ANTHROPIC_NAMES, chat_request
+from nereid_client.anthropic.chat_translation import ANTHROPIC_FIELD_NAMES, chat_request
 from nereid_client.anthropic.message_builder import MessageBuilder
 from nereid_client.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from nereid_client.embeddings.model_choice import select_language_model
@@ -31,6 +31,9 @@ router = APIRouter(tags=["Language model"])
 async def create_message(request: Request) -> Response:
     """Generate the next message of a conversation, as Anthropic's Messages API does.
 
+    The backend receives the request as a chat completion. An error of the backend therefore names a
+    field of a chat completion, which is replaced by the field's name in Anthropic's API.
+
     With `stream`, the response is a stream of server-sent events.
     """
     body = await read_prompt_body(request)
@@ -38,7 +41,11 @@ async def create_message(request: Request) -> Response:
     await select_language_model(request, messages_request.model)
     chat = to_json(chat_request(messages_request, body))
     generation = Generation(unique_request_id(request), chat_request=chat)
-    generated = ANTHROPIC_NAMES.rename_in(context_of(request).backend.generate(generation))
+    generated = ANTHROPIC_FIELD_NAMES.rename_fields_in_errors(
+        context_of(request).backend.generate(generation)
+    )
+    # A message is a list of blocks, each with one kind of output: thinking, text or a tool call.
+    # Deltas of different kinds are not merged, so that the order of the blocks is kept.
     deltas = merged(generated, merge_by_kind)
     builder = MessageBuilder(
         f"msg_{secrets.token_hex(12)}",
@@ -54,7 +61,11 @@ async def create_message(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", summary="Count the input tokens of a message")
 async def count_tokens(request: Request) -> dict[str, int]:
-    """Count the tokens of the prompt, without generating a message."""
+    """Count the tokens of the prompt, without generating a message.
+
+    Raises: ApiError that names a field of Anthropic's API, although the backend receives the
+        request as a chat completion.
+    """
     body = await read_prompt_body(request)
     count_request = validate(CountTokensRequest, body)
     await select_language_model(request, count_request.model)
@@ -63,7 +74,7 @@ async def count_tokens(request: Request) -> dict[str, int]:
     try:
         tokens = await context_of(request).backend.tokenize(generation)
     except BackendError as error:
-        raise ANTHROPIC_NAMES.rename(error) from None
+        raise ANTHROPIC_FIELD_NAMES.rename_fields(error) from None
     return {"input_tokens": len(tokens)}
 
 
@@ -71,6 +82,9 @@ async def _events(
     request: Request, builder: MessageBuilder, first: Delta | None, rest: AsyncGenerator[Delta]
 ) -> AsyncGenerator[bytes]:
     """Yield a message as server-sent events. If the backend fails, the last event is an error.
+
+    The opening events contain only the token counts of the first delta. The events for the rest of
+    this delta follow.
 
     Args:
         request: the HTTP request.

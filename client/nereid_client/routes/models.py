@@ -21,14 +21,16 @@ async def list_models(request: Request) -> dict[str, Any]:
     if uses_anthropic_api(request.scope):
         models = [_anthropic_model(context, name) for name in names]
         return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
-    roots = _roots(request)
-    models = [_model(context, name) | {"root": roots.get(name, name)} for name in names]
+    name_of_alias = _name_of_alias(request)
+    models = [_model(context, name, name_of_alias.get(name, name)) for name in names]
     return {"object": "list", "data": models}
 
 
 @router.get("/v1/models/{model_id:path}", summary="Get one served model")
 async def get_model(request: Request, model_id: str) -> dict[str, Any]:
-    """Return the properties of the served model with this name.
+    """Return the properties of the served model with this name or alias.
+
+    Clients of Anthropic's API receive the properties in the format of that API.
 
     Raises: ApiError 404 that names the served models.
     """
@@ -43,8 +45,8 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
         )
     if uses_anthropic_api(request.scope):
         return _anthropic_model(context_of(request), model_id)
-    root = _roots(request).get(model_id, model_id)
-    return _model(context_of(request), model_id) | {"root": root}
+    name_of_alias = _name_of_alias(request)
+    return _model(context_of(request), model_id, name_of_alias.get(model_id, model_id))
 
 
 async def _served_names(request: Request) -> list[str]:
@@ -57,16 +59,17 @@ async def _served_names(request: Request) -> list[str]:
     return list(dict.fromkeys([*contexts.by_name, *adapters, *pooling_names, *aliases]))
 
 
-def _roots(request: Request) -> dict[str, str]:
+def _name_of_alias(request: Request) -> dict[str, str]:
     """Return a dict that maps each alias to the name of the model with this alias."""
-    roots = {
+    names = {
         alias: context.settings.model_name
         for context in contexts_of(request).all
         for alias in context.aliases
     }
     for target in pooling_models_of(request).targets:
-        roots |= dict.fromkeys(target.names[1:], *target.names[:1])
-    return roots
+        # The first name of a pooling model is its name. The rest of the names are aliases.
+        names |= dict.fromkeys(target.names[1:], *target.names[:1])
+    return names
 
 
 async def _adapter_names(context: Context) -> list[str]:
@@ -77,14 +80,20 @@ async def _adapter_names(context: Context) -> list[str]:
         return []
 
 
-def _model(context: Context, name: str) -> dict[str, Any]:
-    """Return a model in OpenAI's format."""
+def _model(context: Context, name: str, root: str) -> dict[str, Any]:
+    """Return a model in OpenAI's format.
+
+    Args:
+        context: the context of the default language model.
+        name: the name or the alias with which requests select the model.
+        root: the name of the model, as in vLLM. It differs from `name` if `name` is an alias.
+    """
     return {
         "id": name,
         "object": "model",
         "created": context.created,
         "owned_by": "nereid",
-        "root": name,
+        "root": root,
         "parent": None,
     }
 

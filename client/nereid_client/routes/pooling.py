@@ -44,16 +44,20 @@ async def pooling(request: Request) -> Response:
     - "token_embed" returns one vector for each token.
     - "classify" returns the probabilities of all labels for each text.
     - "token_classify" returns the probabilities of all labels for each token.
+
+    Raises: ApiError 400 if the model cannot compute the output.
     """
     body = await read_request(request, VectorsRequest)
     served = await choose_model(request, body.model, _kinds_of_model(body.task))
-    kind = _kind_of_output(served, body.task)
-    require_kind(served, kind)
-    if served.kind == RERANK:
+    output_kind = _kind_of_output(served, body.task)
+    require_kind(served, output_kind)
+    is_classifier = served.kind == RERANK  # the model `rerank` runs rerankers and classifiers
+    if is_classifier:
         outputs = await _classify(request, served, body)
-        rows = _rows_of_classifier(outputs, kind)
+        rows = _rows_of_classifier(outputs, output_kind)
     else:
-        outputs = await call_model(request, served, body.input, body.options() | {"kind": kind})
+        options = body.options() | {"kind": output_kind}
+        outputs = await call_model(request, served, body.input, options)
         rows = vectors_of(outputs)
     members = envelope("pool", request_id_of(request), served.name)
     members["usage"] = usage_of(outputs)
@@ -76,7 +80,10 @@ async def _encode_rows(rows: Sequence[Floats], vector_type: str) -> str:
 
 
 def _kinds_of_model(task: str | None) -> Sequence[str]:
-    """Return the kinds of models that can perform a task, or all kinds if `task` is None."""
+    """Return the kinds of models that can perform a task, or all kinds if `task` is None.
+
+    A classifier has the kind RERANK, because the Triton model `rerank` runs it.
+    """
     if task is None:
         return (EMBEDDING, RERANK)
     return (EMBEDDING,) if task in _EMBEDDING_TASKS else (RERANK,)
@@ -107,12 +114,12 @@ async def _classify(request: Request, served: ServedModel, body: VectorsRequest)
     return await call_model(request, served, body.input, body.classifier_options)
 
 
-def _rows_of_classifier(outputs: PoolingOutputs, kind: str) -> list[Floats]:
+def _rows_of_classifier(outputs: PoolingOutputs, output_kind: str) -> list[Floats]:
     """Split the outputs of a classifier into one float32 array for each text.
 
     The shape of an array is [num_labels] for the kind "classify", and [num_tokens, num_labels] for
     the kind "token_classify".
     """
-    if kind == "token_classify":
+    if output_kind == "token_classify":
         return [probabilities for probabilities, _ in tokens_of(outputs)]
     return list(outputs.arrays["probabilities"])

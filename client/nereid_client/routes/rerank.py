@@ -16,7 +16,7 @@ from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
     read_request,
-    require_full_length,
+    refuse_truncation_below_model_limit,
     require_kind,
 )
 from nereid_client.embeddings.pooling_backend import RERANK, PoolingOutputs, ServedModel
@@ -101,12 +101,13 @@ async def _read_rerank_request(request: Request) -> RerankRequest:
 async def _score(request: Request, served: ServedModel, body: RerankRequest) -> PoolingOutputs:
     """Return the score of each document. The model `served` computes the scores.
 
-    Raises: ApiError 400 if the model cannot compute scores, or cannot truncate texts as requested.
+    Raises: ApiError 400 if the model cannot compute scores, or if the request truncates texts to
+        fewer tokens than the model's limit. The server truncates texts only to this limit.
     """
-    require_full_length(served, "max_tokens_per_doc", body.max_tokens_per_doc)
-    require_full_length(served, "max_tokens_per_query", body.max_tokens_per_query)
+    refuse_truncation_below_model_limit(served, "max_tokens_per_doc", body.max_tokens_per_doc)
+    refuse_truncation_below_model_limit(served, "max_tokens_per_query", body.max_tokens_per_query)
     options = body.options()
-    if uses_late_interaction(served):
+    if uses_late_interaction(served):  # an embedding model with one vector for each token
         truncate = options["truncate"]
         return await late_interaction(request, served, body.model_inputs, truncate=truncate)
     require_kind(served, "score")

@@ -28,7 +28,7 @@ from nereid_client.responses.background_responses import (
     encode,
     stored_events,
 )
-from nereid_client.responses.chat_translation import RESPONSES_NAMES, chat_request
+from nereid_client.responses.chat_translation import RESPONSES_FIELD_NAMES, chat_request
 from nereid_client.responses.input_items import check_calls, read_items
 from nereid_client.responses.response_builder import ResponseBuilder
 from nereid_client.responses.response_object import request_fields
@@ -95,7 +95,11 @@ async def create_response(request: Request) -> Response:
 
 @router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
 async def count_input_tokens(request: Request) -> Json:
-    """Count the tokens of the prompt, without generating a response."""
+    """Count the tokens of the prompt, without generating a response.
+
+    The backend receives the prompt as a chat completion. An error of the backend therefore names a
+    field of a chat completion, which is replaced by the field's name in the Responses API.
+    """
     body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
     await select_language_model(request, responses_request.model)
@@ -106,7 +110,7 @@ async def count_input_tokens(request: Request) -> Json:
             Generation(unique_request_id(request), chat_request=chat)
         )
     except BackendError as error:
-        raise RESPONSES_NAMES.rename(error) from None
+        raise RESPONSES_FIELD_NAMES.rename_fields(error) from None
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
@@ -181,6 +185,7 @@ async def list_input_items(request: Request, response_id: str) -> Json:
 
 
 def _responses(request: Request) -> Responses:
+    """Return all responses that the application stores or generates in the background."""
     responses: Responses = request.app.state.responses
     return responses
 
@@ -193,10 +198,12 @@ def _find(request: Request, response_id: str) -> BackgroundResponse | StoredResp
         RunsElsewhereError: another frontend process generates the response.
     """
     found = _responses(request).store.find(response_id)
+    if found is None:
+        raise _not_found(response_id, "response_id")
     if isinstance(found, RunningElsewhere):
         raise RunsElsewhereError(found.worker)
-    if not isinstance(found, BackgroundResponse | StoredResponse):
-        raise _not_found(response_id, "response_id")
+    # All other responses have ended, or run in the background of this process.
+    assert isinstance(found, BackgroundResponse | StoredResponse)
     return found
 
 
@@ -226,6 +233,7 @@ def _start_in_background(
 
 
 def _response_object(found: BackgroundResponse | StoredResponse) -> Response:
+    """Return the response object as JSON. A running response is returned in its current state."""
     if isinstance(found, BackgroundResponse):
         return JSONResponse(found.builder.as_json())
     return Response(found.response, media_type="application/json")
@@ -304,7 +312,7 @@ def _generate(
         deltas = generate_truncated(backend, request_id, chat)
     else:
         deltas = backend.generate(Generation(request_id, chat_request=to_json(chat)))
-    return RESPONSES_NAMES.rename_in(deltas)
+    return RESPONSES_FIELD_NAMES.rename_fields_in_errors(deltas)
 
 
 def _new_builder(
@@ -322,6 +330,7 @@ def _new_builder(
 
 
 def _follow(run: BackgroundResponse, after: int) -> sse.EventStream:
+    """Return a stream of the events with a sequence number greater than `after`."""
     return sse.EventStream(run.follow(after))
 
 

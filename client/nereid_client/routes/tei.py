@@ -32,7 +32,7 @@ from nereid_client.streaming.field_names import FieldNames
 
 router = APIRouter(tags=["Embeddings and reranking"])
 
-_DECODE_NAMES = FieldNames({"prompt": "ids"})
+_DECODE_FIELD_NAMES = FieldNames({"prompt": "ids"})
 """In the errors of the backend, the field with the token ids is called `prompt`, not `ids`."""
 
 
@@ -42,6 +42,10 @@ async def predict(request: Request) -> list[Any]:
 
     If the model classifies single tokens, return the labelled parts of the text and the positions
     of these parts instead. If the request has a list of texts, return one result for each text.
+
+    Raises: ApiError 400 if the model is no classifier, or if the request has the field
+        `aggregation_strategy`, which combines the labels of tokens, but the model classifies whole
+        texts.
     """
     body = await read_request(request, PredictRequest)
     served = await choose_model(request, body.model, (RERANK,))
@@ -49,7 +53,7 @@ async def predict(request: Request) -> list[Any]:
         results = _labelled_parts(body, await _classify(request, served, body), served)
     else:
         require_kind(served, "classify")
-        _check_no_aggregation(body)
+        _refuse_aggregation_strategy(body)
         results = _labelled_texts(await _classify(request, served, body), served)
     return results if body.is_batch else results[0]
 
@@ -60,7 +64,7 @@ async def _classify(request: Request, served: ServedModel, body: PredictRequest)
     return await call_model(request, served, body.model_inputs, options)
 
 
-def _check_no_aggregation(body: PredictRequest) -> None:
+def _refuse_aggregation_strategy(body: PredictRequest) -> None:
     """Raise an error if the request has the field aggregation_strategy.
 
     The caller has checked that the served model classifies whole texts, not single tokens.
@@ -91,7 +95,13 @@ def _labelled_parts(
 
 @router.post("/decode", summary="Convert token ids to texts (TEI's format)")
 async def decode(request: Request) -> list[str]:
-    """Convert each list of token ids to a text, with the tokenizer of the language model."""
+    """Convert each list of token ids to a text, with the tokenizer of the language model.
+
+    As in TEI, special tokens are left out of the text unless `skip_special_tokens` is false.
+
+    Raises: ApiError 400 if a token id is wrong. The error of the backend calls the field `prompt`.
+        This name is replaced by `ids`.
+    """
     body = validate(DecodeRequest, await read_prompt_body(request))
     backend = context_of(request).backend
     try:
@@ -99,12 +109,12 @@ async def decode(request: Request) -> list[str]:
             await backend.detokenize(
                 unique_request_id(request),
                 ids,
-                skip_special_tokens=body.skip_special_tokens is not False,
+                skip_special_tokens=body.skip_special_tokens is not False,  # None means True
             )
             for ids in body.lists
         ]
     except BackendError as error:
-        raise _DECODE_NAMES.rename(error) from None
+        raise _DECODE_FIELD_NAMES.rename_fields(error) from None
 
 
 @router.get("/info", summary="Describe the served model (TEI's format)")
@@ -114,10 +124,14 @@ async def info(request: Request) -> dict[str, Any]:
     If there is no embedding model, return the properties of the reranker.
 
     If Nereid does not have a property of TEI, the property is null.
+
+    Raises: ApiError 404 if neither model is served, 503 if no model answers.
     """
     models = {model.kind: model for model in await pooling_models_of(request).all()}
     served = models.get(EMBEDDING) or models.get(RERANK)
     if served is None:
+        # `all` leaves out models that do not answer. `choose_model` tries again, and raises an
+        # error that gives the reason.
         served = await choose_model(request, None, (EMBEDDING, RERANK))
     settings = context_of(request).settings
     return {

@@ -20,7 +20,7 @@ from nereid_client.streaming.field_names import FieldNames
 
 router = APIRouter(tags=["Language model"])
 
-_DETOKENIZE_NAMES = FieldNames({"prompt": "tokens"})
+_DETOKENIZE_FIELD_NAMES = FieldNames({"prompt": "tokens"})
 """In the errors of the backend, the field with the token ids is called `prompt`, not `tokens`."""
 
 
@@ -30,7 +30,8 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """Return the token ids of the prompt and their number, in vLLM's format.
 
     If the request contains a chat, the prompt is the chat as rendered by the chat template.
-    `max_model_len` is null, because the frontend does not read this setting.
+    `max_model_len` is null, because the frontend does not read this setting. `token_strs` is null,
+    because the server returns only token ids.
     """
     body = await read_prompt_body(request)
     tokenize_request = validate(TokenizeRequest, body)
@@ -38,12 +39,13 @@ async def tokenize(request: Request) -> dict[str, Any]:
     if tokenize_request.prompt is not None:
         check_unicode(tokenize_request.prompt)
     chat = tokenize_request.chat_request(body)
-    parameters = tokenize_request.sampling_parameters()
+    parameters = tokenize_request.tokenizer_parameters()
     tokens = await context_of(request).backend.tokenize(
         Generation(
             unique_request_id(request),
             text_input=tokenize_request.prompt,
             chat_request=None if chat is None else to_json(chat),
+            # The tokenizer model reads its parameters from the tensor for sampling parameters.
             sampling_parameters=None if parameters is None else to_json(parameters),
         )
     )
@@ -53,7 +55,13 @@ async def tokenize(request: Request) -> dict[str, Any]:
 @router.post("/detokenize", summary="Convert token ids to text")
 @router.post("/v1/detokenize", summary="Convert token ids to text (SGLang's path)")
 async def detokenize(request: Request) -> dict[str, str]:
-    """Convert token ids to a text. The response has this text in `prompt` and in `text`."""
+    """Convert token ids to a text.
+
+    The response has the text in `prompt`, as in vLLM, and in `text`, as in SGLang.
+
+    Raises: ApiError 400 if a token id is wrong. The error of the backend calls the field `prompt`.
+        This name is replaced by `tokens`.
+    """
     body = validate(DetokenizeRequest, await read_prompt_body(request))
     await select_language_model(request, body.model)
     try:
@@ -63,5 +71,5 @@ async def detokenize(request: Request) -> dict[str, str]:
             skip_special_tokens=bool(body.skip_special_tokens),
         )
     except BackendError as error:
-        raise _DETOKENIZE_NAMES.rename(error) from None
+        raise _DETOKENIZE_FIELD_NAMES.rename_fields(error) from None
     return {"prompt": text, "text": text}

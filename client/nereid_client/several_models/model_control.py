@@ -217,12 +217,16 @@ class ModelControl:
     async def _load(self, state: ModelState) -> None:
         """Load a model. If the memory budget requires it, unload idle models first.
 
+        If a client loads a model that is already loaded, the server reads its files again. Its
+        memory is then already part of the used memory.
+
         Mutates: `state`. If the call is cancelled, `is_loaded` becomes None, which means unknown.
 
         Raises: BackendError if the model cannot be loaded.
         """
         started = time.monotonic()
-        if self._memory_budget is not None and state.is_loaded is not True:
+        needs_more_memory = not state.is_loaded  # unloaded, or in an unknown state
+        if self._memory_budget is not None and needs_more_memory:
             await self._reserve_memory(state, self._memory_budget)
         try:
             await self._repository.load_model(state.spec.triton_name)
@@ -236,6 +240,10 @@ class ModelControl:
         _log.info("Loaded the model %s in %.1f s", state.spec.name, state.last_used - started)
 
     async def _unload(self, state: ModelState) -> None:
+        """Unload a model, whose lock the caller holds.
+
+        Raises: BackendError.
+        """
         state.is_loaded = False
         await self._repository.unload_model(state.spec.triton_name)
         _log.info("Unloaded the model %s", state.spec.name)

@@ -17,11 +17,14 @@ from nereid_client.supervise.weight_files import tensors_of
 
 _GIB = 1 << 30
 _MAX_DEFAULT_KV_CACHE = 4 * _GIB
-# Maps each value of the setting `dtype` to the number of bytes of one weight in memory.
+# Maps each value of the setting `dtype`, except "auto", to the number of bytes of one weight in
+# memory.
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 # Maps each value of `weight_dtype` to the average number of bytes per weight, including the scales.
 _QUANTIZED_BYTES = {"int8": 1.04, "int4": 0.63}
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+# Numbers of these data types are converted to the setting `dtype`, or quantized. Numbers of other
+# types, such as the integers of a quantized checkpoint, stay unchanged.
+_CONVERTED_TYPES = {"F64", "F32", "F16", "BF16"}
 # On a CPU, float16 weights are converted to float32 if `dtype` is not set.
 _FLOAT16_BYTES_ON_CPU = 4.0
 
@@ -158,24 +161,25 @@ def _tensor_bytes(tensor: Mapping[str, Any], settings: Mapping[str, str]) -> flo
 
 
 def _bytes_per_number(
-    stored: str, num_dimensions: int, settings: Mapping[str, str]
+    stored_type: str, num_dimensions: int, settings: Mapping[str, str]
 ) -> float | None:
     """Return how many bytes each number of a tensor occupies in memory.
 
     Return None if a number has the same size in memory as in the file.
 
     Args:
-        stored: the data type of the tensor in the file, such as "BF16".
+        stored_type: the data type of the tensor in the file, such as "BF16".
         num_dimensions: the number of dimensions of the tensor. Only matrices are quantized.
         settings: the settings of the model, of which weight_dtype, dtype and device are used.
     """
-    if stored not in _FLOATS:
+    if stored_type not in _CONVERTED_TYPES:  # for example integers, which stay unchanged
         return None
     quantized = _QUANTIZED_BYTES.get(settings.get("weight_dtype", ""))
     if quantized is not None and num_dimensions > 1:
         return quantized
     dtype = settings.get("dtype", "auto")
+    if dtype != "auto":
+        return _DTYPE_BYTES.get(dtype)  # the model rejects an unknown dtype when it starts
+    # A model without the setting `device` may run on a CPU, so the larger size is assumed.
     is_on_cpu = not settings.get("device", "").startswith("cuda")
-    if dtype == "auto" and is_on_cpu and stored == "F16":
-        return _FLOAT16_BYTES_ON_CPU
-    return _DTYPE_BYTES.get(dtype)
+    return _FLOAT16_BYTES_ON_CPU if is_on_cpu and stored_type == "F16" else None

@@ -24,7 +24,7 @@ class FieldNames:
         # Example: the pattern matches "messages" in "messages[0].content is empty".
         self._pattern = re.compile(rf"^({'|'.join(names)})(?=[:.\[ ]|$)")
 
-    def rename(self, error: BackendError) -> ApiError:
+    def rename_fields(self, error: BackendError) -> ApiError:
         """Convert an error of the backend to an ApiError. Replace the field names in the error.
 
         Example: "max_tokens must be at most 10" becomes "max_output_tokens must be at most 10".
@@ -40,7 +40,7 @@ class FieldNames:
         """If the text starts with a known field name, replace the field name by its new name."""
         return self._pattern.sub(lambda match: self._names[match[1]], text)
 
-    async def rename_in(self, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
+    async def rename_fields_in_errors(self, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
         """Yield the deltas unchanged. If the backend fails, rename the fields in the error message.
 
         Raises: ApiError for every BackendError.
@@ -50,4 +50,4 @@ class FieldNames:
                 async for delta in deltas:
                     yield delta
             except BackendError as error:
-                raise self.rename(error) from None
+                raise self.rename_fields(error) from None

@@ -187,7 +187,7 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
             max_model_len. 413 if the body is too large.
         Disconnected: the client closed the connection.
     """
-    if len(contexts_of(request).all) > 1:
+    if len(contexts_of(request).all) > 1:  # the model in the body decides which limits hold
         return await _read_body_for_a_model(request, max_prompts)
     limits = await context_of(request).limits.get()
     if limits is None:
@@ -261,6 +261,10 @@ async def read_body(request: Request) -> dict[str, Any]:
 
 
 async def _read_bytes(request: Request) -> bytes:
+    """Read the whole body of a request.
+
+    Raises: Disconnected if the client closed the connection.
+    """
     try:
         return await request.body()
     except ClientDisconnect:

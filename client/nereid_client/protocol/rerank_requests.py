@@ -237,6 +237,7 @@ class ClassifyRequest(PoolingRequest):
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
+        """Check that the request contains at least one text."""
         if not self.model_inputs.tensors["texts"]:
             raise FieldError("input", "input must be a text or a list of at least one text")
         return self

@@ -221,7 +221,7 @@ class ResponsesRequest(GenerationRequest):
         chat_tools = self.chat_tools or ()  # `tools` in the format of chat completions
         # In a chat, a custom tool is a function, and a tool in a namespace is called
         # NAMESPACE__TOOL. The frontend converts the calls of these tools back. If another tool had
-        # the same name, the frontend could not determine which of the two the model called.
+        # the same name, the frontend could not determine which tool the model has called.
         check_unique_names(
             [tool[tool["type"]]["name"] for tool in chat_tools],
             converted_tools(self.tools or ()),
@@ -233,6 +233,7 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_background(self) -> Self:
+        """Check that a background response is stored, because the client retrieves it later."""
         if self.background and self.store is False:
             raise FieldError(
                 "background",

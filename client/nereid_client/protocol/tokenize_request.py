@@ -32,6 +32,7 @@ class TokenizeRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
+        """Check that the request has either a prompt or messages."""
         if (self.prompt is None) == (self.messages is None):
             given = "neither of them" if self.prompt is None else "both of them"
             raise FieldError(

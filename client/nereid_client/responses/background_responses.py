@@ -170,6 +170,7 @@ class Responses:
         return self.store.add(_stored(builder, context))
 
     async def _generate(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
+        """Generate a response. If the backend or a limit ends it, record the error as its end."""
         try:
             await self._add_all(run, deltas)
         except FrontendError as error:

@@ -107,12 +107,14 @@ class TextItem:
         return {"item_id": self.id, "output_index": self.index, self.kind.index_name: 0}
 
     def _part(self, text: str, logprobs: Sequence[Json]) -> Json:
+        """Return the content part of the item. Only a message has log-probabilities."""
         part: Json = {"type": self.kind.part_type, "text": text}
         if self.kind is MESSAGE:
             part |= {"annotations": [], "logprobs": list(logprobs)}
         return part
 
     def _item(self, status: str, parts: list[Json]) -> Json:
+        """Return the item as JSON. The kind of text decides which field contains `parts`."""
         item: Json = {"id": self.id, "type": self.kind.item_type, "status": status}
         if self.kind is MESSAGE:
             return item | {"role": "assistant", "content": parts}

@@ -348,6 +348,7 @@ class Store:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
+        """Delete the expired responses, and start the timer for the next response."""
         self._timer = None
         self._delete_expired()
         self._start_timer()

@@ -217,8 +217,8 @@ class ModelControl:
     async def _load(self, state: ModelState) -> None:
         """Load a model. If the memory budget requires it, unload idle models first.
 
-        If a client loads a model that is already loaded, the server reads its files again. Its
-        memory is then already part of the used memory.
+        If a client loads a model that is already loaded, the server loads the model's files again.
+        The used memory already contains the memory of this model.
 
         Mutates: `state`. If the call is cancelled, `is_loaded` becomes None, which means unknown.
 
@@ -234,7 +234,7 @@ class ModelControl:
             state.is_loaded = None  # the server may still finish loading
             raise
         finally:
-            state.is_loading = False
+            state.is_loading = False  # `_reserve_memory` has set it to True
         state.is_loaded = True
         state.last_used = time.monotonic()
         _log.info("Loaded the model %s in %.1f s", state.spec.name, state.last_used - started)

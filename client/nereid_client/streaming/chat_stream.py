@@ -43,7 +43,7 @@ class _ChatChunks(ChunkBuilder[Delta]):
         self, frame: CompletionFrame, view: ReasoningView, custom_tools: Container[str]
     ) -> None:
         super().__init__(frame, "chat.completion.chunk", num_prompts=1)
-        self._view = view
+        self._reasoning_view = view
         self._call_converters = [ToolCallConverter(custom_tools) for _ in range(frame.num_choices)]
 
     def opening(self) -> list[Json]:
@@ -58,9 +58,9 @@ class _ChatChunks(ChunkBuilder[Delta]):
         with a later delta. The chunk for the token then contains the log-probability of the token
         and an empty delta.
         """
-        self.record(prompt=0, delta=item)  # a chat has only one prompt
+        self.record_usage_and_end(prompt=0, delta=item)  # a chat has only one prompt
         index = self.number_of(prompt=0, delta=item)
-        delta = self._view.apply(item)
+        delta = self._reasoning_view.apply(item)
         message_delta = self._message_delta(index, delta)
         chunks = []
         if message_delta or any(delta.get(name) for name in _TOKEN_FIELDS):

@@ -49,7 +49,7 @@ class ChunkBuilder(ABC, Generic[ItemT]):
         """
         return prompt * self.frame.num_choices + delta.get("index", 0)
 
-    def record(self, prompt: int, delta: Delta) -> None:
+    def record_usage_and_end(self, prompt: int, delta: Delta) -> None:
         """Record the usage and the finish reason in `delta`, which belongs to the given prompt.
 
         Mutates: `_usages`, and `unfinished_choices`, the numbers of the choices without a finish

@@ -87,7 +87,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
             item: the index of a prompt, and a delta for one of the choices of this prompt.
         """
         prompt, delta = item
-        self.record(prompt, delta)
+        self.record_usage_and_end(prompt, delta)
         number = self.number_of(prompt, delta)
         if not any(delta.get(name) for name in _CHUNK_FIELDS):
             return []

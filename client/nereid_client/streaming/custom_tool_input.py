@@ -117,6 +117,7 @@ class InputDecoder:
         return self._is_open and _CLOSING.match(self._unread, at) is not None
 
     def _pop_unread(self) -> str:
+        """Remove and return the arguments that have not been decoded."""
         unread, self._unread = self._unread, ""
         return unread
 
@@ -147,7 +148,7 @@ def _is_start_of_opening(text: str) -> bool:
         if not rest.startswith(token):
             return False
         rest = rest.removeprefix(token)
-    return True
+    return True  # `text` contains the whole opening
 
 
 def _decoded(escape: str) -> str:

@@ -89,6 +89,7 @@ class CompletionLogprobs:
                 first token has None, because no token comes before it.
         """
         part = _empty()
+        # `is_last` is True below, because the text of the prompt is complete.
         texts = _prompt_token_texts(self._recent_text, token_ids, logprobs)
         for text, token_id, entries in zip(texts, token_ids, logprobs, strict=True):
             part["tokens"].append(self._token_name(text, token_id))
@@ -252,10 +253,12 @@ def joined(parts: Iterable[Json]) -> Json:
 
 
 def _empty() -> Json:
+    """Return the field `logprobs` of a text completion without tokens."""
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def _chat_entry(entry: TopLogprob, *, tokens_as_ids: bool) -> Json:
+    """Return the log-probability of one token in the format of a chat completion."""
     return {
         "token": _as_id(entry["token_id"]) if tokens_as_ids else entry["token"],
         "logprob": _finite(entry["logprob"]),

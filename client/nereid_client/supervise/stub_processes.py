@@ -94,7 +94,7 @@ class StubWatch:
         now = self._clock()
         if now >= self._rescan_due:
             self._rescan_due = now + _RESCAN_EVERY_S
-            self._rescan()
+            self._find_new_stubs()
         for pid, model in list(self._models.items()):
             process = process_of(pid)
             is_running = process is not None and process.state != ZOMBIE
@@ -149,8 +149,8 @@ class StubWatch:
         elif self._waiting_since is None:
             self._waiting_since = now
 
-    def _rescan(self) -> None:
-        """Find the stub processes that the server has started."""
+    def _find_new_stubs(self) -> None:
+        """Add the stub processes that the server has started since the last call to `_models`."""
         for child in children_of(self._server):
             if child.name == _PROGRAM[:_NAME_LENGTH] and child.pid not in self._models:
                 self._models[child.pid] = _model_of(command_line(child.pid))

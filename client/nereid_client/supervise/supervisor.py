@@ -107,6 +107,7 @@ class Supervisor:
         self._start_warm_up()
 
     def _start_warm_up(self) -> None:
+        """Start threads that wait until each model has been loaded and has answered a request."""
         plan = self._plan
         warm_up = WarmUp(plan.frontend)
         self._warm_up: WarmUp | None = warm_up
@@ -231,6 +232,7 @@ class Supervisor:
 
     @property
     def _warm_up_failure(self) -> str | None:
+        """The reason why a model cannot answer its first request, or None."""
         warm_up_failure = self._warm_up.failure if self._warm_up is not None else None
         return warm_up_failure or self._pooling_warm_up.failure
 

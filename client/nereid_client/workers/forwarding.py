@@ -40,7 +40,7 @@ async def forward_to_worker(request: Request, error: Exception) -> Response:
     request is not forwarded, because the routes that raise this error have no body. If the other
     worker has ended, the response has the status 503.
     """
-    if not isinstance(error, RunsElsewhereError):
+    if not isinstance(error, RunsElsewhereError):  # only for the type checker
         raise error
     try:
         response = await _send(_this_worker(request), error.worker, request, b"")

@@ -261,7 +261,10 @@ def _reserve_port(host: str, port: int) -> socket.socket:
 
 
 def _create_databases(place: WorkerPlace) -> None:
-    """Create the databases for the requests and the responses of all workers."""
+    """Create the databases for the requests and the responses of all workers.
+
+    All workers use the same databases, so `place` can be the place of any worker.
+    """
     # To delete the rows of a worker, a database is opened, which creates a missing database. The
     # new databases have no rows.
     _forget_worker(place)

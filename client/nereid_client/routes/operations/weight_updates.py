@@ -74,7 +74,7 @@ async def reload_weights(request: Request) -> dict[str, Any]:
             param="model",
             code="model_not_found",
         )
-    # The object for the adapters replaces the weights, because new weights need the adapters again.
+    # `adapters` also replaces the weights, because the adapters must be loaded again afterwards.
     await context.adapters.reload_weights(body.path or "", body.running_requests)
     return {"id": context.settings.model_name, "object": "model", "reloaded": True}
 

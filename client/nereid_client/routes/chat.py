@@ -28,9 +28,6 @@ async def chat_completions(request: Request) -> Response:
     """Generate the next message of a conversation, as OpenAI's API does.
 
     With `stream`, the response is a stream of server-sent events.
-
-    Raises: ApiError if the request is wrong, BackendError if the backend fails before the first
-        event.
     """
     body = await read_prompt_body(request)
     chat = validate(ChatCompletionRequest, body)
@@ -47,6 +44,7 @@ async def chat_completions(request: Request) -> Response:
         totals = await sse.unless_disconnected(request.receive, fold(deltas, frame.num_choices))
         return JSONResponse(chat_completion(frame, totals, chat.custom_tools))
     merged_deltas = merged(deltas)
+    # If the backend fails before the first event, the response has the HTTP status of the error.
     first = await sse.first_of(request, merged_deltas)
     view = ReasoningView(streams_reasoning=chat.stream_reasoning is not False)
     events = chat_events(frame, view, first, merged_deltas, chat.custom_tools)

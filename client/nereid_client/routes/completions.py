@@ -39,9 +39,6 @@ async def completions(request: Request) -> Response:
 
     The backend generates the completion of each text separately. With `stream`, the response is a
     stream of server-sent events.
-
-    Raises: ApiError if the request is wrong, BackendError if the backend fails before the first
-        event.
     """
     max_prompts = context_of(request).settings.max_prompts
     body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
@@ -57,6 +54,7 @@ async def completions(request: Request) -> Response:
         totals = await sse.unless_disconnected(request.receive, work)
         return JSONResponse(completion(frame, options, totals))
     deltas = _stream(backend, generations)
+    # If the backend fails before the first event, the response has the HTTP status of the error.
     first = await sse.first_of(request, deltas)
     return sse.EventStream(completion_events(frame, options, first, deltas), source=deltas)
 

@@ -38,7 +38,7 @@ router = APIRouter(tags=["Embeddings and reranking"])
 async def embeddings(request: Request) -> Response:
     """Return one vector for each text, as OpenAI's API does.
 
-    Raises: ApiError 404 if no embedding model has the requested name.
+    If the model has prompts, such as "query: ", the field `input_type` can select a prompt.
     """
     body = await read_request(request, EmbeddingRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))

@@ -31,9 +31,6 @@ router = APIRouter(tags=["Language model"])
 async def create_message(request: Request) -> Response:
     """Generate the next message of a conversation, as Anthropic's Messages API does.
 
-    The backend receives the request as a chat completion. An error of the backend therefore names a
-    field of a chat completion, which is replaced by the field's name in Anthropic's API.
-
     With `stream`, the response is a stream of server-sent events.
     """
     body = await read_prompt_body(request)
@@ -41,6 +38,8 @@ async def create_message(request: Request) -> Response:
     await select_language_model(request, messages_request.model)
     chat = to_json(chat_request(messages_request, body))
     generation = Generation(unique_request_id(request), chat_request=chat)
+    # The backend receives a chat completion, so its errors name the fields of a chat completion.
+    # These names are replaced by the names in Anthropic's API.
     generated = ANTHROPIC_FIELD_NAMES.rename_fields_in_errors(
         context_of(request).backend.generate(generation)
     )
@@ -61,11 +60,7 @@ async def create_message(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", summary="Count the input tokens of a message")
 async def count_tokens(request: Request) -> dict[str, int]:
-    """Count the tokens of the prompt, without generating a message.
-
-    Raises: ApiError that names a field of Anthropic's API, although the backend receives the
-        request as a chat completion.
-    """
+    """Count the tokens of the prompt, without generating a message."""
     body = await read_prompt_body(request)
     count_request = validate(CountTokensRequest, body)
     await select_language_model(request, count_request.model)
@@ -74,6 +69,7 @@ async def count_tokens(request: Request) -> dict[str, int]:
     try:
         tokens = await context_of(request).backend.tokenize(generation)
     except BackendError as error:
+        # The error names a field of a chat completion, but the client uses Anthropic's names.
         raise ANTHROPIC_FIELD_NAMES.rename_fields(error) from None
     return {"input_tokens": len(tokens)}
 

@@ -32,7 +32,7 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
 
     Clients of Anthropic's API receive the properties in the format of that API.
 
-    Raises: ApiError 404 that names the served models.
+    If there is no such model, the error names the served models.
     """
     names = await _served_names(request)
     if model_id not in names:

@@ -44,8 +44,6 @@ async def pooling(request: Request) -> Response:
     - "token_embed" returns one vector for each token.
     - "classify" returns the probabilities of all labels for each text.
     - "token_classify" returns the probabilities of all labels for each token.
-
-    Raises: ApiError 400 if the model cannot compute the output.
     """
     body = await read_request(request, VectorsRequest)
     served = await choose_model(request, body.model, _kinds_of_model(body.task))

@@ -95,11 +95,7 @@ async def create_response(request: Request) -> Response:
 
 @router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
 async def count_input_tokens(request: Request) -> Json:
-    """Count the tokens of the prompt, without generating a response.
-
-    The backend receives the prompt as a chat completion. An error of the backend therefore names a
-    field of a chat completion, which is replaced by the field's name in the Responses API.
-    """
+    """Count the tokens of the prompt, without generating a response."""
     body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
     await select_language_model(request, responses_request.model)
@@ -110,6 +106,7 @@ async def count_input_tokens(request: Request) -> Json:
             Generation(unique_request_id(request), chat_request=chat)
         )
     except BackendError as error:
+        # The error names a field of a chat completion, but the client uses the Responses API.
         raise RESPONSES_FIELD_NAMES.rename_fields(error) from None
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 

@@ -43,9 +43,8 @@ async def predict(request: Request) -> list[Any]:
     If the model classifies single tokens, return the labelled parts of the text and the positions
     of these parts instead. If the request has a list of texts, return one result for each text.
 
-    Raises: ApiError 400 if the model is no classifier, or if the request has the field
-        `aggregation_strategy`, which combines the labels of tokens, but the model classifies whole
-        texts.
+    The field `aggregation_strategy`, which combines the labels of tokens, is refused if the model
+    classifies whole texts.
     """
     body = await read_request(request, PredictRequest)
     served = await choose_model(request, body.model, (RERANK,))
@@ -98,9 +97,6 @@ async def decode(request: Request) -> list[str]:
     """Convert each list of token ids to a text, with the tokenizer of the language model.
 
     As in TEI, special tokens are left out of the text unless `skip_special_tokens` is false.
-
-    Raises: ApiError 400 if a token id is wrong. The error of the backend calls the field `prompt`.
-        This name is replaced by `ids`.
     """
     body = validate(DecodeRequest, await read_prompt_body(request))
     backend = context_of(request).backend
@@ -114,6 +110,7 @@ async def decode(request: Request) -> list[str]:
             for ids in body.lists
         ]
     except BackendError as error:
+        # The backend calls the field with the token ids `prompt`, and the client calls it `ids`.
         raise _DECODE_FIELD_NAMES.rename_fields(error) from None
 
 
@@ -124,14 +121,12 @@ async def info(request: Request) -> dict[str, Any]:
     If there is no embedding model, return the properties of the reranker.
 
     If Nereid does not have a property of TEI, the property is null.
-
-    Raises: ApiError 404 if neither model is served, 503 if no model answers.
     """
     models = {model.kind: model for model in await pooling_models_of(request).all()}
     served = models.get(EMBEDDING) or models.get(RERANK)
     if served is None:
-        # `all` leaves out models that do not answer. `choose_model` tries again, and raises an
-        # error that gives the reason.
+        # `all` leaves out models that do not answer. `choose_model` queries the models again, and
+        # raises an ApiError that gives the reason.
         served = await choose_model(request, None, (EMBEDDING, RERANK))
     settings = context_of(request).settings
     return {

@@ -58,9 +58,6 @@ async def detokenize(request: Request) -> dict[str, str]:
     """Convert token ids to a text.
 
     The response has the text in `prompt`, as in vLLM, and in `text`, as in SGLang.
-
-    Raises: ApiError 400 if a token id is wrong. The error of the backend calls the field `prompt`.
-        This name is replaced by `tokens`.
     """
     body = validate(DetokenizeRequest, await read_prompt_body(request))
     await select_language_model(request, body.model)
@@ -71,5 +68,6 @@ async def detokenize(request: Request) -> dict[str, str]:
             skip_special_tokens=bool(body.skip_special_tokens),
         )
     except BackendError as error:
+        # The backend calls the field with the token ids `prompt`, and the client calls it `tokens`.
         raise _DETOKENIZE_FIELD_NAMES.rename_fields(error) from None
     return {"prompt": text, "text": text}

@@ -18,9 +18,8 @@ router = APIRouter(tags=["Operation"])
 async def load_lora_adapter(request: Request) -> Response:
     """Load a LoRA adapter from a folder on the server.
 
-    If an adapter with the same name is loaded, the new adapter replaces this adapter.
-
-    Raises: ApiError 403 if the server does not allow changes, 400 if the body is wrong.
+    If an adapter with the same name is loaded, the new adapter replaces this adapter. The setting
+    `allow_lora_updates` must allow the change.
     """
     _check_weight_updates_allowed(
         request, "load or unload LoRA adapters", code="lora_updates_disabled"
@@ -41,7 +40,7 @@ async def load_lora_adapter(request: Request) -> Response:
 async def unload_lora_adapter(request: Request) -> Response:
     """Unload a LoRA adapter. Requests that use the adapter continue until they end.
 
-    Raises: ApiError 403 if the server does not allow changes, 400 if the body is wrong.
+    The setting `allow_lora_updates` must allow the change.
     """
     _check_weight_updates_allowed(
         request, "load or unload LoRA adapters", code="lora_updates_disabled"
@@ -59,8 +58,8 @@ async def reload_weights(request: Request) -> dict[str, Any]:
     that request waits for the new weights. If the server refuses the new checkpoint, the old
     weights stay in use.
 
-    Raises: ApiError 403 if the server or the client's API key does not allow the change, 404 if the
-        body names no language model.
+    The setting `allow_lora_updates` must allow the change, and clients cannot use an API key of the
+    key file.
     """
     _check_weight_updates_allowed(request, "replace weights", code="weight_updates_disabled")
     _refuse_key_of_key_file()

@@ -188,7 +188,7 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
         Disconnected: the client closed the connection.
     """
     if len(contexts_of(request).all) > 1:  # the model in the body decides which limits hold
-        return await _read_body_for_a_model(request, max_prompts)
+        return await _read_body_and_select_model(request, max_prompts)
     limits = await context_of(request).limits.get()
     if limits is None:
         return await read_body(request)
@@ -208,7 +208,7 @@ def _content_length(request: Request) -> int:
     return int(text) if text.isdecimal() and text.isascii() else 0
 
 
-async def _read_body_for_a_model(request: Request, max_prompts: int) -> dict[str, Any]:
+async def _read_body_and_select_model(request: Request, max_prompts: int) -> dict[str, Any]:
     """Read a body, and select the language model that the body names.
 
     The limits of the model can be checked only after the body is parsed. If no language model has

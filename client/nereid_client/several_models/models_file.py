@@ -146,7 +146,7 @@ def _read_models_file(path: Path) -> ModelsFile:
     models = ModelsFile([_read_model(name, table, path) for name, table in values.items()])
     _check_names(models.specs, path)
     _check_has_language_model(models.specs, path)
-    return models if memory_budget is None else _with_memory(models, memory_budget, path)
+    return models if memory_budget is None else _with_estimated_memory(models, memory_budget, path)
 
 
 def _pop_memory_budget(values: dict[str, Any], path: Path) -> int | None:
@@ -194,7 +194,7 @@ def _read_model(name: str, table: object, path: Path) -> ModelSpec:
     return ModelSpec(name=name, triton_name=_triton_name(name), path=checkpoint, entry=entry)
 
 
-def _with_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
+def _with_estimated_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
     """Estimate the memory of each model, and set the default KV cache size of language models.
 
     Raises: SettingsError if a model, or the models that are loaded at the start, need more memory

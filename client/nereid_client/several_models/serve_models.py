@@ -98,7 +98,7 @@ class ServedModels:
 
         Raises: CliError that names the model and the setting.
         """
-        defaults = _defaults(environment)
+        defaults = _default_settings(environment)
         for spec in self.specs:
             variables = _variables_of_model(spec, defaults[spec.kind])
             # The check always includes the settings of a language model, even if `spec` is a
@@ -126,7 +126,7 @@ class ServedModels:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            write_repository(folder, repository, self.specs, _defaults(environment))
+            write_repository(folder, repository, self.specs, _default_settings(environment))
         except OSError as error:
             raise CliError(f"the folder {folder} cannot be written ({error.strerror})") from None
 
@@ -155,7 +155,7 @@ def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _defaults(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _default_settings(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Return the default settings for each kind of model, from environment variables.
 
     Variables without a value are omitted. The settings in `_NEVER_DEFAULTS`, such as the

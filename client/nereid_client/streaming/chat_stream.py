@@ -59,7 +59,7 @@ class _ChatChunks(ChunkBuilder[Delta]):
         and an empty delta.
         """
         self.record_usage_and_end(prompt=0, delta=item)  # a chat has only one prompt
-        index = self.number_of(prompt=0, delta=item)
+        index = self.choice_number_of(prompt=0, delta=item)
         delta = self._reasoning_view.apply(item)
         message_delta = self._message_delta(index, delta)
         chunks = []

@@ -41,7 +41,7 @@ class ChunkBuilder(ABC, Generic[ItemT]):
     def add(self, item: ItemT) -> list[Json]:
         """Return the chunks for the next delta of the stream."""
 
-    def number_of(self, prompt: int, delta: Delta) -> int:
+    def choice_number_of(self, prompt: int, delta: Delta) -> int:
         """Return the number of the choice to which a delta belongs.
 
         The choices are numbered across all prompts. Example: with two choices for each prompt, the
@@ -58,7 +58,7 @@ class ChunkBuilder(ABC, Generic[ItemT]):
         if "usage" in delta:
             self._usages[prompt][delta.get("index", 0)] = delta["usage"]
         if "finish_reason" in delta:
-            self.unfinished_choices.discard(self.number_of(prompt, delta))
+            self.unfinished_choices.discard(self.choice_number_of(prompt, delta))
 
     def chunk(self, choice: Json) -> Json:
         """Return a chunk with one choice. If requested, add the token counts so far."""

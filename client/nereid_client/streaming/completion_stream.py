@@ -88,7 +88,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         """
         prompt, delta = item
         self.record_usage_and_end(prompt, delta)
-        number = self.number_of(prompt, delta)
+        number = self.choice_number_of(prompt, delta)
         if not any(delta.get(name) for name in _CHUNK_FIELDS):
             return []
         choice = {"index": number, **_choice(delta.get("text", ""), delta)}

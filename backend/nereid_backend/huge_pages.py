@@ -52,13 +52,14 @@ def move_weights(model: nn.Module) -> None:
     # Each item of `groups` contains the tensors that share one storage. The loop below removes an
     # item from `groups` before it moves the item's tensors. Otherwise, `groups` would still refer
     # to the old tensors, and their memory could not be freed.
-    groups = deque(_movable_tensors(model).values())
+    groups = deque(_tensors_by_storage(model).values())
     total_bytes = sum(_aligned(tensors[0].untyped_storage().nbytes()) for tensors in groups)
     if total_bytes == 0:
         return
     mapped = _allocate_pages(total_bytes)
     start = 0  # the first unused byte of `mapped`
     freed = FreedMemory()  # returns freed memory to the operating system
+    # The earlier stages of loading have freed memory, too. Return it before new memory is used.
     freed.give_back()
     while groups:
         num_bytes = _move_group(groups.popleft(), mapped, start)
@@ -74,26 +75,32 @@ def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
     refers to the old memory, so it is freed.
 
     Args:
-        tensors: all movable tensors that share the storage. Mutated.
+        tensors: all parameters and buffers of the model that share the storage. Mutated.
         mapped: the new memory of all weights, uint8. Mutated.
         start: the index of the first byte in `mapped`.
     """
     storage = tensors[0].untyped_storage()
-    _copy_storage(storage, mapped[start:], len(tensors))
+    # If only `tensors` refer to the storage, nothing else reads the old memory. It can then be freed
+    # page by page during the copy.
+    can_discard = _num_references(storage) <= len(tensors)
+    _copy_storage(storage, mapped[start:], can_discard=can_discard)
     for tensor in tensors:
         tensor.data = _view_of_copy(tensor, mapped, start)
     return storage.nbytes()
 
 
-def _movable_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
-    """Return the tensors that can be moved, grouped by the address of the memory that they share.
+def _tensors_by_storage(model: nn.Module) -> dict[int, list[Tensor]]:
+    """Return a model's parameters and buffers in the main memory, grouped by the shared storage.
 
-    The groups are in the order of the model.
+    Only these tensors can be moved into other pages of the main memory. The keys are the addresses
+    of the storages. The groups are in the order of the model.
     """
     groups: dict[int, list[Tensor]] = {}
     for tensor in _distinct(chain(model.parameters(), model.buffers())):
-        is_plain = tensor.layout == torch.strided and not tensor.is_mkldnn
-        if tensor.device.type != "cpu" or not is_plain:
+        # Only a strided tensor has a storage whose bytes can be copied. Sparse tensors and tensors
+        # in the layout of oneDNN (mkldnn) have none.
+        has_storage = tensor.layout == torch.strided and not tensor.is_mkldnn
+        if tensor.device.type != "cpu" or not has_storage:
             continue
         storage = tensor.untyped_storage()
         if storage.nbytes() > 0:
@@ -101,21 +108,15 @@ def _movable_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
     return groups
 
 
-def _copy_storage(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> None:
+def _copy_storage(storage: torch.UntypedStorage, target: Tensor, *, can_discard: bool) -> None:
     """Copy the bytes of a storage (the memory of some tensors) to the beginning of `target`.
 
-    If only the moved tensors use the storage, each page of the storage is returned to the operating
-    system after it was copied. The memory then never contains a large weight twice.
-
     Args:
-        storage: the storage. Its contents are undefined after the call, unless other tensors also
-            use the storage.
+        storage: the storage. Its contents are undefined after the call if `can_discard` is True.
         target: the new memory, uint8. Mutated.
-        num_tensors: the number of moved tensors, all of which use this storage.
+        can_discard: whether each page of the storage is returned to the operating system after it
+            was copied. The memory then never contains a large weight twice.
     """
-    # The variable `source` adds one more reference to the storage, so the references are counted
-    # first.
-    can_discard = _num_references(storage) <= num_tensors
     source = torch.tensor([], dtype=torch.uint8).set_(storage)
     for start in range(0, len(source), _SLICE_BYTES):
         part = source[start : start + _SLICE_BYTES]
@@ -137,15 +138,17 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
         mapped: bytes, uint8.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
-    # `start` is an index of bytes in `mapped`. `set_` needs an index of items in the whole storage
-    # of `mapped`, which may begin before `mapped`.
-    start_of_copy = (mapped.storage_offset() + start) // tensor.itemsize
+    # `set_` needs the index of the new tensor's first item in the whole storage of `mapped`, which
+    # may begin before `mapped`. Example: an item has 4 bytes, `mapped` begins at byte 32 of its
+    # storage, and `start` is 64. The copy then begins at byte 96, which is item 24.
+    start_byte = mapped.storage_offset() + start  # `mapped` is uint8, so its offset is in bytes
+    copy_start = start_byte // tensor.itemsize
     # torch distinguishes inference tensors (created in inference mode) from normal tensors. The new
     # tensor must be of the same type as the old tensor.
     with torch.inference_mode(tensor.is_inference()):
         return torch.tensor([], dtype=tensor.dtype).set_(
             mapped.untyped_storage(),
-            start_of_copy + tensor.storage_offset(),
+            copy_start + tensor.storage_offset(),  # the second offset is also in items
             tensor.shape,
             tensor.stride(),
         )

@@ -61,7 +61,8 @@ class CompilePool(Generic[T]):
             self._run_in_thread(self._quick_executor, work, result)
         else:
             trial = self._trials.submit(spec)
-            _cancel_with(result, trial)  # If `result` is cancelled, the trial is stopped.
+            # If the requests cancel `result`, the trial is stopped.
+            _forward_cancellation(source=result, target=trial)
             # This callback is called when the child process has finished testing the grammar.
             trial.add_done_callback(partial(self._after_trial, work, result))
         return result
@@ -108,16 +109,18 @@ class CompilePool(Generic[T]):
         except RuntimeError:  # the executor is shut down
             _set_error(result, _closing_error())
             return
-        _cancel_with(result, job)
-        # When the pool is closed, the jobs that have not started are cancelled. The requests that
-        # wait for these jobs must then get an error.
-        job.add_done_callback(partial(_fail_if_cancelled, result))
+        # If the requests cancel `result`, cancel the job, too. `result` stays cancelled, and no
+        # error is stored in it.
+        _forward_cancellation(source=result, target=job)
+        # If `close` cancels the job before it starts, the requests that wait for `result` must get
+        # an error.
+        job.add_done_callback(partial(_fail_if_pool_closed, result))
 
 
-def _fail_if_cancelled(result: "Future[T]", job: "Future[None]") -> None:
+def _fail_if_pool_closed(result: "Future[T]", job: "Future[None]") -> None:
     """Store an error in `result` if `job` was cancelled because the pool was closed.
 
-    A job is also cancelled if `result` was cancelled. `_set_error` then does nothing.
+    A job is also cancelled after `result` was cancelled. `_set_error` then stores nothing.
     """
     if job.cancelled():
         _set_error(result, _closing_error())
@@ -141,14 +144,14 @@ def _store_outcome(work: Callable[[], T], result: "Future[T]") -> None:
         result.set_exception(RequestError(f"grammar: the grammar library failed: {error}"))
 
 
-def _cancel_with(result: "Future[T]", operation: "Future[None]") -> None:
-    """Cancel `operation` as soon as `result` is cancelled. These two arguments are futures."""
+def _forward_cancellation(source: "Future[T]", target: "Future[None]") -> None:
+    """Cancel the future `target` as soon as the future `source` is cancelled."""
 
-    def cancel_operation(done_result: "Future[T]") -> None:
-        if done_result.cancelled():
-            operation.cancel()
+    def cancel_target(done_source: "Future[T]") -> None:
+        if done_source.cancelled():
+            target.cancel()
 
-    result.add_done_callback(cancel_operation)
+    source.add_done_callback(cancel_target)
 
 
 def _set_error(result: "Future[T]", error: BaseException) -> None:

@@ -267,12 +267,12 @@ class Guides:
         Requests with equal arguments share one GuideRules object, because `rules_for` is slow.
 
         Args:
-            vocabulary: the tokens of the model.
+            vocabulary: the tokens of the model, which are equal in every call.
             stop_ids: the tokens that end the answer.
             special_ids: the special tokens that the grammar contains.
             marker: the text after which the grammar applies, such as "</think>".
         """
-        key = (stop_ids, special_ids, marker)
+        key = (stop_ids, special_ids, marker)  # without `vocabulary`, which never changes
         rules = self._rules.get(key)
         if rules is None:
             rules = rules_for(vocabulary, stop_ids, special_ids, marker)

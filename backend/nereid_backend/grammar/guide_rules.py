@@ -60,7 +60,7 @@ def rules_for(
     vocabulary: Vocabulary,
     stop_ids: frozenset[int],
     allowed_special_ids: Iterable[int],
-    after: str,
+    marker: str,
 ) -> GuideRules:
     """Return the constant data of a guide: token masks, and lists of tokens.
 
@@ -71,7 +71,8 @@ def rules_for(
         vocabulary: the tokens of the model.
         stop_ids: the tokens that end the answer.
         allowed_special_ids: the special tokens that the grammar contains.
-        after: the text after which the grammar applies, such as "</think>"; see GrammarSpec.
+        marker: the text after which the grammar applies, such as "</think>"; "" if the grammar
+            applies from the first token on.
     """
     size = vocabulary.size
     stop_mask = mask_of(stop_ids, size)
@@ -83,7 +84,12 @@ def rules_for(
     forbidden_special_ids = vocabulary.special_ids - frozenset(allowed_special_ids)
     forbidden_mask = mask_of(forbidden_special_ids | vocabulary.unusable_ids, size)
     grammar_mask = free_mask & ~forbidden_mask
-    marker = after.strip().encode()
+    # White space is allowed between the marker and the text of the grammar.
+    white_space_mask = mask_of(vocabulary.white_space_ids - stop_ids, size)
+    # A single token can contain the end of the marker and the beginning of the grammar's text, such
+    # as the token `>{`. The guide must check the part of such a token after the marker.
+    marker_bytes = marker.strip().encode()
+    spanning = _spanning_tokens(vocabulary, marker_bytes)
     return GuideRules(
         vocabulary=vocabulary,
         stop_ids=stop_ids,
@@ -91,9 +97,9 @@ def rules_for(
         free_mask=free_mask,
         grammar_mask=grammar_mask,
         grammar_bits=grammar_mask.tobytes(),
-        white_space_mask=mask_of(vocabulary.white_space_ids - stop_ids, size),
-        marker=marker,
-        spanning=_spanning_tokens(vocabulary, marker),
+        white_space_mask=white_space_mask,
+        marker=marker_bytes,
+        spanning=spanning,
     )
 
 

@@ -37,7 +37,11 @@ def replace_exclusive_bounds(schema: object) -> None:
 
     If an exclusive bound is an integer and the opposite bound is less than 1 away, llguidance
     allows the excluded number. Example: with "exclusiveMinimum": 3 and "maximum": 3.6, llguidance
-    allows 3. This function replaces the exclusive bound by an inclusive bound of 3.000000001.
+    allows 3. This function replaces the exclusive bound by the inclusive bound
+    "minimum": 3.000000001.
+
+    A schema normally has only one lower bound and only one upper bound. If a schema has "minimum"
+    and "exclusiveMinimum" together, the new "minimum" overwrites the old value.
 
     Mutates: schema.
     """
@@ -46,8 +50,7 @@ def replace_exclusive_bounds(schema: object) -> None:
             continue
         excluded_minimum = part.get("exclusiveMinimum")
         excluded_maximum = part.get("exclusiveMaximum")
-        # `upper_bound` can be inclusive ("maximum") or exclusive ("exclusiveMaximum"). The same
-        # applies to `lower_bound`.
+        # The opposite bound can be inclusive or exclusive; None if the schema has neither.
         upper_bound = part.get("maximum", excluded_maximum)
         lower_bound = part.get("minimum", excluded_minimum)
         if _allows_excluded_minimum(excluded_minimum, upper_bound):
@@ -61,7 +64,8 @@ def replace_exclusive_bounds(schema: object) -> None:
 def _allows_excluded_minimum(minimum: object, upper_bound: object) -> bool:
     """Return whether llguidance would wrongly accept the excluded minimum of a schema.
 
-    llguidance handles negative lower bounds correctly.
+    `minimum` is the value of "exclusiveMinimum", and `upper_bound` is the upper bound; None if the
+    schema has no such bound. llguidance handles negative lower bounds correctly.
     """
     if not _is_integer(minimum) or not _is_number(upper_bound):
         return False
@@ -71,7 +75,8 @@ def _allows_excluded_minimum(minimum: object, upper_bound: object) -> bool:
 def _allows_excluded_maximum(maximum: object, lower_bound: object) -> bool:
     """Return whether llguidance would wrongly accept the excluded maximum of a schema.
 
-    llguidance handles positive upper bounds correctly.
+    `maximum` is the value of "exclusiveMaximum", and `lower_bound` is the lower bound; None if the
+    schema has no such bound. llguidance handles positive upper bounds correctly.
     """
     if not _is_integer(maximum) or not _is_number(lower_bound):
         return False

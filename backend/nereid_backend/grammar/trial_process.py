@@ -251,9 +251,10 @@ def _skip_unused_modules() -> None:
 
 
 def main() -> None:
-    """Load the grammar libraries, and compile the grammars that the engine sends.
+    """Load the grammar libraries, and fork a child for each grammar that the engine sends.
 
-    The command-line arguments are the file descriptor of the connection, and the time limit.
+    The child compiles the grammar. The command-line arguments are the file descriptor of the
+    connection to the engine, and the time limit of one compilation in seconds.
     """
     # Ctrl+C stops the engine, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -267,10 +268,12 @@ def main() -> None:
 
     vocabulary, eos_token_ids = connection.recv()
     libraries = load_libraries(vocabulary, eos_token_ids, num_threads=1)
-    gc.freeze()  # A garbage collection in a child would copy the pages of all objects.
+    # A forked child shares the memory pages of this process until one of the two writes to a page.
+    # A garbage collection in the child would write to every object. `freeze` excludes the objects.
+    gc.freeze()
 
     def compile_spec(kind: str, source: str) -> None:
-        """Raise a RequestError if the grammar cannot be compiled."""
+        """Raise a RequestError if the grammar cannot be compiled. Each child calls this function."""
         compile_grammar(libraries, GrammarSpec(kind, source), timeout_s)
 
     TrialServer(connection, compile_spec, timeout_s).serve()

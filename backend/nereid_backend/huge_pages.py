@@ -80,8 +80,8 @@ def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
         start: the index of the first byte in `mapped`.
     """
     storage = tensors[0].untyped_storage()
-    # If only `tensors` refer to the storage, nothing else reads the old memory. It can then be freed
-    # page by page during the copy.
+    # If only `tensors` refer to the storage, nothing else reads the old memory. The copy can then
+    # free the old memory page by page.
     can_discard = _num_references(storage) <= len(tensors)
     _copy_storage(storage, mapped[start:], can_discard=can_discard)
     for tensor in tensors:

@@ -142,6 +142,9 @@ class HiddenStates:
     def _store_states(self, chunks: list[Chunk], output: Tensor) -> None:
         """Store the hidden states that a forward pass has computed, separately for each sequence.
 
+        The states of sequences with images are not stored, because such sequences get no draft
+        tokens.
+
         Args:
             chunks: the chunks of the step. A chunk is the tokens of one sequence that the step
                 computes.
@@ -248,12 +251,20 @@ class MtpPath:
         self._last_outputs.pop(own, None)
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of the MTP layer in one forward pass; see `ForwardPath.forward`.
+        """Compute the logits of the MTP layer in one forward pass.
+
+        Args:
+            plan: the tokens to compute, as one chunk for each sequence.
+            sampled: must be None. Other forward paths get the tokens here that the previous step
+                has sampled, if a step is planned before these tokens are known.
+
+        Returns:
+            The logits of the last num_logits tokens of each chunk, [num_rows, vocab_size].
 
         Mutates: `_last_outputs`. The layer needs its own output at the last token of a sequence to
             generate the next draft token.
         """
-        assert sampled is None, "the draft model never plans a pass ahead"
+        assert sampled is None, "every step of the draft model is planned with known tokens"
         output = self._run(plan)  # [num_tokens, hidden_size]
         chunk_outputs = torch.split(output, [chunk.num_tokens for chunk in plan.chunks])
         rows_with_logits = []
@@ -284,9 +295,10 @@ class MtpPath:
     def _previous_hidden_states(self, chunk: Chunk) -> Tensor:
         """For each token of a chunk, return the hidden state of the previous token.
 
-        The result is [num_tokens, hidden_size]. The hidden states for known tokens (tokens of the
-        prompt or the answer) come from the large model, or are zeros if they are not stored. The
-        hidden state for a draft token is the last output of the MTP layer.
+        The result is [num_tokens, hidden_size]. A chunk consists of known tokens (tokens of the
+        prompt or the answer) or of a single draft token. The hidden states for known tokens come
+        from the large model, or are zeros if they are not stored. The hidden state for a draft
+        token is the last output of the MTP layer.
         """
         target = self._targets[chunk.sequence]
         # The MTP layer skips the first token of each sequence. Its sequence is therefore one token
@@ -294,7 +306,7 @@ class MtpPath:
         num_known = len(target.token_ids) - 1
         is_draft_token = chunk.start >= num_known
         if is_draft_token:
-            return self._last_outputs[chunk.sequence][None]
+            return self._last_outputs[chunk.sequence][None]  # [1, hidden_size]
         # The hidden states have the data type and the device of this weight.
         projection = self._model.layers[0].eh_proj.weight
         hidden_size = projection.shape[0]

@@ -82,7 +82,15 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
 
     A structural tag is a JSON value that describes an answer with schemas, patterns and text. A
     tag is simple if it contains nothing but one schema or one regular expression, which llguidance
-    compiles much faster. `compile_grammar` describes the arguments and the errors.
+    compiles much faster.
+
+    Args:
+        libraries: the grammar libraries and the vocabulary.
+        source: the structural tag, as a JSON text.
+        limit_s: the largest accepted estimate of xgrammar's compile time, in seconds.
+
+    Raises:
+        RequestError: if the tag is refused or not supported.
     """
     simple = _simple_grammar(parse_json("structural_tag", source))
     if simple is not None:
@@ -98,7 +106,13 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
 def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     """Compile an EBNF grammar with xgrammar, or with llguidance if xgrammar would be too slow.
 
-    See `compile_grammar` for the arguments and the errors.
+    Args:
+        libraries: the grammar libraries and the vocabulary.
+        source: the text of the grammar.
+        limit_s: the largest accepted estimate of xgrammar's compile time, in seconds.
+
+    Raises:
+        RequestError: if the grammar is invalid or not supported.
     """
     try:
         check_cost("ebnf", source, libraries.vocabulary.size, limit_s)

@@ -138,7 +138,7 @@ class TrialServer:
     def _handle_message(self, message: tuple[Any, ...]) -> None:
         """Handle a message from the engine, which adds or removes a job.
 
-        The module's docstring describes the messages.
+        Examples: ("compile", 7, "regex", "a+") adds the job 7, and ("cancel", 7) removes this job.
         """
         if message[0] == "compile":
             _command, job_id, kind, source = message
@@ -273,7 +273,7 @@ def main() -> None:
     gc.freeze()
 
     def compile_spec(kind: str, source: str) -> None:
-        """Raise a RequestError if the grammar cannot be compiled. Each child calls this function."""
+        """Raise a RequestError if the grammar cannot be compiled. A child calls this function."""
         compile_grammar(libraries, GrammarSpec(kind, source), timeout_s)
 
     TrialServer(connection, compile_spec, timeout_s).serve()

@@ -115,7 +115,16 @@ class GroupedLinear(nn.Linear):
     ) -> None:
         """Pack the integers, scales and zeros of all outputs, and store them in the layer.
 
-        `from_quantised` documents the arguments. Mutates: the layer.
+        The CPU kernel reads the packed integers in panels of 16 outputs. Mutates: the layer.
+
+        Args:
+            values: the integers, [out_features, in_features]: uint8 from 0 to 2**bits - 1, or int8
+                from -2**(bits - 1) to 2**(bits - 1) - 1.
+            scales: the scale of each group of inputs, [out_features, groups].
+            zeros: the integer that represents the weight 0 in each group, [out_features, groups];
+                None if this is the middle of the range in every group.
+            group_size: the number of consecutive inputs that share a scale.
+            bits: the number of bits of an integer, 4 or 8.
         """
         self.allocate_panels(values.shape[1], group_size, bits=bits, has_zeros=zeros is not None)
         # The outputs are processed in slices, so that the temporary copies need little memory.
@@ -130,20 +139,27 @@ class GroupedLinear(nn.Linear):
     ) -> None:
         """Allocate the memory for the integers, scales and zeros that `store_rows` will store.
 
-        `from_quantised` documents the arguments. `has_zeros` is True if the groups have zeros.
         Mutates: the layer.
+
+        Args:
+            in_features: the number of inputs.
+            group_size: the number of consecutive inputs that share a scale in the checkpoint.
+            bits: the number of bits of an integer, 4 or 8.
+            has_zeros: whether each group has a zero, the integer that represents the weight 0.
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features)
-        # A large group of the checkpoint is divided into `_num_subgroups` smaller groups. All of
-        # them have the scale of the large group.
+        # The kernel supports only small groups. Each group of the checkpoint is divided into
+        # `_num_subgroups` stored groups, which all have the scale of the original group.
         self._num_subgroups = _divide_up(min(group_size, in_features), self.group_size)
         num_panels = _divide_up(self.out_features, LANES)  # a panel has LANES outputs
         num_groups = _divide_up(in_features, self.group_size)
-        # Four adjacent bytes contain eight inputs of 4 bits, or four inputs of 8 bits.
-        inputs_per_four_bytes = 8 if bits == 4 else 4
-        num_units = num_groups * self.group_size // inputs_per_four_bytes
-        values = torch.empty(num_panels, num_units, LANES, 4, dtype=torch.uint8)
+        padded_inputs = num_groups * self.group_size
+        # The kernel reads four bytes of each output at a time. They contain eight inputs of 4 bits,
+        # or four inputs of 8 bits.
+        inputs_per_read = 8 if bits == 4 else 4
+        num_reads = padded_inputs // inputs_per_read
+        values = torch.empty(num_panels, num_reads, LANES, 4, dtype=torch.uint8)
         scales = torch.empty(num_panels, num_groups, LANES, dtype=torch.float16)
         self.register_buffer("values", values, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
@@ -151,17 +167,17 @@ class GroupedLinear(nn.Linear):
         self.register_buffer("zeros", zeros, persistent=False)
 
     def store_rows(self, start: int, values: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-        """Pack and store the integers, scales and zeros of several consecutive outputs.
+        """Pack and store the integers, scales and zeros of several consecutive outputs (rows).
 
-        `from_quantised` documents the other arguments, which here contain only some outputs.
         Mutates: the layer.
 
         Args:
             start: the index of the first output. It must be a multiple of 16. The number of outputs
                 must also be a multiple of 16, unless the call stores the last outputs of the layer.
-            values: [num_rows, in_features].
-            scales: [num_rows, groups].
-            zeros: [num_rows, groups]; None if the layer has no zeros.
+            values: the integers, [num_rows, in_features], uint8 or int8.
+            scales: the scale of each group of inputs, [num_rows, groups].
+            zeros: the integer that represents the weight 0 in each group, [num_rows, groups]; None
+                if the layer has no zeros.
         """
         first_panel = start // LANES
         panels = slice(first_panel, first_panel + _divide_up(len(values), LANES))
@@ -322,7 +338,8 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
 def unpack_values(packed: Tensor, bits: int) -> Tensor:
     """Convert packed integers back to a matrix, uint8 [panels * 16, padded inputs].
 
-    This is the inverse of `pack_values`. A panel contains the integers of 16 outputs.
+    This is the inverse of `pack_values`. A panel contains the integers of 16 outputs. With 4 bits,
+    the bytes [0x51, 0x62, 0x73, 0x84] of one output become the inputs [1, 2, 3, 4, 5, 6, 7, 8].
     """
     if bits == 4:
         packed = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1, 2)
@@ -355,11 +372,13 @@ def dequantise_rows(
         float32 [..., groups * group_size]. The last inputs may be padding.
     """
     panels, lanes = indices // LANES, indices % LANES  # a lane is the index of a row in its panel
-    packed = values[panels, :, lanes]  # [..., n, 4], the bytes of each row
+    integers = values[panels, :, lanes]  # the bytes of each row, [..., num_bytes / 4, 4]
     if bits == 4:
-        # A byte contains input j in its lower half, and input j + 4 in its upper half.
-        packed = torch.stack((packed & 15, packed >> 4), dim=-2).flatten(-3, -2)
-    integers = packed.float().reshape(*indices.shape, -1, group_size)
+        # Four bytes contain eight inputs: the inputs 0 to 3 in the lower halves, and the inputs 4
+        # to 7 in the upper halves. Example: the bytes [0x51, 0x62, 0x73, 0x84] become [1, 2, 3, 4]
+        # and [5, 6, 7, 8]. The result is [..., num_bytes / 2, 4].
+        integers = torch.stack((integers & 15, integers >> 4), dim=-2).flatten(-3, -2)
+    integers = integers.float().reshape(*indices.shape, -1, group_size)  # [..., groups, group_size]
     zero = 2.0 ** (bits - 1) if zeros is None else zeros[panels, :, lanes].float().unsqueeze(-1)
     rows: Tensor = (integers - zero) * scales[panels, :, lanes].float().unsqueeze(-1)
     return rows.flatten(-2)
@@ -392,7 +411,7 @@ def _used_group_size(group_size: int, in_features: int) -> int:
         return min(_MAX_GROUP_SIZE, padded_row)
     num_parts = _divide_up(group_size, _MAX_GROUP_SIZE)
     # A group is divided into `num_parts` equal parts. Increase this number until the size of a part
-    # is a multiple of `UNIT` (8).
+    # is a multiple of `UNIT` (8). The loop ends, because `_check` accepts only multiples of `UNIT`.
     while group_size % (num_parts * UNIT):
         num_parts += 1
     return group_size // num_parts

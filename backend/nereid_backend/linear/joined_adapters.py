@@ -76,7 +76,8 @@ def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
 
     Args:
         pairs: one list for each linear layer. The list contains the two matrices of each adapter,
-            or None for each adapter that does not change the layer.
+            or None for each adapter that does not change the layer. At least one adapter changes
+            each layer.
 
     Returns:
         The joined matrices of each linear layer.
@@ -85,14 +86,15 @@ def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
     present = [[pair for pair in layer_pairs if pair is not None] for layer_pairs in pairs]
     joined_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
     joined_ups = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
-    down, *ups = _packed_linears([joined_down, *joined_ups])
+    # One `nn.Linear` for each matrix: first the joined `down`, then the joined `up` of each layer.
+    down, *ups = _linears_of_weights([joined_down, *joined_ups])
     ranks = tuple(
         tuple(0 if pair is None else len(pair.down) for pair in layer_pairs)
         for layer_pairs in pairs
     )
     group = JoinedGroup(down, ranks)
-    # The first outputs of `down` belong to the first linear layer, the next outputs belong to the
-    # second linear layer, and so on.
+    # The outputs of `down` are the inputs of all `ups`, one layer after another. Example: if each
+    # `up` has 5 inputs, the layers get the outputs 0 to 4, 5 to 9, and so on.
     ends = accumulate(up.in_features for up in ups)
     return [
         JoinedLayer(group, slice(end - up.in_features, end), up)
@@ -100,13 +102,13 @@ def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
     ]
 
 
-def _packed_linears(matrices: list[Tensor]) -> list[nn.Linear]:
-    """Return a linear layer for each matrix, [out_features, in_features].
+def _linears_of_weights(weights: list[Tensor]) -> list[nn.Linear]:
+    """Return a linear layer for each weight, [out_features, in_features], in the same order.
 
     The matrices have few rows or few columns. On a CPU, packed layers multiply such matrices
     several times as fast as torch.
     """
-    layers = nn.ModuleList(map(_linear, matrices))
+    layers = nn.ModuleList(map(_linear_of_weight, weights))
     prepack_linears(layers)
     return cast("list[nn.Linear]", list(layers))
 
@@ -219,7 +221,7 @@ def product(layer: nn.Linear, rows: Tensor) -> Tensor:
     return output
 
 
-def _linear(matrix: Tensor) -> nn.Linear:
+def _linear_of_weight(matrix: Tensor) -> nn.Linear:
     """Return a linear layer with the weight `matrix`, [out_features, in_features], and no bias."""
     layer = nn.Linear(1, 1, bias=False, device="meta")
     layer.out_features, layer.in_features = matrix.shape

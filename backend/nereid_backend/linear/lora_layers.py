@@ -211,8 +211,11 @@ class LoraLayers:
         # to all rows.
         row_adapters = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._step = AdapterStep(row_adapters, np.zeros(1, dtype=np.int64))
+        # For the kernels, the step has one chunk. If a layer computes another number of rows than
+        # the given length 1, the kernels divide the rows equally over the chunks. The only chunk
+        # then gets all rows.
         try:
-            with self._native.serving([adapter], [1]):
+            with self._native.serving([adapter], chunk_lengths=[1]):
                 yield
         finally:
             self._end_step()

@@ -75,16 +75,20 @@ class NativeAdapters:
         """
         groups = _layers_by_product(model)
         layers = {name: layer for group in groups for name, layer in group.items()}
-        # Maps the name of each layer to its number. Layers that one matrix product computes
-        # together have consecutive numbers.
+        # Maps the name of each layer to its index in the arrays of structs that the kernels read.
+        # Layers that one matrix product computes together have consecutive numbers.
         self._layer_numbers = {name: number for number, name in enumerate(layers)}
         # The number of outputs of each layer, in the order of the layer numbers.
         sizes = [_num_outputs(layer) for layer in layers.values()]
         self._layer_outputs = (ctypes.c_int64 * len(sizes))(*sizes)
-        # A layer that the kernels do not compute needs a forward hook. This dict maps the name of
-        # each such layer to the number by which the kernels identify the layer.
+        # A kernel finds the adapters' matrices of a layer by a key: the address of the layer's
+        # weight. If the kernels do not compute a layer, the layer needs a forward hook, which calls
+        # a kernel with an arbitrary key instead. This dict maps the names of these layers to the
+        # keys.
         self._hook_keys = {
-            name: _kernel_key(layer) for name, layer in layers.items() if _address(layer) is None
+            name: _product_key(layer)
+            for name, layer in layers.items()
+            if _weight_address(layer) is None
         }
         self._products = _matrix_products(groups)
         self._stored: dict[Adapter, _StoredAdapter] = {}
@@ -208,9 +212,13 @@ class NativeAdapters:
     ) -> tuple[NativeAdapterStep, tuple[object, ...]]:
         """Build the C struct with which the kernels find the adapter of each row.
 
-        `serving` documents the arguments. Example: the chunks have the adapters [a, None, b] and
-        the lengths [1, 1, 2]. The distinct adapters are [a, b]. The struct contains the indices
-        [0, -1, 1] for the chunks, and [0, -1, 1, 1] for the rows.
+        A chunk contains the rows of one sequence. Example: the chunks have the adapters [a, None,
+        b] and the lengths [1, 1, 2]. The distinct adapters are [a, b]. The struct contains the
+        indices [0, -1, 1] for the chunks, and [0, -1, 1, 1] for the rows.
+
+        Args:
+            chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
+            chunk_lengths: the number of rows of each chunk.
 
         Returns:
             The struct, and the arrays to which its pointers point. The caller must keep the arrays
@@ -223,6 +231,8 @@ class NativeAdapters:
         row_owners = chunk_owners.repeat(chunk_lengths)
         addresses = [ctypes.addressof(self._stored[adapter].structs) for adapter in distinct]
         pointers = (ctypes.c_void_p * len(distinct))(*addresses)
+        # The kernels use `owners` for a layer that computes one row for each token. If a layer
+        # computes another number of rows, they are divided equally over `chunk_owners`.
         struct = NativeAdapterStep(
             products=ctypes.addressof(self._products),
             num_products=len(self._products),
@@ -303,8 +313,8 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
 
     When a kernel computes one of these products, it also adds the products of LoRA adapters. Each
     layer has one product. Merged layers also have a common product, because the kernels can compute
-    the whole group at once. A struct contains the address of the weights, the number of outputs,
-    the number of the first layer, and the number of layers.
+    the whole group at once. A struct contains the product's key (the address of its weight; see
+    `_product_key`), the number of outputs, the number of the first layer, and the number of layers.
 
     Args:
         groups: the result of `_layers_by_product`. The layers are numbered in this order.
@@ -315,21 +325,21 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
         layers = list(group.values())
         sizes = [_num_outputs(layer) for layer in layers]
         products += [
-            NativeAdaptedProduct(_kernel_key(layer), size, first_layer=number, num_layers=1)
+            NativeAdaptedProduct(_product_key(layer), size, first_layer=number, num_layers=1)
             for number, (layer, size) in enumerate(zip(layers, sizes, strict=True), first_number)
         ]
         is_merged = len(layers) > 1
         if is_merged:
             assert isinstance(layers[0], MergedNativeLinear)
-            address = layers[0].merged.data_ptr()
+            key = layers[0].merged.data_ptr()  # the address of the merged weight
             products.append(
                 NativeAdaptedProduct(
-                    address, sum(sizes), first_layer=first_number, num_layers=len(layers)
+                    key, sum(sizes), first_layer=first_number, num_layers=len(layers)
                 )
             )
         first_number += len(layers)
-    # Sort the products by the address of their weights, because the kernels use a binary search to
-    # find the product with a certain address.
+    # Sort the products by their keys, because the kernels use a binary search to find the product
+    # with a certain key.
     products.sort(key=lambda product: product.weight)
     return (NativeAdaptedProduct * len(products))(*products)
 
@@ -345,21 +355,19 @@ def _num_outputs(module: nn.Module) -> int:
     return 0
 
 
-def _kernel_key(layer: nn.Module) -> int:
-    """Return the number by which the kernels identify a layer.
+def _product_key(layer: nn.Module) -> int:
+    """Return the key with which the kernels find the adapters' matrices of a layer.
 
-    The number is the address of the layer's weights. If the kernels do not compute the layer, the
-    number is arbitrary, but it differs from all these addresses.
+    The key is the address of the layer's weight, because the kernel that computes the layer knows
+    this address. If the kernels do not compute the layer, its forward hook passes the key to a
+    kernel. This key is arbitrary, but it differs from all addresses of weights.
     """
-    address = _address(layer)
+    address = _weight_address(layer)
     return id(layer) if address is None else address
 
 
-def _address(layer: nn.Module) -> int | None:
-    """Return the address of a layer's weights. The kernels identify the layer by this address.
-
-    Return None if the kernels do not compute the layer.
-    """
+def _weight_address(layer: nn.Module) -> int | None:
+    """Return the memory address of a layer's weight; None if the kernels do not compute it."""
     if isinstance(layer, NativeLinear):
         return layer.packed.data_ptr()
     if isinstance(layer, GroupedLinear) and grouped_linear.is_available():

@@ -120,7 +120,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
 
     Args:
         x: the input [..., in_features].
-        packed: the weight, with the dtype of x; see `NativeLinear.packed`.
+        packed: the weight in panels of 16 outputs, with the dtype of x; see `NativeLinear.packed`.
         bias: [out_features]; None if the layer has no bias.
         out_features: the number of outputs, without the padding of the last panel.
 
@@ -133,7 +133,9 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
     dim = x.shape[-1]
     if x.dtype != packed.dtype:
         raise ValueError(f"The input must be {packed.dtype}, but its dtype is {x.dtype}.")
-    num_weight_features = packed.stride(0) // LANES  # the number of inputs in a panel
+    # The first dimension of `packed` counts panels. A panel contains the weights of `LANES` outputs
+    # for all inputs, so its stride is `LANES` times the number of inputs.
+    num_weight_features = packed.stride(0) // LANES
     if dim != num_weight_features:
         raise ValueError(f"The input has {dim} features, but the weight has {num_weight_features}.")
     x = x.contiguous()

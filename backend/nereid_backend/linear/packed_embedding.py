@@ -25,6 +25,8 @@ from nereid_backend.linear.quantise_weights import can_quantise, round_layer
 # If an embedding does not share its weight with the output layer, the embedding is rounded to this
 # number of bits.
 _EMBEDDING_BITS = 8
+# The buffers in which a packed embedding stores its weight. Each class has some of them.
+_PACKED_BUFFERS = ("packed", "values", "scales", "zeros")
 
 
 class _PackedEmbedding(nn.Embedding):
@@ -116,28 +118,24 @@ def pack_embedding(
     if layer is None:
         return False
     original_class, original_weight = type(embedding), embedding.weight
+    _read_rows_from(embedding, layer)
     # A tied embedding shares its weight with the output layer. The memory of the unpacked weight is
     # freed as soon as neither the embedding nor the output layer refers to the weight any more.
     is_tied = layer is output_layer_of(model)
-    _change_embedding(embedding, layer)
     if is_tied:
         free_weight(layer)
     if is_correct():
         return True
-    # Undo the change.
-    embedding.__class__ = original_class
-    embedding.weight = original_weight
-    for name in ("packed", "values", "scales", "zeros"):
-        embedding._buffers.pop(name, None)
+    _restore_embedding(embedding, original_class, original_weight)
     if is_tied:
-        layer.weight = original_weight
+        layer.weight = original_weight  # undoes `free_weight`, which replaced only this attribute
     return False
 
 
 def _packed_layer_for(
     model: PreTrainedModel, embedding: nn.Embedding, *, can_round: bool
 ) -> NativeLinear | GroupedLinear | None:
-    """Return a packed linear layer from which the embedding can read its rows.
+    """Return a packed linear layer from whose weight the embedding can read its rows.
 
     The weights of the layer's output i are the embedding's row i. If the output layer shares its
     weight with the embedding, the result is the output layer. Otherwise, the result is a new layer,
@@ -157,15 +155,25 @@ def _packed_layer_for(
     return cast("GroupedLinear", layer)
 
 
-def _change_embedding(embedding: nn.Embedding, layer: NativeLinear | GroupedLinear) -> None:
-    """Change the class of an embedding, so that it reads the weight of a packed linear layer.
+def _read_rows_from(embedding: nn.Embedding, layer: NativeLinear | GroupedLinear) -> None:
+    """Let an embedding read its rows from the packed weight of a linear layer.
 
-    The embedding remains the same object. Mutates: embedding.
+    The embedding remains the same object, but its class changes. Mutates: embedding.
     """
     packed_class = NativeEmbedding if isinstance(layer, NativeLinear) else GroupedEmbedding
     embedding.__class__ = _packed_class(type(embedding), packed_class)
     embedding.take_weight(layer)  # type: ignore[operator]
     free_weight(embedding)
+
+
+def _restore_embedding(
+    embedding: nn.Embedding, original_class: type[nn.Embedding], original_weight: Tensor
+) -> None:
+    """Undo `_read_rows_from`. Mutates: embedding."""
+    embedding.__class__ = original_class
+    embedding.weight = original_weight
+    for name in _PACKED_BUFFERS:
+        embedding._buffers.pop(name, None)
 
 
 def _packed_class(

@@ -27,7 +27,7 @@ LinearClass = TypeVar("LinearClass", bound=nn.Linear)
 _DTYPES = (torch.float32, torch.bfloat16)
 # oneDNN optimises the layout of a weight for inputs with this number of rows. Other numbers of rows
 # also work.
-_ROWS = 256
+_EXPECTED_INPUT_ROWS = 256
 
 
 class PackedLinear(nn.Linear):
@@ -70,7 +70,7 @@ def prepack_linears(
         The number of converted layers.
     """
     shared = shared_weights(model)
-    freed = FreedMemory()
+    freed = FreedMemory()  # returns the memory of the original weights to the operating system
     count = 0
     for module in report_items(list(model.modules()), "packing modules", progress):
         if type(module) is not nn.Linear:
@@ -79,8 +79,9 @@ def prepack_linears(
         if is_shared and not copy_shared:
             continue
         num_bytes = module.weight.nbytes
-        count += _prepack(module, keep=is_shared)
-        freed.add(num_bytes)
+        if _prepack(module, keep=is_shared):
+            count += 1
+            freed.add(num_bytes)
     return count
 
 
@@ -160,7 +161,8 @@ def _pack_weight(weight: Tensor) -> tuple[type[nn.Linear], Tensor] | None:
     if native_linear.can_pack(weight):
         return NativeLinear, native_linear.pack(weight, discard_file_pages)
     if _can_reorder(weight):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+        # oneDNN optimises the layout for an input with this number of rows.
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_INPUT_ROWS)
         discard_file_pages(weight)
         return PackedLinear, packed
     return None

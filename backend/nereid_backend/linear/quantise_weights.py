@@ -82,7 +82,7 @@ def quantise_linears(
     """
     shared = shared_weights(model)
     output_layer = output_layer_of(model)
-    freed = FreedMemory()
+    freed = FreedMemory()  # returns the memory of the original weights to the operating system
     count = 0
     for module in report_items(list(model.modules()), "rounding modules", progress):
         if type(module) is not nn.Linear or not can_quantise(module.weight):
@@ -170,8 +170,12 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
 
 
 def _round_to_int8(groups: Tensor) -> QuantisedWeight:
-    """Round groups of weights, [num_rows, groups, size], to integers from -127 to 127."""
-    scales = _as_float16(groups.abs().amax(2) / _MAX_INT8)
+    """Round groups of weights, [num_rows, groups, size], to integers from -127 to 127.
+
+    Example: a group with the weights [0.5, -1.27] has the scale 0.01 and the integers [50, -127].
+    """
+    # `_as_positive_float16` returns only positive scales, so a group of zeros is not divided by 0.
+    scales = _as_positive_float16(groups.abs().amax(2) / _MAX_INT8)
     values = (groups / scales.unsqueeze(2)).round().clamp(-_MAX_INT8, _MAX_INT8)
     return QuantisedWeight(values.to(torch.int8), scales, None)
 
@@ -185,14 +189,15 @@ def _round_to_uint4(groups: Tensor) -> QuantisedWeight:
     # The range of a group must contain 0, so that the weight 0 has no rounding error.
     lowest = groups.amin(2).clamp(max=0)
     highest = groups.amax(2).clamp(min=0)
-    scales = _as_float16((highest - lowest) / _MAX_UINT4)
+    # `_as_positive_float16` returns only positive scales, so a group of zeros is not divided by 0.
+    scales = _as_positive_float16((highest - lowest) / _MAX_UINT4)
     zeros = (-lowest / scales).round().clamp(0, _MAX_UINT4)
     values = groups / scales.unsqueeze(2) + zeros.unsqueeze(2)
     values = values.round().clamp(0, _MAX_UINT4)
     return QuantisedWeight(values.to(torch.uint8), scales, zeros)
 
 
-def _as_float16(scales: Tensor) -> Tensor:
+def _as_positive_float16(scales: Tensor) -> Tensor:
     """Round float32 scales to numbers that float16 can represent exactly.
 
     The integers are computed with the rounded scales, so rounding the scales adds no error. The

@@ -45,7 +45,7 @@ _HARMLESS_SETTINGS = frozenset(
 )
 # The largest accepted ratio between the size of an adapter in its file and its size in memory.
 # Example: the file contains float32 numbers, and the memory contains bfloat16 numbers.
-_FILE_RATIO = 2
+_FILE_TO_MEMORY_RATIO = 2
 # PEFT can initialise an adapter with these methods, which also change the weights of the model.
 # Such an adapter does not fit the original weights.
 _CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -76,7 +76,8 @@ def read_adapter(
         folder: the adapter's folder.
         layers: the linear layers of the model that an adapter can change.
         max_bytes: the largest size of the adapter in memory.
-        like: a tensor with the dtype and the device of the model.
+        like: a tensor with the dtype and the device of the model. The weights get the same dtype
+            and device.
 
     Raises:
         ModelError: if the files are missing or broken, or if the adapter does not fit the model.
@@ -85,7 +86,8 @@ def read_adapter(
     config_file = root / _CONFIG_FILE
     weights_file = root / _WEIGHTS_FILE
     config_bytes = _read(config_file, max_bytes)
-    weights_bytes = _read(weights_file, max_bytes, max_ratio=_FILE_RATIO)
+    # The file may be larger than the weights in memory, because its numbers can have a wider type.
+    weights_bytes = _read(weights_file, max_bytes, file_to_memory_ratio=_FILE_TO_MEMORY_RATIO)
     config = _parse_config(config_file, config_bytes)
     try:
         tensors = safetensors.torch.load(weights_bytes)
@@ -109,21 +111,22 @@ def _digest(*contents: bytes) -> bytes:
     return digest.digest()
 
 
-def _read(file: Path, max_bytes: int, *, max_ratio: int = 1) -> bytes:
+def _read(file: Path, max_bytes: int, *, file_to_memory_ratio: int = 1) -> bytes:
     """Return the content of one of an adapter's files.
 
     Args:
         file: the file.
         max_bytes: the largest size of an adapter in memory (the setting lora_memory).
-        max_ratio: the file may have at most `max_ratio * max_bytes` bytes. A file with weights may
-            be larger than the weights in memory, because its numbers can have a wider data type.
+        file_to_memory_ratio: the file may have this number times `max_bytes` bytes. A file with
+            weights may be larger than the weights in memory, because its numbers can have a wider
+            data type.
 
     Raises:
         ModelError: if the file cannot be read or is too large.
     """
     try:
         size = file.stat().st_size
-        if size > max_ratio * max_bytes:
+        if size > file_to_memory_ratio * max_bytes:
             raise ModelError(
                 f"{file}: the file has {size} bytes, but all adapters together may have "
                 f"{max_bytes} bytes (lora_memory). Raise lora_memory."

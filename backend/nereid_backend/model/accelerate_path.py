@@ -74,7 +74,13 @@ def _compile_and_check(
     """Compile a model's forward pass, check the logits, and make `path` call the compiled code.
 
     The check runs a separate path, which computes test sequences with the compiled code.
-    `use_compiled_forward` describes the arguments.
+
+    Args:
+        path: the forward path with the sizes of the engine. Mutated.
+        checkpoint: the model.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        chosen: the test sequences, and the logits of the unmodified model for these sequences.
+        progress: called with one line for each slow operation.
 
     Raises:
         Exception: of any class, if the compilation fails or the logits are wrong.
@@ -188,8 +194,16 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
     """Capture steps with prefills as CUDA graphs, and use the graphs if their logits are correct.
 
     A step with prefills computes tokens of prompts. Its work between two attention calls is one
-    graph, so a step is replayed from several graphs (pieces). `use_decode_graphs` describes the
-    arguments.
+    graph, so a step is replayed from several graphs (pieces).
+
+    Args:
+        path: the forward path with the sizes of the engine. Mutated.
+        checkpoint: the model.
+        chosen: the test sequences, and the logits of the unmodified model for these sequences.
+        compiled: the compiled forward pass that the path uses.
+        sizes: the sizes of `path`.
+        capture: captures the graphs on the GPU.
+        progress: called with one line about the result.
     """
     # The check captures and replays the graphs of a separate test path, not of `path`.
     try:
@@ -199,7 +213,8 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
         _raise_if_device_is_lost(checkpoint.device, error, "cuda_graphs", problem)
         progress(f"steps with prefills are not replayed from captured graphs: {first_line(error)}")
         return
-    path.pieces = path.piecewise_graphs(capture.pieces, sizes, progress)
+    # `capture_pieces` captures one function call as several graphs.
+    path.pieces = path.piecewise_graphs(capture.capture_pieces, sizes, progress)
     path.pieces.capture_all()
     # If the capture of the CUDA graphs fails, `capture_all` itself reports the reason.
     if path.pieces.failure is None:
@@ -232,9 +247,10 @@ def use_fastest_attention(
 ) -> None:
     """For each layer, use an external attention library if it is faster than Nereid's attention.
 
-    Do nothing if no GPU kernel is used. First, a test path chooses the libraries and computes the
-    test sequences. The engine's path chooses libraries only if the logits of the test path are
-    correct.
+    Do nothing if no GPU kernel is used. First, a test path measures and chooses the libraries, and
+    computes the test sequences. If the logits are correct, the engine's path uses the libraries
+    that the test path has chosen. If the engine's KV cache stores 8-bit numbers, the engine's path
+    uses no library.
 
     Args:
         path: the forward path with the sizes of the engine. Mutated.
@@ -245,8 +261,9 @@ def use_fastest_attention(
     test_path = chosen.spec.build(chosen.trial.sizes)
     if not isinstance(path, PackedPath) or not isinstance(test_path, PackedPath):
         return
-    # `choose_attention` measures the libraries for each combination of a kind of layer and a kind
-    # of step. It returns the number of combinations that use a library.
+    # `choose_attention` measures the libraries for each pair of a kind of layer (such as layers
+    # with a sliding window) and a kind of step (such as decode steps). It returns the number of
+    # pairs that use a library.
     num_test_uses = test_path.choose_attention()
     if num_test_uses == 0:
         return
@@ -255,6 +272,7 @@ def use_fastest_attention(
     except Exception as error:  # noqa: BLE001 - a library can raise any exception
         progress(f"attention libraries are not used: {first_line(error)}")
         return
+    # This call does not measure again, because the measurements of the test path are cached.
     num_uses = path.choose_attention()
     progress(f"attention libraries compute {num_uses} pairs of a layer kind and a kind of step")
 
@@ -269,23 +287,31 @@ def _check_piecewise_graphs(
     """Check that prefill steps in CUDA graphs give the same logits as the unmodified model.
 
     A prefill step computes tokens of prompts. The step is replayed from several graphs (pieces).
-    `_check_graphs` describes the arguments.
+
+    Args:
+        checkpoint: the model.
+        chosen: the test sequences, and the logits of the unmodified model for these sequences.
+        compiled: the compiled forward pass that the engine's path uses.
+        sizes: the sizes of the engine's path. The check uses the same data type of the KV cache.
+        capture: captures the graphs on the GPU.
 
     Raises:
         UnfitError: if the logits differ, or if no step with prefills was replayed.
     """
     # The test path has small caches and block tables, but stores keys and values in the engine's
     # data type.
-    test_sizes = replace(chosen.trial.sizes, stored=sizes.stored)
+    test_sizes = replace(chosen.trial.sizes, kv_cache_dtype=sizes.kv_cache_dtype)
     path = chosen.spec.build(test_sizes)
     assert isinstance(path, PackedPath)
     path.use(compiled)
-    failures: list[str] = []
-    path.pieces = path.piecewise_graphs(capture.pieces, test_sizes, failures.append)
+    failures: list[str] = []  # messages about failed captures
+    # `capture_pieces` captures one function call as several graphs.
+    path.pieces = path.piecewise_graphs(capture.capture_pieces, test_sizes, failures.append)
     # Only the smallest graph is captured. The check needs no other graph, because each step of the
     # check has fewer tokens than the smallest graph.
     path.pieces.capture_all(TOKEN_COUNTS[:1])
-    check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=sizes.stored != "auto")
+    is_rounded = sizes.kv_cache_dtype != "auto"
+    check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if path.pieces.num_replays == 0:
         raise UnfitError(failures[0] if failures else "the check had no step with prefills")
 
@@ -311,7 +337,7 @@ def _check_graphs(
     Raises:
         UnfitError: if the logits differ, or if no decode step was replayed.
     """
-    test_sizes = replace(chosen.trial.sizes, stored=sizes.stored)
+    test_sizes = replace(chosen.trial.sizes, kv_cache_dtype=sizes.kv_cache_dtype)
     path = chosen.spec.build(test_sizes)
     if not isinstance(path, PackedPath) or not path.has_kernels or capture is None:
         raise UnfitError(
@@ -325,7 +351,7 @@ def _check_graphs(
     # The first round captures each step as a graph, and also computes the step without the graph.
     # The computation without the graph stores correct keys and values, which could hide an error of
     # the graph. The second round therefore starts with an empty cache and only replays the graphs.
-    is_rounded = sizes.stored != "auto"
+    is_rounded = sizes.kv_cache_dtype != "auto"
     for _ in range(2):
         path.empty()
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)

@@ -29,14 +29,15 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
     layers); or the layer returns more than one tensor (some routers). The result is empty if the
     model cannot be called.
 
-    Mutates: the checkpoint. The model uses its own attention after the call.
+    Mutates: the checkpoint. `_run_test_step` lets the model use its own attention.
     """
     layers: dict[str, _RecordedLayer] = {}
     hooks = []
     for name, module in checkpoint.model.named_modules():
         sizes = _sizes_of(module)
         if sizes is not None:
-            layers[name] = _RecordedLayer(sizes, computed_all=[])
+            # The hook appends one boolean to `computed_all_tokens` for each call of the layer.
+            layers[name] = _RecordedLayer(sizes, computed_all_tokens=[])
             hooks.append(module.register_forward_hook(_recorder(layers[name])))
     try:
         _run_test_step(checkpoint)
@@ -53,20 +54,24 @@ class _RecordedLayer(NamedTuple):
 
     Attributes:
         sizes: the numbers of inputs and outputs of the layer.
-        computed_all: for each call, whether the call computed all tokens.
+        computed_all_tokens: one item for each call: whether the call computed all tokens of the
+            step.
     """
 
     sizes: LayerSizes
-    computed_all: list[bool]
+    computed_all_tokens: list[bool]
 
     @property
     def can_be_adapted(self) -> bool:
         """True if the model has called the layer, and every call has computed all tokens."""
-        return bool(self.computed_all) and all(self.computed_all)
+        return bool(self.computed_all_tokens) and all(self.computed_all_tokens)
 
 
 def _run_test_step(checkpoint: Checkpoint) -> None:
-    """Run the model once on `_NUM_TOKENS` tokens. The model uses its own attention code."""
+    """Run the model once on `_NUM_TOKENS` tokens, with its own attention.
+
+    Mutates: the checkpoint. The model uses its own attention after the call.
+    """
     set_attention(checkpoint, None)
     ids = torch.tensor([plain_token_ids(checkpoint)[:_NUM_TOKENS]], device=checkpoint.device)
     positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
@@ -98,6 +103,6 @@ def _recorder(layer: _RecordedLayer) -> Callable[[nn.Module, tuple[Tensor, ...],
         has_all_outputs = (
             isinstance(output, Tensor) and output.numel() == _NUM_TOKENS * sizes.out_features
         )
-        layer.computed_all.append(has_all_inputs and has_all_outputs)
+        layer.computed_all_tokens.append(has_all_inputs and has_all_outputs)
 
     return record

@@ -54,11 +54,12 @@ class _Candidate(NamedTuple):
 
     Attributes:
         name: "packed", "single" or "generated".
-        add: adds the support for images to the forward path for texts, and returns the new path.
+        add_images: adds the support for images to the forward path for texts, and returns the new
+            path.
     """
 
     name: str
-    add: _AddImages
+    add_images: _AddImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class ImageSupport:
             accepted.
         refused: maps each refused kind of media to a clause with the reason.
         config: the config of the model.
-        add: adds the support for images to the forward path for texts, and returns the new path.
+        add_images: adds the support for images to the forward path for texts, and returns the new
+            path.
         needs_images: whether the model processes only prompts with images.
         difference: the largest difference between the logits of the path and the logits of
             transformers' generate, relative to the standard deviation of the logits.
@@ -82,7 +84,7 @@ class ImageSupport:
     name: str
     reason: str
     config: PretrainedConfig
-    add: _AddImages
+    add_images: _AddImages
     needs_images: bool = False
     difference: float = 0.0
     features: FeatureCache | None = None
@@ -113,8 +115,8 @@ def choose_image_path(
         progress: called with one line about the choice.
 
     Returns:
-        The first candidate whose logits are correct; see the module's docstring. If there is none,
-        images are refused.
+        The first candidate ("packed", "single" or "generated") whose logits are correct. If there
+        is none, images are refused.
     """
     config = checkpoint.model.config
     if reason := _reason_against_images(config, folder):
@@ -131,8 +133,9 @@ def choose_image_path(
     features = FeatureCache(checkpoint.model, _FEATURE_BYTES)
     candidates = _candidates(checkpoint, spec, features, attention)
 
-    def measure(add: _AddImages, trial: Trial) -> float:
-        return check_path(add(spec.build(trial.sizes)), trial, checkpoint.model.dtype)
+    def measure(add_images: _AddImages, trial: Trial) -> float:
+        """Return the difference of the logits, or raise an exception if it is too large."""
+        return check_path(add_images(spec.build(trial.sizes)), trial, checkpoint.model.dtype)
 
     chosen = _choose_candidate(candidates, trials, refused, measure)
     _report(chosen, refused, progress)
@@ -145,7 +148,7 @@ def choose_image_path(
         name=chosen.name,
         reason="",
         config=config,
-        add=chosen.add,
+        add_images=chosen.add_images,
         difference=chosen.difference,
         features=features,
         refused=refused,
@@ -176,13 +179,15 @@ class _Choice:
 
     Attributes:
         name: the name of the candidate.
-        add: the function that adds the support for images to a forward path.
+        add_images: adds the support for images to the forward path for texts, and returns the new
+            path.
         difference: the largest difference from the logits of transformers' generate.
-        problems: one text for each candidate that cannot be used: its name and its problem.
+        problems: one text for each candidate that was tried before without success, such as
+            "packed: RuntimeError: shapes differ".
     """
 
     name: str
-    add: _AddImages
+    add_images: _AddImages
     difference: float
     problems: list[str]
 
@@ -207,36 +212,44 @@ def _choose_candidate(
             trial, or raises an exception if the difference is too large.
     """
     for kind, trial in trials.items():
-        choice, problems = _first_correct(candidates, trial, measure)
-        if choice is not None:
-            # For the kinds of media in `refused`, all candidates have already been tried, but none
-            # computed correct logits.
-            later_trials = {name: trials[name] for name in trials if name not in (kind, *refused)}
-            return _check_other_kinds(choice, later_trials, refused, measure)
-        refused[kind] = (
-            f"no way to compute {kind} gives the same logits as transformers' generate: "
-            f"{'; '.join(problems)}"
-        )
+        try:
+            choice = _first_correct(candidates, trial, measure)
+        except UnfitError as error:
+            refused[kind] = (
+                f"no way to compute {kind} gives the same logits as transformers' generate: {error}"
+            )
+            continue
+        # For the kinds of media in `refused`, all candidates have already been tried, but none
+        # computed correct logits.
+        later_trials = {name: trials[name] for name in trials if name not in (kind, *refused)}
+        return _check_other_kinds(choice, later_trials, refused, measure)
     return None
 
 
 def _first_correct(
     candidates: list[_Candidate], trial: Trial, measure: Callable[[_AddImages, Trial], float]
-) -> tuple[_Choice | None, list[str]]:
-    """Return the first candidate with correct logits or None, and the problems of failed ones.
+) -> _Choice:
+    """Return the first candidate with correct logits. A candidate is a way to process images.
 
-    A candidate is a way to process prompts with images. The list of problems has one text for each
-    candidate that was tried without success, such as "packed: RuntimeError: shapes differ".
+    Args:
+        candidates: the candidates in order of preference.
+        trial: the test prompts and the expected logits.
+        measure: returns the difference between a candidate's logits and the expected logits, or
+            raises an exception if the difference is too large.
+
+    Raises:
+        UnfitError: if no candidate has correct logits. The message contains the problem of each
+            candidate, such as "packed: RuntimeError: shapes differ; single: ...".
     """
     problems: list[str] = []
-    for name, add in candidates:
+    for name, add_images in candidates:
         try:
-            difference = measure(add, trial)
+            difference = measure(add_images, trial)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             problems.append(f"{name}: {describe(error)}")
         else:
-            return _Choice(name, add, difference, problems), problems
-    return None, problems
+            return _Choice(name, add_images, difference, problems)
+    raise UnfitError("; ".join(problems))
 
 
 def _check_other_kinds(
@@ -245,10 +258,13 @@ def _check_other_kinds(
     refused: dict[str, str],
     measure: Callable[[_AddImages, Trial], float],
 ) -> _Choice:
-    """Check whether the way chosen for images also gives correct logits for other kinds of media.
+    """Check whether the candidate chosen for one kind of media also computes the other kinds.
+
+    The kinds of media are images, videos and audio. A candidate is a way to compute prompts with
+    media: it changes the forward path for texts, so that the path also computes media.
 
     Args:
-        choice: the way chosen for images, and the measured difference of its logits.
+        choice: the candidate, and the measured difference of its logits.
         trials: for each other kind of media, the test prompts and the expected logits.
         refused: maps each refused kind of media to the reason. Mutated: each kind for which the
             logits are not correct is added.
@@ -260,7 +276,7 @@ def _check_other_kinds(
     difference = choice.difference
     for kind, trial in trials.items():
         try:
-            difference = max(difference, measure(choice.add, trial))
+            difference = max(difference, measure(choice.add_images, trial))
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             refused[kind] = describe(error)
     return replace(choice, difference=difference)
@@ -285,7 +301,7 @@ def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
         config: the config of the model.
         reason: a sentence that says why images are refused.
     """
-    return ImageSupport(name="", reason=reason, config=config, add=lambda path: path)
+    return ImageSupport(name="", reason=reason, config=config, add_images=lambda path: path)
 
 
 def _candidates(
@@ -293,8 +309,11 @@ def _candidates(
 ) -> list[_Candidate]:
     """Return the ways to process prompts with images, in order of preference.
 
-    `packed` is the fastest way, but does not work for every model; see the module's docstring. Each
-    candidate contains a function that adds the support for images to the forward path for texts.
+    `packed` is the fastest way: a step computes the tokens of several sequences, with or without
+    images. It requires that the forward path for texts is `packed`, too. `single` calls the model's
+    own code with one sequence at a time. `generated` also computes one sequence at a time, but
+    calls transformers' `generate` again for every token, which is very slow. Each candidate
+    contains a function that adds the support for images to the forward path for texts.
 
     Args:
         checkpoint: the model.

@@ -83,9 +83,9 @@ def choose_path(
             continue
         progress(_describe_choice(spec, reasons))
         limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
-        # These test sequences come from the cache, because `try_variants` has already computed
-        # them.
-        trial = trials.get(spec.layers, is_generated=spec.is_generated)
+        # `try_variants` has already computed this trial (the test sequences and their logits), so
+        # the trial comes from a cache.
+        trial = trials.get_for(spec)
         return ChosenPath(spec, difference, limit, trial)
     raise UnsupportedModelError(
         f"{checkpoint.architecture} is not supported, because none of the forward paths computes "
@@ -119,14 +119,19 @@ class Trials:
         # error, `get` raises the error in each call with this key.
         self._results: dict[bool, Trial | UnfitError] = {}
 
+    def get_for(self, spec: PathSpec) -> Trial:
+        """Return the test sequences and the expected logits for a path; see `get`."""
+        return self.get(spec.layers, is_generated=spec.uses_generated_trial)
+
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
         """Return the test sequences and the expected logits, which are computed only once.
 
         Args:
-            layers: the attention layers of the path. The sequences must be longer than the windows
-                of these layers.
-            is_generated: whether the logits come from transformers' generate. If False, the logits
-                come from one forward pass over each whole sequence.
+            layers: the attention layers of the path. One test sequence is longer than the windows
+                of these layers. Only the first call with a value of `is_generated` reads `layers`,
+                because all paths of a model have layers with the same windows.
+            is_generated: whether the tokens and logits come from transformers' generate. If False,
+                the logits come from one forward pass over each whole sequence.
 
         Mutates: if the trial is not cached, the model uses its own attention after the call.
 
@@ -148,7 +153,13 @@ class Trials:
     def _compute_trial(self, layers: list[LayerSpec], is_generated: bool) -> Trial:
         """Compute the test sequences and the logits that a correct forward path must compute.
 
-        `get` describes the arguments and the errors.
+        Args:
+            layers: the attention layers. One test sequence is longer than their windows.
+            is_generated: whether the tokens and logits come from transformers' generate. If False,
+                the logits come from one forward pass over each whole sequence.
+
+        Raises:
+            UnfitError: if one forward pass gives other logits than token-by-token generation.
         """
         if is_generated:
             return make_generated_trial(self._checkpoint, self._max_len, self._block_size)
@@ -203,7 +214,7 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
     Raises:
         Exception: of any class, if the logits are wrong, or if the model's code fails.
     """
-    trial = trials.get(spec.layers, is_generated=spec.is_generated)
+    trial = trials.get_for(spec)
     set_attention(checkpoint, spec.hook)
     path = spec.build(trial.sizes)
     dtype = checkpoint.model.dtype
@@ -211,7 +222,7 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
     if trials.kv_cache_dtype != "auto" and spec.layers:
         # The check above used unrounded keys and values. Check the model again with the 8-bit KV
         # cache, which rounds keys and values.
-        rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
+        rounded_path = spec.build(replace(trial.sizes, kv_cache_dtype=trials.kv_cache_dtype))
         difference = check_path(rounded_path, trial, dtype, is_rounded=True)
     return _with_measurements(spec, path, trial, difference, dtype), difference
 
@@ -243,6 +254,8 @@ def _with_measurements(
         return spec  # A prompt is computed in one pass, so it cannot continue from a snapshot.
     if has_exact_snapshots(path, trial, difference, dtype):
         return replace(spec, has_snapshots=True)
+    # The log line about the path has one detail. The missing prefix cache is more important than
+    # the detail that the spec may already have.
     return replace(spec, detail=NO_SNAPSHOTS)
 
 

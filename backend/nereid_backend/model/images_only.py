@@ -23,7 +23,9 @@ from nereid_backend.model.path_variants import PathSpec, set_attention
 from nereid_backend.model.trials import Trial
 from nereid_backend.paths.model_call import Sizes
 
-_SPEC = PathSpec(
+# Describes a forward path for texts that raises an error in every call. The path is used if a model
+# processes only prompts with images.
+_IMAGES_ONLY_SPEC = PathSpec(
     "single",
     lambda sizes: NoTextPath(sizes),
     [],
@@ -31,7 +33,7 @@ _SPEC = PathSpec(
     shares_blocks=False,
     whole_prefill=True,
     is_batched=False,
-    is_generated=True,
+    uses_generated_trial=True,
 )
 
 
@@ -58,7 +60,9 @@ def choose_images_only(
 ) -> tuple[ChosenPath, ImageSupport]:
     """Choose how the engine runs a model that cannot process a prompt without an image.
 
-    Example: the model's code raises an error if the images are missing.
+    Example: the model's code raises an error if the images are missing. The forward path for texts
+    then raises an error in every call, and prompts with images use the path in the returned
+    `ImageSupport`.
 
     Args:
         checkpoint: the model.
@@ -71,12 +75,12 @@ def choose_images_only(
         UnsupportedModelError: if the model cannot process prompts with images, either.
     """
     set_attention(checkpoint, None)
-    images = choose_image_path(checkpoint, folder, _SPEC, block_size, progress)
+    images = choose_image_path(checkpoint, folder, _IMAGES_ONLY_SPEC, block_size, progress)
     if images.reason:
         raise UnsupportedModelError(f"{text_error} Images are refused, because {images.reason}")
     progress(f"texts: refused, because the model computes only prompts with {images.kind}")
     limit = model_limit(checkpoint.text_config, is_batched=False)
     # Without texts, there are no test sequences.
     trial = Trial([], torch.empty(0, checkpoint.vocab_size), block_size)
-    chosen = ChosenPath(_SPEC, images.difference, limit, trial)
+    chosen = ChosenPath(_IMAGES_ONLY_SPEC, images.difference, limit, trial)
     return chosen, replace(images, needs_images=True)

@@ -117,9 +117,12 @@ def block_shape(
         # scale.
         itemsize = torch.int8.itemsize
         scale_bytes = torch.float32.itemsize
+    # In a block, the first layer of its group uses the first memory area, the second layer uses the
+    # second area, and so on. Layers of different groups use the same areas in different blocks, so
+    # each area counts once.
     layer_bytes = [
         layer.bytes_per_token(itemsize, scale_bytes)
-        for layer in _layers_with_own_memory(spec.layers, groups)
+        for layer in _one_layer_per_memory_area(spec.layers, groups)
     ]
     return BlockShape(
         bytes_per_token=spec.bytes_per_token + sum(layer_bytes) + draft_bytes,
@@ -130,11 +133,13 @@ def block_shape(
     )
 
 
-def _layers_with_own_memory(layers: Sequence[LayerSpec], groups: LayerGroups) -> list[LayerSpec]:
-    """For each memory area of the KV cache, return one of the layers that use this area.
+def _one_layer_per_memory_area(layers: Sequence[LayerSpec], groups: LayerGroups) -> list[LayerSpec]:
+    """For each memory area of a KV cache block, return one of the layers that use this area.
 
-    The first layers of all groups use the same memory, the second layers of all groups use the same
-    memory, and so on.
+    A block belongs to one group of layers. In its blocks, each group stores its first layer in the
+    first area, its second layer in the second area, and so on. Example: the groups are [a, b] and
+    [c, d]. a and c use the first area of a block, and b and d use the second area. The result has
+    one layer for each area: [c, d].
     """
     layer_at_place: dict[int, LayerSpec] = {}
     for layer, (_group, place) in zip(layers, groups.places, strict=True):
@@ -195,11 +200,10 @@ def divide_layers(
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 
-    # `num_places` is the largest number of layers in a group. The loop begins with the largest
-    # value of `num_places`, so divisions into fewer groups come first in `candidates`.
+    # Larger groups are tried first, so divisions into fewer groups come first in `candidates`.
     candidates = [single_group(layers)]
-    for num_places in range(len(layers), 0, -1):
-        groups = _group_by_window(layers, num_places)
+    for max_group_len in range(len(layers), 0, -1):
+        groups = _group_by_window(layers, max_group_len)
         if len(groups.windows) <= _MAX_GROUPS:
             candidates.append(groups)
     max_cost = (1 + _MIN_SAVED_SHARE) * min(map(cost, candidates))
@@ -207,13 +211,14 @@ def divide_layers(
     return next(groups for groups in candidates if cost(groups) <= max_cost)
 
 
-def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
+def _group_by_window(layers: Sequence[LayerSpec], max_group_len: int) -> LayerGroups:
     """Divide attention layers into groups. All layers of one group have the same attention window.
 
     The layers with one window are divided into groups of nearly equal size, each with at most
-    `num_places` layers. The groups with full attention come first. Example: num_places is 2, 2
-    layers have full attention, and 5 layers have a window. The first group contains the 2 layers
-    with full attention. The other groups contain 1, 2 and 2 layers with the window.
+    `max_group_len` layers, because a block has memory for this number of layers. The groups with
+    full attention come first. Example: max_group_len is 2, 2 layers have full attention, and 5
+    layers have a window. The first group contains the 2 layers with full attention. The other
+    groups contain 1, 2 and 2 layers with the window.
     """
     layers_by_window: dict[LayerWindow, list[int]] = {}
     for layer_index, layer in enumerate(layers):
@@ -222,7 +227,7 @@ def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroup
     groups = [
         group
         for window in full_first
-        for group in _equal_parts(layers_by_window[window], num_places)
+        for group in _equal_parts(layers_by_window[window], max_group_len)
     ]
     # Maps the index of each layer to a pair: the index of the layer's group, and the position of
     # the layer in this group.

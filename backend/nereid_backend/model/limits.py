@@ -83,16 +83,18 @@ class BlockShape:
         tokens fits, the result is at least `max_tokens`. Example: 20 blocks of 16 tokens in a
         single group with full attention give 320 tokens.
         """
-        # Find the shortest sequence that needs more than `num_blocks` blocks. A binary search is
-        # possible, because a longer sequence never needs fewer blocks. The unit of `lengths` is
-        # `block_size` tokens.
+        # Count the lengths 0, 1, 2, ... (in units of `block_size` tokens) that fit. A binary search
+        # is possible, because a longer sequence never needs fewer blocks.
         lengths = range(max(0, num_blocks) + 1)
-        first_too_long = bisect_right(
+        num_fitting_lengths = bisect_right(
             lengths,
             num_blocks,
             key=lambda length: self.num_sequence_blocks(length * self.block_size),
         )
-        num_tokens = max(0, first_too_long - 1) * self.block_size
+        longest_length = max(0, num_fitting_lengths - 1)  # the lengths begin with 0
+        num_tokens = longest_length * self.block_size
+        # A sequence with more than `num_blocks * block_size` tokens fits only if every group has an
+        # attention window. The number of blocks then does not depend on the length.
         if self.num_sequence_blocks(max_tokens) <= num_blocks:
             return max(num_tokens, max_tokens)
         return num_tokens
@@ -203,15 +205,16 @@ def _longest_request(
     configured_len = _configured_len(config, limit)
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
-    # If max_model_len is not set, it is enough if the memory can store one block.
-    required_len = configured_len or min(config.block_size, limit.num_tokens)
-    if fitting_len < required_len:
-        num_needed_blocks = block.num_sequence_blocks(configured_len or 1) + 1  # one for padding
+    # If max_model_len is not set, it is enough if the memory can store the tokens of one block.
+    required_len = configured_len or config.block_size
+    if fitting_len < min(required_len, limit.num_tokens):
+        # One more block is allocated, whose tokens pad the inputs of a step.
+        num_needed_blocks = block.num_sequence_blocks(required_len) + 1
         needed_bytes = num_needed_blocks * block.num_bytes
         alternative = " or lower max_model_len" if configured_len else ""
         raise ConfigError(
             f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
-            f"max_model_len of {configured_len or config.block_size} needs "
+            f"max_model_len of {required_len} needs "
             f"{format_bytes(needed_bytes)}. Raise kv_cache_memory{alternative}."
         )
     return configured_len or min(limit.num_tokens, fitting_len)
@@ -220,7 +223,7 @@ def _longest_request(
 def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:
     """Return how many blocks fit into `num_bytes` bytes in addition to one block for padding.
 
-    The result is -1 if no block fits.
+    The result is -1 if not even the block for padding fits.
     """
     return num_bytes // block.num_bytes - 1
 
@@ -359,9 +362,12 @@ def _default_gpu_bytes(
     """Return the number of bytes that the KV cache gets on a GPU by default. It can be negative.
 
     gpu_memory_utilization limits the memory of this process. The KV cache gets what remains after
-    the weights, one step (`activations` bytes) and the LoRA adapters.
+    the weights, one step (`activations` bytes) and the LoRA adapters. `free_bytes` is the memory
+    that no process uses.
     """
-    _free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    _, total_bytes = torch.cuda.mem_get_info(device)  # the caller has already read the free memory
+    # torch reports only the memory of its own allocator. `_CONTEXT_BYTES` is an estimate of the
+    # memory of the CUDA context and of the libraries.
     process_bytes = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
     process_limit = int(total_bytes * config.gpu_memory_utilization)
     available_bytes = min(process_limit - process_bytes, free_bytes)

@@ -152,7 +152,7 @@ def open_draft(
     """
     if config.draft_model is None or config.max_draft_tokens == 0:
         return None
-    _check_path(target, target_spec)
+    _check_removes_tokens(target, target_spec)
     draft_config = _draft_config(config, config.draft_model)
     hook = AttentionHook()
     # `hook` is the attention function that transformers calls for the draft model. It is removed
@@ -162,12 +162,13 @@ def open_draft(
         checkpoint = load_weights(draft_config, choose_device(config.device), hook, progress)
         _check_vocabulary(config, target, checkpoint)
         chosen = choose_path(checkpoint, hook, draft_config, progress)
-        _check_path(checkpoint, chosen.spec)
+        _check_removes_tokens(checkpoint, chosen.spec)
     except BaseException:
         hook.remove()
         raise
+    # The cache of the draft model stores unrounded numbers, whatever kv_cache_dtype is.
     itemsize = checkpoint.model.dtype.itemsize
-    layer_bytes = sum(layer.bytes_per_token(itemsize, 0) for layer in chosen.spec.layers)
+    layer_bytes = sum(layer.bytes_per_token(itemsize) for layer in chosen.spec.layers)
     return OpenedDraft(checkpoint, chosen, layer_bytes, hook)
 
 
@@ -189,7 +190,7 @@ def _draft_config(config: EngineConfig, draft_folder: str) -> EngineConfig:
     )
 
 
-def _check_path(checkpoint: Checkpoint, spec: PathSpec) -> None:
+def _check_removes_tokens(checkpoint: Checkpoint, spec: PathSpec) -> None:
     """Raise a ConfigError if rejected draft tokens cannot be removed from the model's cache."""
     if not spec.removes_tokens:
         raise ConfigError(

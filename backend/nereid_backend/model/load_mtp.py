@@ -61,10 +61,11 @@ class OpenedMtp:
         """
         limit = model_limit(self.checkpoint.text_config)
         sizes = draft_sizes(config, memory, num_tokens, limit)
-        blocks = make_blocks(self.checkpoint, self.layers, path_sizes(sizes))
+        # The KV cache of the MTP layer, and the object that builds the input tensors of each step.
+        cache, builder = make_blocks(self.checkpoint, self.layers, path_sizes(sizes))
         model: Any = self.checkpoint.model
         hidden = HiddenStates(path, model.get_decoder())
-        mtp_path = MtpPath(self.model, self.hook, self.layers, *blocks, hidden)
+        mtp_path = MtpPath(self.model, self.hook, self.layers, cache, builder, hidden)
         return DraftModel(mtp_path, sizes), hidden
 
 
@@ -115,7 +116,7 @@ def open_mtp(
             f"{config.model} ({type(error).__name__}: {first_line(error)})"
         ) from error
     itemsize = target.model.dtype.itemsize
-    layer_bytes = sum(layer.bytes_per_token(itemsize, 0) for layer in layers)
+    layer_bytes = sum(layer.bytes_per_token(itemsize) for layer in layers)
     return OpenedMtp(target, mtp_model, layers, layer_bytes, hook)
 
 

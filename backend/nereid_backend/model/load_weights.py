@@ -72,7 +72,11 @@ def _load_rounded(
 ) -> Checkpoint:
     """Load the weights. To save memory, round each weight to 4 or 8 bits as soon as it is read.
 
-    `load_weights` describes the arguments. The setting weight_dtype is int4 or int8.
+    Args:
+        config: the settings. weight_dtype is int4 or int8.
+        device: the device for the weights.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        progress: called with one line for each slow operation.
     """
     rounded_bits = 4 if config.weight_dtype == "int4" else 8
     checkpoint = _load_with_settings(config, device, hook, progress, rounded_bits)
@@ -92,7 +96,11 @@ def _load_prepacked(
 ) -> Checkpoint:
     """Load the weights, and rearrange them for fast matrix products if the model permits this.
 
-    `load_weights` describes the arguments.
+    Args:
+        config: the settings.
+        device: the device for the weights.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        progress: called with one line for each slow operation.
     """
     checkpoint = _load_with_settings(config, device, hook, progress)
     is_usable = _rearrange_and_merge(checkpoint, progress)
@@ -189,9 +197,10 @@ def _are_equal(before: Tensor, after: Tensor | None) -> bool:
 
 
 def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> Checkpoint:
-    """Round the weights of the linear layers to the type `weight_dtype`.
+    """Round the weights of the linear layers, and of the embedding if possible, to `weight_dtype`.
 
-    Return a copy of `checkpoint` with the new size of the weights.
+    With fp8, the embedding is not rounded. Return a copy of `checkpoint` with the new size of the
+    weights.
 
     Args:
         checkpoint: the model. Mutated.
@@ -207,8 +216,11 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
     else:
         bits = 4 if weight_dtype == "int4" else 8
         num_layers = quantise_linears(checkpoint.model, bits, progress)
+        # If the embedding cannot be rounded, it stays unchanged, and needs more memory.
         pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=True)
     after = _logits_of_test_tokens(checkpoint)
+    # `before` or `after` is None if the model cannot be called or its logits are not finite, for
+    # example because its code reads the weights of linear layers directly.
     if not num_layers or after is None or before is None:
         raise ConfigError(
             f"weight_dtype: the value {weight_dtype} requires a model with standard linear layers, "

@@ -67,7 +67,8 @@ def make_trials(
                 answers = _generate_answers(checkpoint, processor, make_contents())
                 trial = _trial_of(answers, block_size)
                 if kind == "audio":
-                    _check_dependence(trial)
+                    # Some checkpoints have no audio encoder, and the model then ignores the audio.
+                    _check_uses_audio(trial)
                 trials[kind] = trial
             except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
                 refused[kind] = f"transformers cannot answer test {kind}: {describe(error)}"
@@ -147,7 +148,7 @@ def _audio_contents() -> list[list[_MediaPart]]:
     """Return the audio of three test prompts. Only the second prompt has two recordings.
 
     The audio of the last prompt has the duration of the audio of the first prompt.
-    `_check_dependence` compares the answers to these two prompts.
+    `_check_uses_audio` compares the answers to these two prompts.
     """
     rng = np.random.default_rng(0)
     first_duration_s, second_duration_s = _DURATIONS_S
@@ -160,7 +161,7 @@ def _audio_contents() -> list[list[_MediaPart]]:
 _CONTENTS = {"images": _image_contents, "videos": _video_contents, "audio": _audio_contents}
 
 
-def _check_dependence(trial: Trial) -> None:
+def _check_uses_audio(trial: Trial) -> None:
     """Raise an UnfitError if the logits do not depend on the audio.
 
     Some models ignore audio if their checkpoint has no audio encoder.

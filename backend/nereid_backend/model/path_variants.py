@@ -7,7 +7,6 @@ after another.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +23,7 @@ from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.model.length_limits import LengthLimit, sparse_limit
-from nereid_backend.model.probe_layers import plain_token_ids, probe_layers, probe_rows
+from nereid_backend.model.probe_layers import plain_token_ids, probe_layers, probe_recurrent_model
 from nereid_backend.paths.gathered_cache import probe_cache
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.packed import PackedPath
@@ -57,8 +56,8 @@ class PathSpec:
         is_batched: whether several sequences share a forward pass.
         has_snapshots: whether a sequence gets the same logits if it continues from a copy of its
             recurrent state. If True, there is a prefix cache even if `shares_blocks` is False.
-        is_generated: whether the path is compared with transformers' generate instead of one pass
-            over the whole sequence.
+        uses_generated_trial: whether the logits of the path are compared with transformers'
+            generate. If False, they are compared with one pass over each whole test sequence.
     """
 
     name: str
@@ -72,7 +71,7 @@ class PathSpec:
     whole_prefill: bool = False
     is_batched: bool = True
     has_snapshots: bool = False
-    is_generated: bool = False
+    uses_generated_trial: bool = False
 
     @property
     def removes_tokens(self) -> bool:
@@ -196,7 +195,7 @@ def _rows_variants(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[Path
     """
     try:
         set_attention(checkpoint, hook)
-        layers = probe_rows(checkpoint, hook)
+        layers = probe_recurrent_model(checkpoint, hook)
     except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
         yield from _rows_variants_with_own_attention(checkpoint, error)
         return
@@ -221,9 +220,12 @@ def _rows_variants_with_own_attention(
 
     Raises:
         Exception: `hook_error`, if blocks cannot contain the keys and values of the model, or if
-            the model has no state. A model without state can use the forward path `padded`.
+            the model has no recurrent state. A model without such a state can use the forward path
+            `padded`.
     """
     set_attention(checkpoint, None)
+    # If these variants cannot be used, `hook_error` is raised, because the log should contain the
+    # reason against the faster variants (those with Nereid's attention function).
     try:
         token_id = plain_token_ids(checkpoint)[0]
         # Run the model with one token to find out what its cache stores.
@@ -234,8 +236,7 @@ def _rows_variants_with_own_attention(
         raise hook_error
 
     def make_keys(sizes: Sizes) -> RowKeys:
-        kind = stored_type(KVCache, sizes.stored)
-        kv_cache = _make_cache(kind, checkpoint, layout.layers, sizes)
+        kv_cache = _make_copied_cache(checkpoint, layout.layers, sizes)
         return GatheredKeys(checkpoint.model.config, layout, kv_cache)
 
     detail = "keys and values are copied from blocks"
@@ -273,13 +274,16 @@ def _three_rows_variants(
         keys = make_keys(sizes)
         return RowsPath(checkpoint, keys, computes_from_start=True, replays_preempted=True)
 
+    # Blocks cannot be shared, because they do not contain the recurrent state of a sequence.
     chunked = PathSpec("rows", build_chunked, layers, hook, detail, shares_blocks=False)
     yield chunked
     one_pass = "each prompt is computed in one pass, because chunks give other logits"
     whole_detail = f"{detail}; {one_pass}" if detail else one_pass
     whole = replace(chunked, build=build_whole, detail=whole_detail, whole_prefill=True)
     yield whole
-    yield replace(whole, build=build_replaying, is_generated=True)
+    # The third variant is for models for which one pass over a sequence gives other logits than
+    # token-by-token generation. Its logits are therefore compared with transformers' generate.
+    yield replace(whole, build=build_replaying, uses_generated_trial=True)
 
 
 def _padded_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
@@ -293,10 +297,11 @@ def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
-    # If the data in the model's cache cannot be stored in blocks, `_padded_spec` raises one of
-    # these errors. In this case, the first variant is skipped.
-    with suppress(UnfitError, ValueError, TypeError, AttributeError):
+    try:
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
+    except (UnfitError, ValueError, TypeError, AttributeError):
+        pass  # The data in the model's cache cannot be stored in blocks.
+    else:
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)
 
     def build_with_cache(_sizes: Sizes) -> ForwardPath:
@@ -311,9 +316,9 @@ def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
         layers=[],  # Nothing is stored in blocks.
         detail="with the model's own cache",
         shares_blocks=False,
-        whole_prefill=True,
+        whole_prefill=True,  # A prompt is computed in one pass.
         is_batched=False,
-        is_generated=True,
+        uses_generated_trial=True,  # This path calls the model as transformers' generate does.
     )
     yield with_cache
     detail = "each token requires a pass over its whole sequence"
@@ -323,7 +328,8 @@ def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
 def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool = True) -> PathSpec:
     """Return a `PathSpec` that builds a `PaddedPath`, and select the model's own attention.
 
-    A `PaddedPath` passes a cache object to the model, which copies keys and values from blocks.
+    A `PaddedPath` passes a cache object to the model. This object copies keys and values from the
+    blocks of a KV cache.
 
     Args:
         checkpoint: the model. Mutated, because its attention is set.
@@ -334,11 +340,13 @@ def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool =
         UnfitError: if the model's cache cannot be stored in blocks.
     """
     set_attention(checkpoint, None)
-    layout = probe_cache(checkpoint, plain_token_ids(checkpoint)[0])
+    # Run the model with one token to find out what its cache stores. The token must not be special,
+    # because special tokens (such as placeholders of images) can change the forward pass.
+    token_id = plain_token_ids(checkpoint)[0]
+    layout = probe_cache(checkpoint, token_id)
 
     def build(sizes: Sizes) -> ForwardPath:
-        kind = stored_type(KVCache, sizes.stored)
-        cache = _make_cache(kind, checkpoint, layout.layers, sizes)
+        cache = _make_copied_cache(checkpoint, layout.layers, sizes)
         return PaddedPath(checkpoint, layout, cache, batches_sequences=batches_sequences)
 
     return PathSpec(name, build, layout.layers)
@@ -350,10 +358,10 @@ def make_blocks(
     """Create a KV cache, and an object that builds the input tensors of each forward pass.
 
     `layers` are the attention layers whose keys and values the cache stores. `sizes` contains the
-    number and the size of the blocks, and the data type of the cache (`stored`). The builder also
-    stores the block tables of the running sequences.
+    number and the size of the blocks, and the data type of the cache. The builder also stores the
+    block tables of the running sequences.
     """
-    kind = cache_class(checkpoint, layers, sizes.block_size, sizes.stored)
+    kind = cache_class(checkpoint, layers, sizes.block_size, sizes.kv_cache_dtype)
     cache = _make_cache(kind, checkpoint, layers, sizes)
     builder = BatchBuilder(
         max_num_seqs=sizes.max_num_seqs,
@@ -367,7 +375,7 @@ def make_blocks(
 
 
 def cache_class(
-    checkpoint: Checkpoint, layers: list[LayerSpec], block_size: int, stored: str
+    checkpoint: Checkpoint, layers: list[LayerSpec], block_size: int, kv_cache_dtype: str
 ) -> type[KVCache]:
     """Return the fastest class of KV caches whose attention computes correct results.
 
@@ -377,13 +385,24 @@ def cache_class(
         checkpoint: the model.
         layers: the attention layers.
         block_size: the number of tokens in one block.
-        stored: the setting kv_cache_dtype.
+        kv_cache_dtype: the setting: "auto" (the data type of the model), "int8" or "fp8".
     """
     dtype = checkpoint.model.dtype
-    kind = stored_type(cache_type(block_size, dtype, checkpoint.device), stored)
+    fastest_class = cache_type(block_size, dtype, checkpoint.device)
+    # With "int8" or "fp8", this is a class that stores 8-bit numbers on the same device.
+    stored_class = stored_type(fastest_class, kv_cache_dtype)
     # A KV cache class with GPU kernels is used only if its results equal the results of the
     # reference implementation.
-    return tested_type(kind, layers, block_size, dtype, checkpoint.device)
+    return tested_type(stored_class, layers, block_size, dtype, checkpoint.device)
+
+
+def _make_copied_cache(checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes) -> KVCache:
+    """Create a KV cache whose keys and values are copied for the model's own attention.
+
+    The cache needs no attention kernels. `sizes.kv_cache_dtype` selects its data type.
+    """
+    kind = stored_type(KVCache, sizes.kv_cache_dtype)
+    return _make_cache(kind, checkpoint, layers, sizes)
 
 
 def _make_cache(

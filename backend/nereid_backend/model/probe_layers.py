@@ -152,10 +152,10 @@ def record_layers(
 
 
 @torch.inference_mode()
-def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
-    """Run the model on one token with a cache for recurrent state. Return the attention layers.
+def probe_recurrent_model(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
+    """Run a model with recurrent states on one token, and return its attention layers.
 
-    The list is empty for a model without attention.
+    The list is empty if the model has only convolutions or recurrences, and no attention.
 
     Raises:
         UnfitError: if the model accepts no cache, has no recurrent state, or needs a feature that
@@ -164,7 +164,7 @@ def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
     call = ModelCall(checkpoint.model)
     if call.cache_name is None:
         raise UnfitError("it accepts no cache")
-    cache = make_cache(checkpoint.model.config)
+    cache = make_cache(checkpoint.model.config)  # an UnfitError if the model has no recurrent state
     token = _one_token(checkpoint)
     return record_layers(
         checkpoint.text_config,

@@ -43,7 +43,8 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     """Compare the logits of one pass over a sequence with the logits of token-by-token generation.
 
     The sequence is the first test sequence of `trial`, which also contains the logits of one pass.
-    This function computes the logits of the generation with the unmodified model.
+    This function computes the logits of the generation with the unmodified model: `SinglePath`
+    calls the model once for the prompt, and then once for each later token.
 
     Raises:
         UnfitError: if the logits differ. The logits of one pass are then not correct, because the
@@ -51,7 +52,7 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     """
     path = SinglePath(checkpoint, uses_cache=True)
     sequence = trial.sequences[0]
-    logits = path.forward(_plan_of_one_pass(sequence)).float()
+    logits = path.forward(_whole_sequence_plan(sequence)).float()
     expected = trial.expected[: sequence.num_logits]
     row_differences = _row_differences(logits, expected, trial)
     # In a mixture of experts, rounding can change the experts of a few tokens. The logits of these
@@ -73,14 +74,16 @@ def _row_differences(logits: Tensor, expected: Tensor, trial: Trial) -> Tensor:
     return (logits - expected).square().mean(-1).sqrt() / trial.expected.std()
 
 
-def _plan_of_one_pass(test_sequence: TrialSequence) -> StepPlan:
-    """Return the plan of a forward pass that computes all tokens of a test sequence.
+def _whole_sequence_plan(test_sequence: TrialSequence) -> StepPlan:
+    """Return a plan with one chunk, which contains all tokens of a test sequence.
 
-    The forward pass returns the logits of the last prompt token and of all later tokens.
+    The plan requests the logits of the last prompt token and of all later tokens.
     """
     tokens, prompt_len = test_sequence
+    # The sequence can have one more token, so that it has not ended.
     sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
     sequence.row = 0
+    # The constructor counts all tokens as prompt tokens, but the later tokens are output tokens.
     sequence.num_prompt_tokens = prompt_len
     chunk = Chunk(
         sequence,
@@ -225,10 +228,11 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
     blocks_per_sequence = sizes.num_blocks // len(trial.sequences)
     sequences = []
     for index, (tokens, prompt_len) in enumerate(trial.sequences):
+        # The limit is one more than the test tokens, so that the sequence does not end.
         sequence = Sequence(
             str(index), tokens[:prompt_len], SamplingParams(), max_total_tokens=len(tokens) + 1
         )
-        sequence.row = index
+        sequence.row = index  # the index of the sequence in the tables of the forward path
         if trial.images:
             sequence.images = trial.images[index]
         first_block = index * blocks_per_sequence

@@ -88,6 +88,7 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
     All sequences that this function returns have the same blocks.
     """
     token_ids = trial.sequences[0][0]
+    # The sequence can have one more token, so that it has not ended.
     sequence = Sequence("0", token_ids, SamplingParams(), max_total_tokens=len(token_ids) + 1)
     sequence.row = row
     sequence.block_table = list(range(math.ceil(len(token_ids) / trial.block_size)))
@@ -95,7 +96,7 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
 
 
 def _continue_from(
-    path: RowsPath, sequence: Sequence, start: int, snapshots: SnapshotPlan | None
+    path: RowsPath, sequence: Sequence, start: int, restoring: SnapshotPlan | None
 ) -> Tensor:
     """Compute the tokens from index `start` on in two passes, and return the logits.
 
@@ -104,25 +105,28 @@ def _continue_from(
 
     Args:
         path: the forward path.
-        sequence: the sequence. Its state is at `start`, or `snapshots` restores this state.
+        sequence: the sequence. If `restoring` is None, `path` has computed its tokens before
+            `start`.
         start: the index of the first token to compute.
-        snapshots: restores the state of the sequence before the first step; None if the state is
-            not restored.
+        restoring: loads the state after the tokens before `start` from a snapshot; None if the
+            sequence already has this state.
 
     Returns:
-        The logits of both steps, [2, vocab_size].
+        The logits of the two passes, [2, vocab_size].
     """
     last = len(sequence.token_ids) - 1
+    # A sequence that begins with a snapshot is new to the path, so this is its first chunk.
+    is_new_sequence = restoring is not None
     middle_chunk = Chunk(
         sequence,
         start,
         num_tokens=last - start,
         samples=True,
-        is_first=snapshots is not None,
+        is_first=is_new_sequence,
         num_logits=1,
     )
     last_chunk = Chunk(sequence, last, num_tokens=1, samples=True, is_first=False, num_logits=1)
-    middle_logits = _run_chunk(path, middle_chunk, snapshots)
+    middle_logits = _run_chunk(path, middle_chunk, restoring)
     last_logits = _run_chunk(path, last_chunk, None)
     return torch.cat([middle_logits, last_logits])
 

@@ -206,7 +206,7 @@ def load(
         plan.groups,
     )
     path = spec.build(sizes)
-    steps = opened.images.add(path)
+    steps = opened.images.add_images(path)
     draft = None
     if opened_draft is not None:
         draft = opened_draft.build(config, memory, num_tokens, progress)

@@ -135,6 +135,9 @@ def _generate_sequences(
 
     Each item of `prompts` is a test sequence: the tokens, and the number of prompt tokens. The
     tokens after the prompt are replaced by the generated tokens.
+
+    Example: `generate` returns the tokens a, b and c, and three rows of logits. The rows are the
+    logits at the last prompt token, at a, and at b. The sequence is the prompt with a and b.
     """
     model: Any = checkpoint.model
     sequences = []
@@ -145,14 +148,15 @@ def _generate_sequences(
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            **GENERATE_ARGUMENTS,
+            **GENERATE_ARGUMENTS,  # greedy search, NUM_STEPS + 1 tokens, with their logits
         )
+        logits = torch.cat(output.logits).float()  # one row for each generated token
         # The output of an encoder-decoder model does not contain the prompt, so the generated
         # tokens are counted from the end. The last generated token is left out, because `generate`
         # has not computed the logits that follow it.
-        generated = output.sequences[0, -len(output.logits) : -1].tolist()
+        generated = output.sequences[0, -len(logits) : -1].tolist()
         sequences.append(TrialSequence(prompt + generated, prompt_len))
-        expected.append(torch.cat(output.logits).float())
+        expected.append(logits)
     return Trial(sequences, torch.cat(expected), block_size)
 
 

@@ -37,12 +37,11 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     if not (folder / "config.json").is_file():
         return False  # load_checkpoint reports what is missing
     counts = count_weights(folder)
-    # If quantised weights are stored in panels (blocks of a weight matrix), the CPU kernels compute
-    # directly with the integers of the weights. Without panels, the integers are converted to
-    # floating-point numbers.
-    has_panels = config.prepack and device.type == "cpu"
+    # With prepack, the CPU kernels compute directly with the integers of quantised weights.
+    # Otherwise, the integers are converted to floating-point numbers.
+    keeps_integers = config.prepack and device.type == "cpu"
     number_bytes = _number_bytes(folder, config.dtype, device)
-    needed_bytes = _weight_bytes(counts, number_bytes, has_panels=has_panels)
+    needed_bytes = _weight_bytes(counts, number_bytes, keeps_integers=keeps_integers)
     # The main memory is checked even if the model runs on a GPU, because the weights are first read
     # into the main memory.
     free_bytes = available_memory()
@@ -52,7 +51,7 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     if can_round and _rounded_bytes(counts, config.weight_dtype, number_bytes) <= free_bytes:
         return True
     dtype_name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
-    remedy = _remedy(config, counts, number_bytes, free_bytes, has_panels=has_panels)
+    remedy = _remedy(config, counts, number_bytes, free_bytes, keeps_integers=keeps_integers)
     raise ConfigError(
         f"model: the weights need {format_bytes(needed_bytes)} as {dtype_name}, but only "
         f"{format_bytes(free_bytes)} are free. {remedy}"
@@ -65,7 +64,7 @@ def _remedy(
     number_bytes: int,
     free_bytes: int,
     *,
-    has_panels: bool,
+    keeps_integers: bool,
 ) -> str:
     """Return a sentence that recommends a setting with which the weights fit into the memory.
 
@@ -76,16 +75,18 @@ def _remedy(
         counts: the numbers of the checkpoint's weights.
         number_bytes: the size of an unquantised weight with these settings.
         free_bytes: the free memory.
-        has_panels: whether the CPU kernels read quantised integers.
+        keeps_integers: whether quantised weights stay integers in memory, because the CPU kernels
+            compute with them. If False, the weights are dequantised.
     """
-    halved_bytes = _weight_bytes(counts, _HALF_BYTES, has_panels=has_panels)
+    halved_bytes = _weight_bytes(counts, _HALF_BYTES, keeps_integers=keeps_integers)
     if number_bytes > _HALF_BYTES and halved_bytes <= free_bytes:
         return f"With dtype=bfloat16, they need {format_bytes(halved_bytes)}."
-    packed_bytes = _weight_bytes(counts, number_bytes, has_panels=True)
+    packed_bytes = _weight_bytes(counts, number_bytes, keeps_integers=True)
     could_prepack = counts.num_integers > 0 and not config.prepack
     if could_prepack and packed_bytes <= free_bytes:
         return f"With prepack=true, they need {format_bytes(packed_bytes)}."
-    if has_panels:
+    # The values int8 and int4 of weight_dtype also require the CPU kernels for integers.
+    if keeps_integers:
         for weight_dtype in _ROUNDED_BYTES:
             rounded_bytes = _rounded_bytes(counts, weight_dtype, number_bytes)
             if rounded_bytes <= free_bytes:
@@ -97,11 +98,12 @@ def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
     """Return how many bytes the weights need on a CPU with each value of dtype and weight_dtype.
 
     Example: {"dtype=float32": 4000000, "dtype=bfloat16": 2000000, "weight_dtype=int8": 1031250}. A
-    setting that has no effect on the checkpoint is left out.
+    setting that has no effect on the checkpoint is left out. Quantised weights stay integers in
+    memory (keeps_integers), because the CPU kernels compute with integers.
     """
     sizes = {
-        "dtype=float32": _weight_bytes(counts, _FULL_BYTES, has_panels=True),
-        "dtype=bfloat16": _weight_bytes(counts, _HALF_BYTES, has_panels=True),
+        "dtype=float32": _weight_bytes(counts, _FULL_BYTES, keeps_integers=True),
+        "dtype=bfloat16": _weight_bytes(counts, _HALF_BYTES, keeps_integers=True),
     }
     # The setting weight_dtype does not apply to checkpoints that are already quantised.
     can_be_rounded = counts.num_linear > 0 and counts.num_integers == 0
@@ -118,12 +120,13 @@ def _rounded_bytes(counts: WeightCounts, weight_dtype: str, number_bytes: int) -
     return int(counts.num_linear * _ROUNDED_BYTES[weight_dtype]) + others * number_bytes
 
 
-def _weight_bytes(counts: WeightCounts, number_bytes: int, *, has_panels: bool) -> int:
+def _weight_bytes(counts: WeightCounts, number_bytes: int, *, keeps_integers: bool) -> int:
     """Return the size of the weights in memory, in bytes.
 
-    Integers are dequantised in memory if the CPU kernels cannot read them (has_panels=False).
+    If keeps_integers is False, the integers of quantised weights are converted to floating-point
+    numbers of `number_bytes` bytes.
     """
-    if not has_panels:
+    if not keeps_integers:
         return counts.num_weights * number_bytes
     others = counts.num_weights - counts.num_integers
     return counts.integer_bytes + others * number_bytes

@@ -104,15 +104,16 @@ def check_checkpoint(config: EngineConfig) -> None:
             f"quantised weights cannot be combined with tensor_parallel_size={size}. Use a "
             "checkpoint that is not quantised, or set tensor_parallel_size=1."
         )
-    empty_model = model_without_weights(model_config)
-    plan = tensor_parallel_plan(empty_model)
+    empty_model = model_without_weights(model_config)  # None if transformers has no suitable class
+    plan = tensor_parallel_plan(empty_model)  # empty if there is no model
     problem = _plan_problem(plan)
-    if empty_model is None or problem is not None:
+    if problem is not None:
         raise UnsupportedModelError(
             f"{_architecture(model_config)} cannot be combined with tensor_parallel_size={size}, "
             f"because transformers {transformers.__version__} has {problem} for dividing this "
             "architecture (base_model_tp_plan). Set tensor_parallel_size=1."
         )
+    assert empty_model is not None  # because the plan is not empty
     _check_heads(model_config.get_text_config(decoder=True), plan, size)
     _check_kv_heads(numbers_of_kv_heads(empty_model, plan), size)
 

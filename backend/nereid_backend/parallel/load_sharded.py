@@ -104,7 +104,9 @@ def load_sharded(
     progress(f"tensor parallelism: starting {num_other_ranks} more processes")
     ranks = Ranks(config_of_rank, device)
     try:
-        loaded = load(config_of_rank, hook, progress, partial(_open_sharded, ranks))
+        # `load` calls `open_model` to read the weights and to choose the forward path.
+        open_model = partial(_open_sharded, ranks)
+        loaded = load(config_of_rank, hook, progress, open_model)
     except BaseException:
         ranks.close()
         raise

@@ -80,7 +80,7 @@ class PlanEncoder:
         num_sent_blocks = 0 if chunk.is_first else self._num_sent[row]
         # A block table never becomes shorter: new blocks are appended, and a freed block is
         # replaced by the null block. `num_null_blocks` is the number of freed blocks.
-        self._num_sent[row] = max(num_sent_blocks, len(sequence.block_table))
+        self._num_sent[row] = len(sequence.block_table)
         return ChunkMessage(
             row=row,
             start=chunk.start,
@@ -88,6 +88,7 @@ class PlanEncoder:
             is_first=chunk.is_first,
             num_logits=chunk.num_logits,
             new_blocks=sequence.block_table[num_sent_blocks:],
+            # Tensor parallelism supports only one block table for each sequence.
             num_null_blocks=sequence.num_null_blocks[0],
         )
 

@@ -204,8 +204,9 @@ class Ranks:
         parent_end, child_end = socket.socketpair()
         # sys.executable can be empty if Python is embedded in another program.
         python = sys.executable or shutil.which("python3") or "python3"
+        label = f"rank {rank.number}"  # not read by the process; identifies it in the output of ps
         process = subprocess.Popen(
-            [python, "-m", _MODULE, str(child_end.fileno()), f"rank {rank.number}"],
+            [python, "-m", _MODULE, str(child_end.fileno()), label],
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
         )

@@ -39,10 +39,12 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
     if num_engines == 1:
         return config
     _restrict_gpus(config, index)
+    # The setting prefix_cache_disk_bytes must be at least 1. prefix_cache_disk turns the cache off.
+    disk_bytes = max(1, config.prefix_cache_disk_size // num_engines)
     return replace(
         config,
         num_threads=config.num_threads or _default_num_threads(config),
-        prefix_cache_disk_bytes=max(1, config.prefix_cache_disk_size // num_engines),
+        prefix_cache_disk_bytes=disk_bytes,
         seed=config.seed + index,
     )
 

@@ -47,10 +47,12 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         ModelError: if the weights are damaged.
         UnsupportedModelError: if the divided model cannot use the forward path `packed`.
     """
-    # transformers itself cannot give the same KV head to several ranks. With `rules`, each rank
-    # loads all KV heads, and `keep_own_heads` then deletes the heads of other ranks.
+    # transformers itself cannot give the same KV head to several ranks. In this case, `rules` makes
+    # each rank load all KV heads, and `keep_own_heads` then deletes the heads of other ranks. The
+    # rules map the names of layers to styles of division, and replace these entries of
+    # transformers' own plan. They are empty if there are enough KV heads for all ranks.
     rules = _replication_rules(config, rank.size)
-    with rank.loading():
+    with rank.loading():  # lets transformers read only the part of the model for this rank
         checkpoint = load_checkpoint(
             config.model,
             dtype=config.dtype,

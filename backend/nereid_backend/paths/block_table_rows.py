@@ -124,12 +124,13 @@ class BlockTableRows:
         Mutates: the row, and the numbers of its filled and replaced blocks.
         """
         block_table = sequence.block_tables[group]
-        num_freed = sequence.num_null_blocks[group]
+        num_freed = sequence.num_null_blocks[group]  # freed blocks at the start of `block_table`
         table_row = self._arrays[group][row]
-        num_filled = self._num_filled[group][row]
-        num_replaced = self._num_replaced[group][row]
+        num_filled = self._num_filled[group][row]  # the blocks that `table_row` contains
+        num_replaced = self._num_replaced[group][row]  # the first blocks, already set to null
         if is_first:
-            # Remove the blocks of the earlier sequence.
+            # Remove the blocks of the earlier sequence. The new sequence is then copied from its
+            # start, and its `block_table` already contains the null block for each freed block.
             table_row[:num_filled] = self._null_block
             num_filled = 0
             self._num_filled[group][row] = 0

@@ -39,7 +39,7 @@ class Sizes:
         max_num_seqs: the largest number of sequences that run at the same time. Their rows are
             numbered from 0.
         max_model_len: the largest number of tokens in a sequence.
-        stored: the data type of keys and values, as in the setting kv_cache_dtype.
+        kv_cache_dtype: the data type of keys and values: "auto" (the model's), "int8" or "fp8".
         groups: the groups of the attention layers; None if all layers form one group.
     """
 
@@ -47,7 +47,7 @@ class Sizes:
     block_size: int
     max_num_seqs: int
     max_model_len: int
-    stored: str = "auto"
+    kv_cache_dtype: str = "auto"
     groups: LayerGroups | None = None
 
 

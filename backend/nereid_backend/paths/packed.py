@@ -197,7 +197,7 @@ class PackedPath:
         The object contains no graph yet.
 
         Args:
-            capture: captures pieces of work; see `GraphCapture.pieces`.
+            capture: captures pieces of work; see `GraphCapture.capture_pieces`.
             sizes: the sizes of the path.
             report: called with a line of text if steps are not replayed.
         """

@@ -158,7 +158,7 @@ def test_pieces_are_replayed_in_their_order_with_the_work_between_them(cuda):
             cuda.log.append("code")
             cut(lambda number=number: cuda.log.append(number))
 
-    replay = cuda_capture.capture_on(DEVICE).pieces(work)
+    replay = cuda_capture.capture_on(DEVICE).capture_pieces(work)
     # The work runs once before the capture, together with the work between the pieces.
     assert cuda.log == ["code", 0, "code", 1, "code", "code"]
     assert cuda.users == 3
@@ -180,7 +180,7 @@ def test_a_piece_that_cuda_gives_up_ends_the_capture(cuda):
             cuda.read()
 
     with pytest.raises(RuntimeError, match="when stream is capturing"):
-        cuda_capture.capture_on(DEVICE).pieces(work)
+        cuda_capture.capture_on(DEVICE).capture_pieces(work)
     assert cuda.under_way == []
     # The first piece was captured and gives the pool back by itself.
     assert cuda.users == 1

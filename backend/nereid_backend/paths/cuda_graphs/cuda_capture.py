@@ -14,7 +14,7 @@ import torch
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 # The type of the function `cut`. A call of `cut` ends the capture of one CUDA graph and begins the
-# capture of the next graph; see `GraphCapture.pieces`.
+# capture of the next graph; see `GraphCapture.capture_pieces`.
 Cut = Callable[[Callable[[], None]], None]
 CapturePieces = Callable[[Callable[[Cut], None]], Replay]
 
@@ -63,11 +63,11 @@ class GraphCapture:
     def __call__(self, work: Callable[[], None]) -> Replay:
         """Capture one call of `work` as a graph, and return a function that replays the graph.
 
-        `pieces` describes the requirements for `work`, and the exceptions that can be raised.
+        `capture_pieces` describes the requirements for `work`, and the possible exceptions.
         """
-        return self.pieces(lambda _: work())
+        return self.capture_pieces(lambda _: work())
 
-    def pieces(self, work: Callable[[Cut], None]) -> Replay:
+    def capture_pieces(self, work: Callable[[Cut], None]) -> Replay:
         """Capture `work` as several CUDA graphs. Return a function that replays them in order.
 
         The work gets a function `cut`. A call `cut(between)` ends the current graph and begins the

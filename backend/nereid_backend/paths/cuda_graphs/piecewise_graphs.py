@@ -87,7 +87,7 @@ class PiecewiseGraphs:
             run: computes a packed step with a given attention function, and returns its logits,
                 [num_logits, vocab_size].
             capture: captures the GPU work of a function call as several CUDA graphs; see
-                `GraphCapture.pieces`.
+                `GraphCapture.capture_pieces`.
             layers: the attention layers of the model.
             cache: the KV cache of the path.
             sizes: the sizes of the path.
@@ -341,7 +341,7 @@ class _AttentionBetweenGraphs(PagedForward):
             cache: the KV cache.
             batch: attention metadata that contains only the slots of the step's tokens.
             graphs: the owner of the tensors that graphs and attention share.
-            cut: ends a graph, and begins the next graph; see `GraphCapture.pieces`.
+            cut: ends a graph, and begins the next graph; see `GraphCapture.capture_pieces`.
         """
         super().__init__(layers, cache, batch)
         self._graphs = graphs

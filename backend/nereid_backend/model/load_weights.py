@@ -197,10 +197,10 @@ def _are_equal(before: Tensor, after: Tensor | None) -> bool:
 
 
 def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> Checkpoint:
-    """Round the weights of the linear layers, and of the embedding if possible, to `weight_dtype`.
+    """Round the weights of the linear layers to the type `weight_dtype`.
 
-    With fp8, the embedding is not rounded. Return a copy of `checkpoint` with the new size of the
-    weights.
+    With int8 and int4, also round the embedding to 8 bits if possible. Return a copy of
+    `checkpoint` with the new size of the weights.
 
     Args:
         checkpoint: the model. Mutated.

@@ -85,7 +85,7 @@ def _remedy(
     could_prepack = counts.num_integers > 0 and not config.prepack
     if could_prepack and packed_bytes <= free_bytes:
         return f"With prepack=true, they need {format_bytes(packed_bytes)}."
-    # The values int8 and int4 of weight_dtype also require the CPU kernels for integers.
+    # weight_dtype=int8 and weight_dtype=int4 require a CPU. `keeps_integers` is True only on a CPU.
     if keeps_integers:
         for weight_dtype in _ROUNDED_BYTES:
             rounded_bytes = _rounded_bytes(counts, weight_dtype, number_bytes)

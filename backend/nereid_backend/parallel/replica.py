@@ -39,7 +39,8 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
     if num_engines == 1:
         return config
     _restrict_gpus(config, index)
-    # The setting prefix_cache_disk_bytes must be at least 1. prefix_cache_disk turns the cache off.
+    # prefix_cache_disk_size is the setting prefix_cache_disk_bytes as a number, because the setting
+    # can be a text such as "10GiB". The size is never 0: without a folder, the disk cache is off.
     disk_bytes = max(1, config.prefix_cache_disk_size // num_engines)
     return replace(
         config,

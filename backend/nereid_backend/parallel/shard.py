@@ -47,10 +47,9 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         ModelError: if the weights are damaged.
         UnsupportedModelError: if the divided model cannot use the forward path `packed`.
     """
-    # transformers itself cannot give the same KV head to several ranks. In this case, `rules` makes
-    # each rank load all KV heads, and `keep_own_heads` then deletes the heads of other ranks. The
-    # rules map the names of layers to styles of division, and replace these entries of
-    # transformers' own plan. They are empty if there are enough KV heads for all ranks.
+    # transformers' plan maps the names of layers to styles of division, but cannot give the same KV
+    # head to several ranks. In this case, `rules` replaces some entries of the plan, so that each
+    # rank loads all KV heads, and `keep_own_heads` then deletes the heads of other ranks.
     rules = _replication_rules(config, rank.size)
     with rank.loading():  # lets transformers read only the part of the model for this rank
         checkpoint = load_checkpoint(
@@ -60,6 +59,7 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
             attention=hook.name,
             progress=progress,
             trust_remote_code=config.trust_remote_code,
+            # None: transformers' own plan is used without changes.
             distributed=DistributedConfig(tp_size=rank.size, tp_plan=rules or None),
         )
     keep_own_heads(checkpoint.model, rules, rank)

@@ -97,23 +97,29 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     """Merge the schemas in `allOf` and the other keywords of a schema into one schema.
 
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
-    `{"type": "integer", "minimum": 1, "maximum": 5}`. A schema without `allOf`, or with parts that
-    cannot be merged, is returned unchanged.
+    `{"type": "integer", "minimum": 1, "maximum": 5}`. A reference next to other keywords is merged
+    in the same way: `{"$ref": .., "maximum": 5}` is read as `{"allOf": [{"$ref": ..}], "maximum":
+    5}`. A schema with nothing to merge, or with parts that cannot be merged, is returned unchanged.
 
     `scope` contains the references that were replaced to build `schema`. The scope of the result
     also contains the references that are replaced now.
     """
-    parts = schema.get("allOf")
+    keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
+    parts = schema.get("allOf", [])
     if not isinstance(parts, list):
         return _SchemaInScope(schema, scope)
-    other_keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
-    has_only_annotations = ANNOTATIONS.issuperset(other_keywords)  # such as `title`
+    if "$ref" in keywords and not ANNOTATIONS.issuperset(keywords.keys() - {"$ref"}):
+        # xgrammar would ignore the keywords next to the reference, so the definition is inserted.
+        parts = [{"$ref": keywords.pop("$ref")}, *parts]
+    if not parts:
+        return _SchemaInScope(schema, scope)
+    has_only_annotations = ANNOTATIONS.issuperset(keywords)  # such as `title`
     if has_only_annotations and _is_one_reference(parts):
         # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`. xgrammar
         # follows a reference itself, so the definition need not be inserted.
-        return _SchemaInScope({**parts[0], **other_keywords}, scope)
+        return _SchemaInScope({**parts[0], **keywords}, scope)
     try:
-        return _merge_parts([other_keywords, *parts], scope)
+        return _merge_parts([keywords, *parts], scope)
     except (CannotMergeError, TypeError, AttributeError):
         # The schema comes from a client and has not been validated. If the value of a keyword has a
         # wrong type, as in `{"required": 1}`, merging raises a TypeError or an AttributeError.

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from nereid_parsers.enforceable_multiple import ANNOTATIONS, Schema, is_integer, is_number
 from nereid_parsers.stream.values.argument_types import json_type_of
+from nereid_parsers.unenforced_keywords import ignored_keywords
 
 # Maps the keyword of a bound to the function that returns the stricter of two bounds. Example:
 # `minimum` is mapped to `max`, because the larger minimum is stricter.
@@ -19,8 +20,6 @@ _STRICTER = {
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
 }
 _PROPERTY_KEYWORDS = ("properties", "additionalProperties")
-# If a schema has one of these keywords, xgrammar ignores all other keywords of the schema.
-_ALTERNATIVES = frozenset({"anyOf", "oneOf", "not", "if", "const", "enum"})
 
 
 class CannotMergeError(Exception):
@@ -81,7 +80,7 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     merged = _drop_impossible_choices(merged)
     if merged.get("enum") == []:
         raise CannotMergeError("no value of enum matches both schemas")
-    if _has_ignored_keyword(merged):
+    if ignored_keywords(merged):
         # The caller then keeps the unmerged `allOf`, so that a strict request is rejected.
         raise CannotMergeError("xgrammar would ignore a keyword of the merged schema")
     return merged
@@ -176,6 +175,11 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         raise CannotMergeError("a required property is forbidden")
     first_others = _schema_of_other_properties(first)
     second_others = _schema_of_other_properties(second)
+    allows_others = first_others is not False and second_others is not False
+    if allows_others and len(allowed) < len(merged):
+        # The merged `additionalProperties` would allow the forbidden property, and xgrammar
+        # supports no property with the schema False.
+        raise CannotMergeError("a property is forbidden, but other properties are allowed")
     if first_others is True and second_others is True:
         return {"properties": allowed}
     others = _merge_or_forbid(first_others, second_others)
@@ -223,22 +227,3 @@ def _has_type(value: object, name: str) -> bool:
     """Return whether a JSON value has the type `name`. An integer also has the type "number"."""
     json_type = json_type_of(value)
     return json_type == name or (name == "number" and json_type == "integer")
-
-
-def _has_ignored_keyword(schema: Schema) -> bool:
-    """Return whether xgrammar would ignore a keyword of a schema because of another keyword.
-
-    Examples: the result is True for `{"minLength": 1, "pattern": "a"}`, because xgrammar then
-    ignores `minLength`. It is also True for `{"anyOf": [..], "minimum": 1}`, because xgrammar
-    ignores all keywords next to `anyOf`.
-    """
-    has_length = "minLength" in schema or "maxLength" in schema
-    if has_length and "pattern" in schema:
-        return True
-    # Annotations, such as `title`, restrict nothing. If the schema has `enum`, the keyword `type`
-    # restricts nothing either, because values of other types have already been removed from `enum`.
-    restrictions = schema.keys() - ANNOTATIONS
-    if "enum" in restrictions and isinstance(schema.get("type"), str):
-        restrictions -= {"type"}
-    has_alternatives = bool(_ALTERNATIVES & restrictions)  # A keyword such as `anyOf`.
-    return has_alternatives and len(restrictions) > 1

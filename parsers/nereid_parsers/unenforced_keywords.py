@@ -19,16 +19,38 @@ _IGNORED_KEYWORDS = (
 _SCHEMA_KEYWORDS = ("additionalProperties", "items", "propertyNames", "additionalItems")
 _SCHEMA_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
+# If a schema has one of these keywords, xgrammar ignores the other keywords of the schema. If it
+# has several of these keywords, xgrammar enforces only the first in this order.
+_EXCLUSIVE_KEYWORDS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+# Keywords that restrict a value, and that xgrammar enforces if no other keyword prevents it.
+_RESTRICTIONS = frozenset(
+    {
+        *_EXCLUSIVE_KEYWORDS,
+        *("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("minLength", "maxLength", "pattern", "format", "items", "prefixItems", "minItems"),
+        *("maxItems", "properties", "required", "additionalProperties", "patternProperties"),
+        *("minProperties", "maxProperties"),
+    }
+)
+_LENGTHS = frozenset({"minLength", "maxLength"})
+# The values of `format` that xgrammar enforces.
+_ENFORCED_FORMATS = frozenset(
+    {
+        *("date", "time", "date-time", "duration", "email", "uuid", "ipv4", "ipv6", "hostname"),
+        *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    }
+)
 _MAX_DEPTH = 64
 
 
 def unenforced(schema: object) -> list[str]:
     """Return a description of each keyword in `schema` that xgrammar does not enforce.
 
-    Measurements with xgrammar 0.2.8 show five cases. xgrammar ignores `not`, `uniqueItems` and
+    Measurements with xgrammar 0.2.8 show six cases. xgrammar ignores `not`, `uniqueItems` and
     conditional keywords. xgrammar enforces `multipleOf` only for integers without bounds. An
-    `allOf` of several schemas accepts any value. xgrammar treats `oneOf` as `anyOf`. The module
-    enforceable_pattern describes which regular expressions are not enforced.
+    `allOf` of several schemas accepts any value. xgrammar treats `oneOf` as `anyOf`. Some keywords
+    make xgrammar ignore others; see `ignored_keywords`. The module enforceable_pattern describes
+    which regular expressions are not enforced.
 
     Example: `unenforced({"items": {"multipleOf": 2}})` returns `["multipleOf at $.items"]`.
     """
@@ -103,6 +125,62 @@ def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and (error := check_pattern(pattern)):
         yield f"pattern at {path}, because {error}"
+    for keyword, cause in ignored_keywords(schema).items():
+        yield f"{keyword} next to {cause} at {path}"
+
+
+def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keywords of a schema that xgrammar ignores because of another keyword.
+
+    Each ignored keyword is mapped to the keyword that is the cause. Examples:
+
+        {"anyOf": [..], "minimum": 1}            {"minimum": "anyOf"}
+        {"pattern": "^a+$", "minLength": 2}      {"minLength": "pattern"}
+        {"enum": ["a"], "type": "string"}        {}, because the type adds no restriction
+    """
+    restrictions = _RESTRICTIONS & schema.keys()
+    for cause in _EXCLUSIVE_KEYWORDS:
+        if cause in schema:
+            ignored = restrictions - {cause}
+            if "type" in ignored and _types_add_no_restriction(schema, cause):
+                ignored -= {"type"}
+            return dict.fromkeys(sorted(ignored), cause)
+    if str(schema.get("format")) in _ENFORCED_FORMATS:
+        return dict.fromkeys(sorted(restrictions & (_LENGTHS | {"pattern"})), "format")
+    if "pattern" in schema:
+        return dict.fromkeys(sorted(restrictions & _LENGTHS), "pattern")
+    return {}
+
+
+def _types_add_no_restriction(schema: Mapping[str, Any], cause: str) -> bool:
+    """Return whether a schema accepts the same values without its keyword `type`.
+
+    This is so if all values of `enum` or `const` have one of the types, or if all schemas of an
+    `anyOf` declare one of the types themselves. Example: in `{"type": "string", "enum": ["a"]}`,
+    the type has no effect. References are assumed to be of the right type.
+
+    Args:
+        schema: A JSON schema.
+        cause: A keyword of the schema, one of `_EXCLUSIVE_KEYWORDS`.
+    """
+    types = schema.get("type")
+    allowed_types = types if isinstance(types, list) else [types]
+    if "number" in allowed_types:
+        allowed_types = [*allowed_types, "integer"]
+    if cause == "$ref":
+        return True
+    values = [schema["const"]] if cause == "const" else schema[cause]
+    if not isinstance(values, list):
+        return False
+    if cause in ("const", "enum"):
+        return all(json_type_of(value) in allowed_types for value in values)
+    return all(
+        isinstance(option, Mapping)
+        and (
+            option.get("type") in allowed_types or any(key in option for key in _EXCLUSIVE_KEYWORDS)
+        )
+        for option in schema[cause]
+    )
 
 
 def _are_disjoint(options: list[Any]) -> bool:

@@ -44,6 +44,10 @@ TREE = {"allOf": [{"$ref": "#/$defs/tree"}, {"type": "object"}]}
             {"$defs": {"a": ADDRESS}, **ADDRESS, "maxProperties": 2},
         ),
         ({"allOf": [{"$ref": "#/$defs/a"}], "title": "A"}, {"$ref": "#/$defs/a", "title": "A"}),
+        (
+            {"$defs": {"a": {"minimum": 1}}, "items": {"$ref": "#/$defs/a", "maximum": 5}},
+            {"$defs": {"a": {"minimum": 1}}, "items": {"maximum": 5, "minimum": 1}},
+        ),
         ({"type": "number", "multipleOf": 5.0}, {"type": "integer", "multipleOf": 5}),
         (
             {"type": "integer", "multipleOf": 5, "exclusiveMinimum": 5, "maximum": 20.5},
@@ -62,6 +66,8 @@ def test_a_schema_is_rewritten_and_then_enforced(schema, rewritten):
     [
         {"allOf": [{"type": "string"}, {"type": "integer"}]},
         {"allOf": [{"pattern": "a"}, {"maxLength": 3}]},
+        {"allOf": [{"properties": {"a": False}}, {"properties": {"b": {}}}]},
+        {"$ref": "https://a.example/schema", "maximum": 5},
         {"allOf": [{"anyOf": [{}, {}]}, {"maxLength": 3}]},
         {"allOf": [{"$ref": "https://a.example/schema"}, {}]},
         {"allOf": [{"$ref": "#/$defs/missing"}, {}]},

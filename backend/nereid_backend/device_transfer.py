@@ -57,8 +57,9 @@ def upload_packed(arrays: Sequence[Integers], device: torch.device) -> list[Tens
 def pack(arrays: Sequence[Integers], *, pinned: bool = False) -> Tensor:
     """Concatenate integer arrays into one int64 tensor of shape [n].
 
-    Each array starts at a multiple of 8 numbers. Example: arrays of 3 and 2 numbers give a tensor
-    of 16 numbers, in which the second array starts at index 8.
+    Each array starts at a multiple of 8 numbers (64 bytes), because Triton compiles a second kernel
+    for unaligned addresses. Example: arrays of 3 and 2 numbers give a tensor of 16 numbers, in
+    which the second array starts at index 8. The other numbers are not initialised and never read.
 
     Args:
         arrays: the arrays.

@@ -136,10 +136,11 @@ class DecodeGroup:
         """
         table_width = self.blocks.shape[1]
         max_blocks = table_width
-        if window.limit is not None:
+        max_window_tokens = window.limit  # None if each token attends to all earlier tokens
+        if max_window_tokens is not None:
             # The window overlaps the largest number of blocks if its first token is the last token
             # of a block.
-            max_blocks = 1 + math.ceil((window.limit - 1) / self.block_size)
+            max_blocks = 1 + math.ceil((max_window_tokens - 1) / self.block_size)
         if max_blocks >= table_width:
             return self.blocks, torch.zeros_like(first_positions)  # the whole block tables
         first_blocks = first_positions // self.block_size
@@ -147,7 +148,8 @@ class DecodeGroup:
         indices = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
         # A short sequence may have fewer than `max_blocks` blocks after the first block of the
         # window. The last indices would then be too large, so they are replaced by the index of
-        # the last column.
+        # the last column, whose block is then returned several times. The caller counts these
+        # copies as positions after the end of the sequence, which its bias hides.
         indices.clamp_(max=table_width - 1)
         return self.blocks.gather(1, indices), first_blocks
 

@@ -74,7 +74,8 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
     """Return the class of the KV cache that the setting kv_cache_dtype selects.
 
-    Example: GpuKVCache and "int8" give GpuInt8KVCache, which stores 8-bit integers.
+    Examples: GpuKVCache and "int8" give GpuInt8KVCache, which stores 8-bit integers. CpuKVCache and
+    "fp8" give Float8KVCache, whose attention the reference implementation computes in plain torch.
 
     Args:
         kind: the class for unrounded keys and values.
@@ -175,13 +176,21 @@ def attend(
 def store_layer(
     key: Tensor, value: Tensor, layer: tuple[int, LayerSpec], cache: KVCache, batch: AttentionBatch
 ) -> None:
-    """Store the keys and values of one layer in the cache; see `attend`."""
+    """Store the keys and values of a step's new tokens in the cache of one layer.
+
+    Args:
+        key: [num_kv_heads, num_tokens, key_dim].
+        value: [num_kv_heads, num_tokens, value_dim].
+        layer: the index of the layer in the cache, and the properties of the layer.
+        cache: the KV cache. Mutated.
+        batch: the metadata of the step, which contains the place of each token in the cache.
+    """
     if isinstance(cache, gpu_attention.GpuKVCache):
         gpu_attention.store_layer(key, value, layer, cache, batch)
         return
-    number, spec = layer
+    layer_index, spec = layer
     rows = batch.store_rows(spec.num_kv_heads)
-    cache.store(number, key.transpose(0, 1), value.transpose(0, 1), rows)
+    cache.store(layer_index, key.transpose(0, 1), value.transpose(0, 1), rows)
 
 
 def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`

@@ -50,12 +50,12 @@ class KVCache:
             block_size: the number of tokens in one block.
             dtype: the data type of keys and values.
             device: the device of the cache.
-            groups: the group of each layer, and its place in the blocks of the group; None if all
-                layers form one group. A block stores the keys and values of the layers of one
-                group, each layer at its own place. Example: layers 0 and 2 form group 0, and layers
-                1 and 3 form group 1. Layers 0 and 1 have place 0, and layers 2 and 3 have place 1.
-                There is one tensor for each place, so layers with the same place must have the same
-                number of heads and the same head sizes.
+            groups: the group and the place of each layer; None if all layers form one group. A
+                sequence has its own blocks for each group, and the layers of a group are numbered:
+                the number of a layer in its group is its place. Example: layers 0 and 2 form group
+                0, and layers 1 and 3 form group 1. Layers 0 and 1 have place 0, and layers 2 and 3
+                have place 1. Layers with the same place share one tensor, because they never use
+                the same block. They must have the same number of heads and the same head sizes.
         """
         groups = groups or single_group(layers)
         self.group_of = [group for group, _ in groups.places]
@@ -66,40 +66,44 @@ class KVCache:
         self.device = device
         keys_of_place: list[Tensor] = []
         values_of_place: list[Tensor] = []
-        for index in self._first_layers():
+        for index in self._first_layer_of_each_place():
             layer = layers[index]
             # `shape` lacks the last dimension, whose size can differ between keys and values.
             shape = (num_blocks + 1, layer.num_kv_heads, block_size)
             keys_of_place.append(_zeros((*shape, layer.key_dim), dtype, device))
             values_of_place.append(_zeros((*shape, layer.value_dim), dtype, device))
-        self.keys = self._for_layers(keys_of_place)
-        self.values = self._for_layers(values_of_place)
+        self.keys = self._tensor_of_each_layer(keys_of_place)
+        self.values = self._tensor_of_each_layer(values_of_place)
 
     @property
     def num_groups(self) -> int:
         """The number of groups of layers."""
         return 1 + max(self.group_of, default=0)
 
-    def _first_layers(self) -> list[int]:
-        """For each tensor of keys, return the index of the first layer that uses the tensor.
+    def _first_layer_of_each_place(self) -> list[int]:
+        """For each place, return the index of the first layer with this place.
 
-        Layers with the same place in a block share a tensor of keys and a tensor of values.
+        The place of a layer is its number in its group of layers. Layers of different groups with
+        the same place share a tensor of keys and a tensor of values. Example: the layers have the
+        places [0, 0, 1, 1]. The result is [0, 2].
         """
         return [self._places.index(place) for place in range(len(set(self._places)))]
 
-    def _for_layers(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _tensor_of_each_layer(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return one tensor for each layer, in the order of the layers. Layers can share a tensor.
 
-        `tensors` contains one tensor for each place.
+        `tensors` contains one tensor for each place. The place of a layer is its number in its
+        group of layers. Example: if the layers have the places [0, 0, 1, 1], the tensors [a, b]
+        give [a, a, b, b].
         """
         return [tensors[place] for place in self._places]
 
-    def _for_places(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _distinct_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return each distinct tensor once. `tensors` contains one tensor for each layer.
 
-        Layers with the same place in a block share a tensor.
+        Layers of different groups can share a tensor. Example: [a, a, b, b] gives [a, b].
         """
-        return [tensors[index] for index in self._first_layers()]
+        return [tensors[index] for index in self._first_layer_of_each_place()]
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
         """Write the keys and values of one step into the cache of one layer.
@@ -109,7 +113,8 @@ class KVCache:
             key: [num_tokens, num_kv_heads, key_dim].
             value: [num_tokens, num_kv_heads, value_dim].
             rows: [num_tokens * num_kv_heads] int64, the row of each vector in a cache tensor that
-                is viewed as [..., dim]; see `store_rows`.
+                is viewed as [num_blocks * num_kv_heads * block_size, dim]. The row is (block *
+                num_kv_heads + head) * block_size + token_in_block.
 
         Mutates: this cache.
         """
@@ -131,7 +136,7 @@ class KVCache:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the cache. The first index of each tensor selects a block."""
-        return [*self._for_places(self.keys), *self._for_places(self.values)]
+        return [*self._distinct_tensors(self.keys), *self._distinct_tensors(self.values)]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the keys and values of whole blocks to other blocks, in all layers.

@@ -41,11 +41,11 @@ def attend(
 
     Args:
         inputs: the step's query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens,
-            key_dim] and value [num_kv_heads, num_tokens, value_dim]. If the key and the value are
-            None, they are read from the cache.
+            key_dim] and value [num_kv_heads, num_tokens, value_dim]. If the caller no longer has
+            the key and the value, it passes None, and they are read from the cache.
         layer: the index of the layer in the cache, and the properties of the layer.
         cache: the KV cache, which already contains the keys and values of this step.
-        batch: the metadata of the step.
+        batch: the metadata of the step. The step has at least one token.
         scale: the factor by which the scores are multiplied.
         sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
 
@@ -77,7 +77,7 @@ def _attend_decodes(
     Returns:
         The output of attention, [num_decodes, num_heads, value_dim].
     """
-    number, spec = layer
+    layer_index, spec = layer
     rows = query[:, : batch.num_decodes].transpose(0, 1)
     out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
     for group in batch.decodes:
@@ -85,7 +85,7 @@ def _attend_decodes(
         tokens = slice(None) if group.tokens is None else group.tokens
         # Copy the blocks that overlap the attention window. The bias hides the tokens of these
         # blocks that are outside the window.
-        keys, values = cache.gather(number, group.rows(spec.window, spec.num_kv_heads))
+        keys, values = cache.gather(layer_index, group.rows(spec.window, spec.num_kv_heads))
         bias = group.visible(spec.window).bias
         group_inputs = (rows[tokens].unsqueeze(2), keys, values)
         out[tokens] = _attend_stepwise(group_inputs, bias, spec, scale, sinks).squeeze(2)
@@ -144,16 +144,16 @@ def _keys_and_values(
         value_dim].
     """
     query, key, value = inputs
-    number, spec = layer
+    layer_index, spec = layer
     # If the cache stores rounded numbers, the new keys and values are also read from the cache.
     # Attention then uses rounded numbers for all tokens. Therefore, the answer does not depend on
     # the division of a prompt into chunks.
-    is_exact = cache.keys[number].dtype == query.dtype
+    is_exact = cache.keys[layer_index].dtype == query.dtype
     may_skip_cache = is_exact and prefill.num_cached == 0
     if may_skip_cache and key is not None and value is not None:
         tokens = slice(prefill.start, prefill.end)
         return key[None, :, tokens], value[None, :, tokens]
-    keys, values = cache.gather(number, gather_rows(prefill.blocks, spec.num_kv_heads))
+    keys, values = cache.gather(layer_index, gather_rows(prefill.blocks, spec.num_kv_heads))
     return keys[:, :, : prefill.seq_len], values[:, :, : prefill.seq_len]
 
 

@@ -56,17 +56,16 @@ class ScaledKVCache(KVCache):
             groups=groups,
         )
         self.dtype = dtype
-        # Layers can share a tensor (see `KVCache`). `_first_layers` returns the first layer of each
-        # tensor, and `_for_layers` converts the list of tensors to a list with one tensor for each
-        # layer.
+        # Layers with the same place (number in their group of layers) share a tensor. First create
+        # one tensor for each place, and then list the tensor of each layer.
         shapes = [
             (num_blocks + 1, layers[index].num_kv_heads, block_size)
-            for index in self._first_layers()
+            for index in self._first_layer_of_each_place()
         ]
         key_scales = [torch.zeros(shape, device=device) for shape in shapes]
         value_scales = [torch.zeros(shape, device=device) for shape in shapes]
-        self.key_scales = self._for_layers(key_scales)
-        self.value_scales = self._for_layers(value_scales)
+        self.key_scales = self._tensor_of_each_layer(key_scales)
+        self.value_scales = self._tensor_of_each_layer(value_scales)
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,8 +114,9 @@ class ScaledKVCache(KVCache):
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the cache; see `KVCache.tensors`."""
-        scales = [*self._for_places(self.key_scales), *self._for_places(self.value_scales)]
-        return [*super().tensors(), *scales]
+        key_scales = self._distinct_tensors(self.key_scales)
+        value_scales = self._distinct_tensors(self.value_scales)
+        return [*super().tensors(), *key_scales, *value_scales]
 
     def _restore_gathered(self, stored: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
         """Convert keys or values that were read from the cache to the model's dtype.

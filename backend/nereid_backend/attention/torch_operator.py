@@ -57,13 +57,16 @@ def _attend(
     """Compute the attention of one layer in the step that runs in the current thread.
 
     A compiled model calls this function as a torch operator. Such a model may pad its inputs, so
-    the inputs may have more rows than the step has tokens. The outputs of the padding are zero.
-    `layer` is the index of the layer. `AttentionForward` documents the shapes.
+    the inputs may have more tokens than the step. The outputs of the padding are zero. `layer` is
+    the index of the layer.
+
+    Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads, num_tokens,
+    dim]. The result is [1, num_tokens, num_heads, value_dim].
     """
     # The object that the engine has set for this step. The object contains the KV cache and the
     # block tables.
     forward = _current_forward()
-    num_tokens = forward.num_tokens
+    num_tokens = forward.num_tokens  # without padding
     num_padding = query.shape[2] - num_tokens
     if num_padding == 0:
         return forward.attend(layer, query, key, value, scale, sinks).contiguous()
@@ -71,8 +74,8 @@ def _attend(
     key = key[:, :, :num_tokens]
     value = value[:, :, :num_tokens]
     out = forward.attend(layer, query, key, value, scale, sinks)
-    # `pad` takes two numbers for each dimension, beginning with the last dimension. Only dimension
-    # 1 (the tokens) is padded, at its end.
+    # `pad` takes two numbers for each dimension, beginning with the last dimension. Only the
+    # tokens, which are dimension 1 of the result, are padded at their end.
     return functional.pad(out, (0, 0, 0, 0, 0, num_padding)).contiguous()
 
 

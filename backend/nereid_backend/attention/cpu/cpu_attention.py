@@ -199,7 +199,8 @@ class CpuKVCache(KVCache):
             key: [num_tokens, num_kv_heads, key_dim].
             value: [num_tokens, num_kv_heads, value_dim].
             rows: [num_tokens * num_kv_heads] int64, the row of each vector in a cache tensor that
-                is viewed as [..., dim].
+                is viewed as [num_blocks * num_kv_heads * block_size, dim]. The row is (block *
+                num_kv_heads + head) * block_size + token_in_block.
 
         Mutates: this cache.
         """
@@ -207,12 +208,12 @@ class CpuKVCache(KVCache):
         values = self.values[layer]
         _, _, key_dim, block_size = keys.shape
         # The keys are transposed within each block, so the numbers of one key are not contiguous.
-        # In this view, the first index selects one head of a block, and the last index selects a
+        # In this view, the first index is block * num_kv_heads + head, and the last index selects a
         # token of the block.
         transposed_keys = keys.view(-1, key_dim, block_size)
-        head_of_block = rows // block_size
+        block_and_head = rows // block_size
         token_in_block = rows % block_size
-        transposed_keys[head_of_block, :, token_in_block] = key.reshape(-1, key_dim)
+        transposed_keys[block_and_head, :, token_in_block] = key.reshape(-1, key_dim)
         value_dim = values.shape[3]
         values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
 
@@ -220,7 +221,8 @@ class CpuKVCache(KVCache):
         """Copy the keys and values of sequences from cache blocks into contiguous tensors.
 
         `rows` is [num_seqs, num_kv_heads, num_blocks] int64. It contains the index of each block's
-        head in a cache tensor that is viewed as [num_blocks * num_kv_heads, ...].
+        head in a cache tensor that is viewed as [num_blocks * num_kv_heads, ...]. The index is
+        block * num_kv_heads + head.
 
         Returns:
             The keys, [num_seqs, num_kv_heads, num_tokens, key_dim], and the values,

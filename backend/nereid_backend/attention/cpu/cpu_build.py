@@ -126,8 +126,12 @@ def _build_lock(path: Path) -> Iterator[None]:
     """Return a context manager that keeps other processes from building the same library.
 
     The context locks the file `path`, and deletes the file at the end. If the process crashes, the
-    operating system releases the lock. If the folder does not support locks, the context has no
-    effect, so several processes may build the library.
+    operating system releases the lock.
+
+    The lock only saves work: `_build` renames a finished file, so several processes may build the
+    library at the same time. This happens in two cases. First, if the folder does not support
+    locks, the context has no effect. Second, if a build fails, the next waiting process gets the
+    lock of the deleted file, and another process can create and lock a new file.
     """
     with contextlib.ExitStack() as end_of_context:
         with contextlib.suppress(OSError):

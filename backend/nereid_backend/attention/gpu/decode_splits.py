@@ -59,11 +59,11 @@ def split(
     # reads for each sequence of the group.
     lens = [(num_seqs, _num_visible(length, window, tile)) for num_seqs, length in rows.bounds]
     longest = max(length for _, length in lens)
-    total_tokens = sum(num_seqs * length for num_seqs, length in lens) * num_programs
+    num_tokens = sum(num_seqs * length for num_seqs, length in lens)
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    # If each split has `tokens_by_occupancy` tokens, the launch has about `wanted_programs`
-    # programs.
-    tokens_by_occupancy = divide_up(total_tokens, wanted_programs)
+    # `num_programs` programs read each token. If each program reads `tokens_by_occupancy` tokens
+    # (one split), the launch has about `wanted_programs` programs.
+    tokens_by_occupancy = divide_up(num_tokens * num_programs, wanted_programs)
     tokens_by_max_splits = divide_up(longest, MAX_SPLITS)
     min_tokens = max(tokens_by_occupancy, tokens_by_max_splits, _MIN_TILES * tile)
     # Round `min_tokens` up to `tile` times a power of two. Few numbers have this form, so different
@@ -79,12 +79,25 @@ def captured_splits(
 
     A split is a part of a sequence's keys, and a separate program computes each split. A CUDA graph
     records a launch and repeats it in later steps. Therefore, the result depends only on values
-    that are equal for all these steps. `split` documents the arguments.
+    that are equal for all these steps.
+
+    Args:
+        rows: the decodes (sequences with one new token). Only their number and their bounds are
+            used: one pair (number of sequences, largest possible length) for each group of decodes.
+        window: the attention window of the layer.
+        num_programs: the number of programs for one split of one sequence. Each of these programs
+            computes different heads.
+        tile: the number of keys in a tile.
+        device: the device of the step.
     """
-    longest = max(_num_visible(length, window, tile) for _, length in rows.bounds)
+    longest = max(_num_visible(max_length, window, tile) for _, max_length in rows.bounds)
+    # Smaller splits would spend too much time on reading the query and combining the results.
     max_splits_by_length = divide_up(longest, _MIN_TILES * tile)
+    # The factor allows more programs than for a single step, because in some of the repeated steps,
+    # one sequence is much longer than the others, and only its splits keep the GPU busy.
     wanted_programs = _CAPTURED_FACTOR * _PROGRAMS_PER_PROCESSOR * num_processors(device)
     splits_by_occupancy = divide_up(wanted_programs, rows.count * num_programs)
+    # A minimum is possible, because programs whose split contains no keys end immediately.
     num_splits = max(splits_by_occupancy, _MIN_CAPTURED_SPLITS)
     return max(1, min(num_splits, max_splits_by_length, MAX_SPLITS))
 
@@ -100,6 +113,8 @@ def num_processors(device: torch.device) -> int:
 def _num_visible(length: int, window: LayerWindow, tile: int) -> int:
     """Return the largest number of keys that the kernel reads for a sequence of `length` tokens.
 
-    The first tile that the kernel reads can begin before the window.
+    With an attention window, the kernel reads the window and up to one tile before the window,
+    because the first tile that overlaps the window can begin before the window. Example: a window
+    of 512 tokens and a tile of 64 keys give at most 576.
     """
     return length if window.limit is None else min(length, window.limit + tile)

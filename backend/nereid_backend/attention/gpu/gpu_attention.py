@@ -96,9 +96,14 @@ def store_layer(
     cache: GpuKVCache,
     batch: AttentionBatch,
 ) -> None:
-    """Store the keys and values of one layer in the cache.
+    """Store the keys and values of a step's new tokens in the cache of one layer.
 
-    `attend` documents the arguments. Mutates: cache.
+    Args:
+        key: [num_kv_heads, num_tokens, key_dim].
+        value: [num_kv_heads, num_tokens, value_dim].
+        layer: the index of the layer in the cache, and the properties of the layer.
+        cache: the KV cache. Mutated.
+        batch: the metadata of the step. Only `slots` is used, the place of each token in the cache.
     """
     key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
     # `store` does not read `scale` and `sinks`, so their values have no effect.
@@ -160,12 +165,15 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
 def _attention_call(
     layer: tuple[int, LayerSpec], cache: GpuKVCache, scale: float, sinks: Tensor | None
 ) -> AttentionCall:
-    """Return the `AttentionCall` of a layer; see `attend_stored` for the arguments."""
-    number, spec = layer
-    scales, float8 = number_format(cache, number)
-    return AttentionCall(
-        spec, cache.keys[number], cache.values[number], scale, sinks, scales, float8
-    )
+    """Return the arguments of a layer's kernels that do not depend on the tokens of the step.
+
+    `layer` is the index of the layer in the cache, and the properties of the layer. `scale` is the
+    factor by which the scores are multiplied. `sinks` is [num_heads]; None if there are no sinks.
+    """
+    layer_index, spec = layer
+    scales, float8 = number_format(cache, layer_index)
+    keys, values = cache.keys[layer_index], cache.values[layer_index]
+    return AttentionCall(spec, keys, values, scale, sinks, scales, float8)
 
 
 def _launch_kernels(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
@@ -200,7 +208,8 @@ def _largest_dim(spec: LayerSpec) -> int:
 def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
     """Return an object that describes how each layer of a model divides prefills into tiles.
 
-    A tile consists of some new tokens of one sequence, which one program of the kernel computes.
+    A prefill is a sequence with several new tokens in a step. A tile consists of some of these
+    tokens, which one program of the prefill kernel computes.
 
     Args:
         cache: the KV cache of the model.
@@ -209,9 +218,10 @@ def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
     device = device_of(cache.device)
     tilings = []
     for keys, spec in zip(cache.keys, layers, strict=True):
+        # The tile sizes that were fastest for the prefill kernel in measurements on this GPU.
         tuning = device.tuning("prefill", _largest_dim(spec), keys.itemsize)
         tilings.append(prefill_tiling(spec, tuning))
-    return StepLayout(tilings)
+    return StepLayout(tilings)  # removes duplicates, because many layers have equal tilings
 
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
@@ -239,13 +249,15 @@ def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] 
     Returns:
         Two items. The first item contains the factors by which 8-bit keys are multiplied, and the
         factors by which 8-bit values are multiplied. It is None if the cache stores no 8-bit
-        numbers. The second item is the method that converts 8-bit floating point numbers.
+        numbers. The second item selects how a kernel converts 8-bit floating point numbers: with an
+        instruction of the GPU, or by shifting bits. It is `Float8.NONE` for all other numbers.
     """
     if not isinstance(cache, ScaledKVCache):
         return None, Float8.NONE
     scales = (cache.key_scales[layer], cache.value_scales[layer])
-    stores_float8 = isinstance(cache, Float8KVCache)
-    return scales, float8_of(cache.device) if stores_float8 else Float8.NONE
+    if isinstance(cache, Float8KVCache):
+        return scales, float8_of(cache.device)
+    return scales, Float8.NONE  # The cache stores 8-bit integers.
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:

@@ -76,7 +76,11 @@ class PrefillRows:
     _tiles: dict["Tiling", Tensor] = field(default_factory=dict)
 
     def tiles(self, tiling: "Tiling") -> Tensor:
-        """Return the tiles of all prefills, [num_tiles, 2] int64; see `tile_rows`."""
+        """Return the tiles of all prefills, [num_tiles, 2] int64.
+
+        A tile consists of some new tokens of one prefill. A row of the result contains the index of
+        the prefill, and the index of the tile's first token among the new tokens of the prefill.
+        """
         tiles = self._tiles.get(tiling)
         if tiles is None:
             prefills = [PrefillShape.of(prefill) for prefill in self.prefills]
@@ -170,11 +174,13 @@ class StepLayout:
         """Return the arrays that must be copied to the GPU. The arrays contain a step's metadata.
 
         If there are decodes, the first array contains the start of each decode's block table. If
-        there are prefills, the next array contains a row for each prefill. Then follows one array
-        of tiles for each tiling, a way of dividing the prefills into tiles.
+        there are prefills, the next array contains a row for each prefill. A program of the prefill
+        kernel computes a tile: some new tokens of one prefill. Layers can have tiles of different
+        sizes, so one array of tiles follows for each distinct tiling (tile size and window).
 
         Args:
-            decode_shapes: the shapes of the block tables, one for each group of decodes.
+            decode_shapes: one pair for each group of decodes whose sequences have similar lengths:
+                the number of decodes, and the number of blocks in each of their block tables.
             prefills: the prefills.
         """
         arrays = []
@@ -187,7 +193,10 @@ class StepLayout:
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """The tilings of the model's layers. A tiling is a way of dividing prefills into tiles."""
+        """The distinct tilings of the model's layers.
+
+        A tiling is the number of new tokens in a tile of a prefill, and the attention window.
+        """
         return self._tilings
 
 
@@ -206,9 +215,13 @@ class PackedRows:
     def unpack(self, batch: AttentionBatch) -> GpuBatch:
         """Build the metadata of a step from the arrays that were copied to the GPU.
 
-        `self.tensors` contains the arrays in the order of `StepLayout.arrays`: the starts of the
-        decodes' block tables, the rows of the prefills, and the tiles of each tiling. The first
-        array is missing if the step has no decodes, and the others if it has no prefills.
+        `self.tensors` contains the arrays in the order of `StepLayout.arrays`:
+
+        - if the step has decodes: the start of each decode's block table;
+        - if the step has prefills: one row for each prefill, with its position and its sizes;
+        - if the step has prefills: for each tiling, the list of tiles. A program of the prefill
+          kernel computes one tile, which consists of some new tokens of one prefill. A tiling is
+          the number of tokens in a tile and the attention window, which depend on the layer.
         """
         remaining_tensors = iter(self.tensors)
         decodes = None
@@ -217,10 +230,11 @@ class PackedRows:
             decodes = _decode_rows(batch.decodes, batch.block_size, table_starts)
         prefills = None
         if batch.prefills:
-            sequences = next(remaining_tensors)
-            tiles = dict(zip(self.layout.tilings, remaining_tensors, strict=True))
+            prefill_rows = next(remaining_tensors)
+            # The remaining tensors contain the tiles. Layers look up their tiles by their tiling.
+            tiles_by_tiling = dict(zip(self.layout.tilings, remaining_tensors, strict=True))
             table = _concatenated([prefill.blocks for prefill in batch.prefills])
-            prefills = PrefillRows(batch.prefills, table, sequences, tiles)
+            prefills = PrefillRows(batch.prefills, table, prefill_rows, tiles_by_tiling)
         return GpuBatch(decodes, prefills)
 
 
@@ -280,14 +294,19 @@ def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
 def _decode_rows(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -> DecodeRows:
     """Concatenate the metadata of all groups of decodes (sequences with one new token).
 
+    The decodes are grouped by length, because the block tables of a group are padded to the same
+    length.
+
     Args:
-        groups: the groups of decodes. If `tokens` of a group is None, the group contains all
-            decodes, and their tokens are the first tokens of the packed row.
+        groups: the groups of decodes. `tokens` of a group contains the indices of its tokens in the
+            input of the step, which is one row with the new tokens of all sequences. If `tokens` is
+            None, the group contains all decodes, and their tokens come first in this row.
         block_size: the number of tokens in one block.
         table_starts: [num_decodes] int64, the index at which each decode's block table starts in
             the concatenated block tables.
     """
     tokens: list[Tensor] = []
+    # One pair for each group: the number of sequences, and the largest length of a sequence.
     bounds: list[tuple[int, int]] = []
     for group in groups:
         num_seqs, num_blocks = group.blocks.shape

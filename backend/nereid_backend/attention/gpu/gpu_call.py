@@ -76,7 +76,12 @@ class AttentionCall:
 
     @property
     def score_factors(self) -> tuple[float, float]:
-        """The arguments `scale` and `cap` of the kernels; see `triton_common.tile_scores`."""
+        """The arguments `scale` and `cap` of the kernels.
+
+        The kernels compute powers of 2 instead of powers of e, so the scores must be multiplied by
+        log2(e). Without a softcap, `scale` contains this factor, and `cap` is not used. With a
+        softcap, the score is cap * tanh(scale * product), and `cap` contains the factor.
+        """
         softcap = self.spec.softcap
         if softcap is None:
             return self.scale * _LOG2E, 0.0
@@ -103,11 +108,14 @@ class AttentionCall:
         The kernels pad keys to powers of two. To avoid much padding, a long key is divided into
         MAIN numbers, which are padded to DIM, and REST numbers, which are padded to REST_PADDED.
         Examples: a key of 192 numbers is divided into 128 and 64 numbers. A key of 24 numbers is
-        not divided: MAIN is 24, DIM is 32, and REST is 0.
+        not divided: MAIN is 24, DIM is 32, and REST is 0. The constants for values are returned by
+        `value_constants`, because the kernel that combines splits needs only these.
         """
         key_dim = self.spec.key_dim
-        largest_power_of_two = 1 << (key_dim.bit_length() - 1)
-        main = key_dim if key_dim <= _MAX_PADDED_KEY else largest_power_of_two
+        main = key_dim
+        # For a short key, a second matrix product would take more time than the padding.
+        if key_dim > _MAX_PADDED_KEY:
+            main = 1 << (key_dim.bit_length() - 1)  # the largest power of two up to `key_dim`
         rest = key_dim - main
         return {
             "NUM_KV_HEADS": self.spec.num_kv_heads,
@@ -118,7 +126,7 @@ class AttentionCall:
             "REST": rest,
             "REST_PADDED": padded_size(rest) if rest else 0,
             "HAS_SCALES": self.scales is not None,
-            "FLOAT8": int(self.float8),
+            "FLOAT8": int(self.float8),  # selects the conversion of 8-bit floating point numbers
         }
 
 

@@ -116,6 +116,14 @@ class TrialStep:
     decodes: tuple[int, ...] = ()
     prefills: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def token_counts(self) -> list[tuple[int, int]]:
+        """For each sequence, the number of cached tokens and of new tokens. Decodes come first.
+
+        Example: one decode of length 400 and the prefill (140, 20) give [(399, 1), (140, 20)].
+        """
+        return [*((length - 1, 1) for length in self.decodes), *self.prefills]
+
 
 _STEP = TrialStep(decodes=(400, 1, 17), prefills=((0, 40), (140, 20)))
 
@@ -144,7 +152,9 @@ class TrialLayer:
         `step` contains the lengths of the sequences.
         """
         spec = self.spec
-        batch, num_blocks = _make_batch(step, self.block_size, self.device)
+        tables = _scattered_tables(step, self.block_size)
+        num_blocks = sum(map(len, tables))
+        batch = _make_batch(step, tables, self.block_size, self.device)
         num_tokens = batch.slots.numel()
         num_slots = num_blocks * self.block_size
         cache = self.kind(
@@ -184,7 +194,8 @@ def check(
     `TrialLayer` documents the arguments.
 
     Returns:
-        The largest relative error of any token; see `compare`.
+        The largest relative error of any token: the root mean square of the error, divided by the
+        root mean square of the expected result.
 
     Raises:
         KernelError: if the results differ by more than the accepted rounding errors.
@@ -235,9 +246,10 @@ def compare(trial: Trial, computed: Tensor) -> float:
 
 
 def _largest_relative_error(computed: Tensor, expected: Tensor) -> float:
-    """Return the largest relative error of any token; see `compare`.
+    """Return the largest relative error of any token.
 
-    Both tensors are [num_tokens, num_heads, value_dim].
+    The relative error of a token is the root mean square of its error, divided by the root mean
+    square of its expected values. Both tensors are [num_tokens, num_heads, value_dim].
     """
     error_sizes = (computed - expected).square().mean((1, 2)).sqrt()
     expected_sizes = expected.square().mean((1, 2)).sqrt()
@@ -245,39 +257,35 @@ def _largest_relative_error(computed: Tensor, expected: Tensor) -> float:
 
 
 def _make_batch(
-    step: TrialStep, block_size: int, device: torch.device
-) -> tuple[AttentionBatch, int]:
-    """Build the metadata of a test step. The blocks of each sequence are in random order.
+    step: TrialStep, tables: list[list[int]], block_size: int, device: torch.device
+) -> AttentionBatch:
+    """Build the metadata of a test step.
 
     Args:
         step: the lengths of the step's decodes (one new token) and prefills (several new tokens).
+        tables: the block table of each sequence. The tables of the decodes come first.
         block_size: the number of tokens in one block.
         device: the device of the tensors.
-
-    Returns:
-        The metadata, and the number of blocks that the step uses.
     """
-    # Pairs (number of cached tokens, number of new tokens). The pairs of the decodes come first. A
-    # decode has only one new token, which is the last token of its sequence.
-    lens = [*((length - 1, 1) for length in step.decodes), *step.prefills]
-    tables = _scattered_tables([num_cached + num_new for num_cached, num_new in lens], block_size)
-    num_blocks = sum(map(len, tables))
+    num_decodes = len(step.decodes)
     slots: list[int] = []  # the place of each new token in the cache
     prefills: list[Prefill] = []
-    for table, (num_cached, num_new) in zip(tables, lens, strict=True):
+    for index, (num_cached, num_new) in enumerate(step.token_counts):
         start = len(slots)
-        slots += _slots(table, range(num_cached, num_cached + num_new), block_size)
-        prefills.append(Prefill(start, len(slots), num_cached, _int64([table], device)))
-    num_decodes = len(step.decodes)
+        slots += _slots(tables[index], range(num_cached, num_cached + num_new), block_size)
+        is_prefill = index >= num_decodes
+        if is_prefill:
+            blocks = _int64([tables[index]], device)
+            prefills.append(Prefill(start, len(slots), num_cached, blocks))
     groups = []
     if num_decodes:
-        decode_tables = _int64(_padded(tables[:num_decodes], null_block=num_blocks), device)
-        groups.append(DecodeGroup(None, decode_tables, _int64(step.decodes, device), block_size))
-    slot_tensor = _int64(slots, device)
-    # Remove the first `num_decodes` elements of `prefills`, because `groups` already describes
-    # these decodes.
-    prefills = prefills[num_decodes:]
-    return AttentionBatch(slot_tensor, num_decodes, groups, prefills, block_size), num_blocks
+        # The null block follows the blocks of all sequences.
+        null_block = sum(map(len, tables))
+        blocks = _int64(_padded(tables[:num_decodes], null_block), device)
+        lens = _int64(step.decodes, device)
+        # tokens=None means that the decodes are the first tokens of the step.
+        groups.append(DecodeGroup(tokens=None, blocks=blocks, lens=lens, block_size=block_size))
+    return AttentionBatch(_int64(slots, device), num_decodes, groups, prefills, block_size)
 
 
 def _int64(values: Sequence[int] | list[list[int]], device: torch.device) -> Tensor:
@@ -285,14 +293,15 @@ def _int64(values: Sequence[int] | list[list[int]], device: torch.device) -> Ten
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def _scattered_tables(lens: Sequence[int], block_size: int) -> list[list[int]]:
-    """Return a block table for each sequence. The blocks in a table are in random order.
+def _scattered_tables(step: TrialStep, block_size: int) -> list[list[int]]:
+    """Return a block table for each sequence of a step. The tables of the decodes come first.
 
-    Args:
-        lens: the number of tokens in each sequence.
-        block_size: the number of tokens in one block.
+    The blocks in a table are in random order, and no block is in two tables. `block_size` is the
+    number of tokens in one block.
     """
-    table_lens = [math.ceil(num_tokens / block_size) for num_tokens in lens]
+    table_lens = [
+        math.ceil((num_cached + num_new) / block_size) for num_cached, num_new in step.token_counts
+    ]
     blocks = list(range(sum(table_lens)))
     random.Random(0).shuffle(blocks)
     return [[blocks.pop() for _ in range(table_len)] for table_len in table_lens]
@@ -312,6 +321,9 @@ def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
 def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
     """Return a float32 copy of a cache with one layer. 8-bit numbers are converted to float32.
 
+    The reference implementation computes with the copy, so that its results contain only the
+    rounding errors of the stored numbers, and no rounding errors of its own arithmetic.
+
     Args:
         cache: the cache.
         spec: the properties of the layer.
@@ -328,6 +340,8 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
     )
     keys, values = cache.keys[0], cache.values[0]
     if isinstance(cache, ScaledKVCache):
+        # An 8-bit cache stores each vector as 8-bit numbers and one factor. `restored` converts the
+        # vectors back to float32.
         keys = cache.restored(keys, cache.key_scales[0])
         values = cache.restored(values, cache.value_scales[0])
     copy.keys[0].copy_(keys)

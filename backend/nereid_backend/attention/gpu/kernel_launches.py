@@ -17,7 +17,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 # With this option, the kernels use fused multiply-add instructions, which round only the sum and
 # not the product. Triton logs a warning if the option is not set.
-_FUSED: dict[str, Any] = {"enable_fp_fusion": True}
+_FUSED_MULTIPLY_ADD: dict[str, Any] = {"enable_fp_fusion": True}
 # The number of elements that each program of the kernel `store` copies.
 _STORE_ELEMENTS = 4096
 # The largest number of query heads that one program of the decode kernel computes.
@@ -58,7 +58,7 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
     store_kernel[(num_tokens, programs_per_token)](
         key,
         value,
-        *call.cache_tensors,
+        *call.cache_tensors,  # keys, values, and the scales of 8-bit keys and 8-bit values
         slots,
         *head_and_token_strides,
         NUM_KV_HEADS=num_kv_heads,
@@ -71,7 +71,7 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
         HAS_SCALES=call.scales is not None,
         IS_FLOAT8=call.float8 is not Float8.NONE,
         num_warps=4,
-        **_FUSED,
+        **_FUSED_MULTIPLY_ADD,
     )
 
 
@@ -130,7 +130,7 @@ def decode(
         **shared,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        **_FUSED,
+        **_FUSED_MULTIPLY_ADD,
     )
     if is_split:
         reduce_kernel[(rows.count, spec.num_heads)](
@@ -141,7 +141,7 @@ def decode(
             STEP=_REDUCE_STEP,
             **shared,
             num_warps=2,
-            **_FUSED,
+            **_FUSED_MULTIPLY_ADD,
         )
 
 
@@ -152,9 +152,18 @@ def _split_sizes(
 
     A split is a part of a sequence's keys, which one program computes. If the launch is captured
     into a CUDA graph, the kernel itself computes the size in each step, and the first number is
-    `_COMPUTED_BY_KERNEL`. `decode_splits.split` documents the arguments.
+    `_COMPUTED_BY_KERNEL`.
+
+    Args:
+        rows: the decodes (sequences with one new token).
+        spec: the properties of the layer.
+        num_programs: the number of programs for one split of one sequence. Each of these programs
+            computes different heads.
+        tile: the number of keys that a program processes at once.
     """
     device = rows.lens.device
+    # `longest` is set only for a launch in a CUDA graph. It is a tensor from which the kernel reads
+    # the length of the longest sequence, because this length differs between the repeated steps.
     is_captured = rows.longest is not None
     if is_captured:
         num_splits = decode_splits.captured_splits(rows, spec.window, num_programs, tile, device)
@@ -209,7 +218,7 @@ def prefill(
         **call.window_constants(),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        **_FUSED,
+        **_FUSED_MULTIPLY_ADD,
     )
 
 

@@ -128,8 +128,10 @@ def tile_scores(
     64 columns. Without this division, it would be padded to 256 columns. If the key is not divided,
     REST is 0. query contains the first MAIN columns of the queries, and query_rest the others.
 
-    If HAS_CAP is true, `scale` has been divided by the softcap, and `cap` is the softcap times
-    log2(e). If HAS_SCALES is true, each score is multiplied by the factor of its key.
+    If HAS_CAP is false, `scale` already contains the factor log2(e), and `cap` is not used. If
+    HAS_CAP is true, `scale` has been divided by the softcap, and `cap` is the softcap times
+    log2(e). If HAS_SCALES is true, the keys are 8-bit numbers, and each score is multiplied by the
+    factor of its key, which is read from key_scales.
     """
     key = load_rows(keys, key_rows, is_read, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
     scores = tl.dot(query, tl.trans(converted(key, query.dtype, FLOAT8)), input_precision="ieee")

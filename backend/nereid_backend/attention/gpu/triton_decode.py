@@ -47,10 +47,14 @@ def part_tokens(
 ):  # fmt: skip
     """Return the number of tokens in one split of a sequence, for a launch in a CUDA graph.
 
-    The keys of a sequence are divided into at most max_splits splits, which different programs
-    compute. longest points to the length of the longest sequence of the step. The length must be
-    read from memory, because a graph always repeats the scalar arguments with which it was
-    captured.
+    A split is a part of the keys of a sequence. There are at most max_splits splits, which
+    different programs compute. longest points to the length of the longest sequence of the step.
+    The length must be read from memory, because a graph always repeats the scalar arguments with
+    which it was captured.
+
+    If HAS_WINDOW is true, a token attends to the last `window` tokens, including itself. If
+    HAS_CHUNK is true, the sequence is divided into chunks of `chunk` tokens, and a token attends
+    only to its own chunk.
 
     Example: the length is 1000, a tile has 64 tokens, and there are at most 4 splits. Each split
     has 256 tokens.

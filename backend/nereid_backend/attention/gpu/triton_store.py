@@ -92,10 +92,12 @@ def store_rows(
 
     The cache is viewed as a matrix, [..., DIM]. rows [n] contains the row of each head in this
     matrix. source points to the first head, and head_stride is the distance between two heads.
-    If is_head is false for a head, the head is not copied.
+    If is_head is false for a head, the head is not copied. PADDED is DIM rounded up to a power of
+    two, because Triton supports only blocks of such sizes.
 
-    If HAS_SCALES is true, the cache contains 8-bit numbers; see `rounded_heads`. The factor of each
-    head is then stored in scales.
+    If HAS_SCALES is true, the cache contains 8-bit numbers: 8-bit floating point numbers if
+    IS_FLOAT8 is true, otherwise integers. Each head is rounded to such numbers and one factor, and
+    the product of both restores the head. scales contains one factor for each row of the cache.
     """
     columns = tl.arange(0, PADDED)
     mask = is_head[:, None] & (columns < DIM)[None, :]

@@ -51,7 +51,7 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
     """
     eight_bits = Layout(
         main=".weight",
-        others=(".SCB",),
+        others=(".SCB",),  # the largest absolute weight of each output
         decode=_decode_eight_bits,
         main_dtypes=("I8",),
         has_integers=True,
@@ -59,6 +59,8 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
     # For each of the two 4-bit data types, nf4 and fp4, the tensor `quant_state` has a different
     # name.
     four_bits = [_four_bit_layout(suffix) for suffix in _STATE_SUFFIXES]
+    # The tensor `.weight_format` is ignored, because it only contains the number of a memory layout
+    # for kernels of bitsandbytes.
     return Format(layouts=(*four_bits, eight_bits), ignored=(".weight_format",))
 
 
@@ -80,6 +82,10 @@ def _four_bit_layout(state_suffix: str) -> Layout:
 
 
 def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
+    """Return an 8-bit weight: weight = integer * SCB / 127.
+
+    SCB contains the largest absolute weight of each output. `dtype` is not used.
+    """
     values = tensors[".weight"]
     scales = tensors[".SCB"].float().unsqueeze(1) / _MAX_INT8
     return IntegerWeight(values, scales, None, values.shape[1], bits=8)

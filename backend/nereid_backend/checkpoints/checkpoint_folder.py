@@ -22,4 +22,5 @@ def checkpoint_folder(model: str) -> str:
     # Only GGUF files need the gguf library.
     from nereid_backend.checkpoints.gguf.gguf_folder import create_gguf_folder
 
-    return str(create_gguf_folder(Path(model), GGUF_LINK))
+    # The weights are loaded from the checkpoint folder, so the folder contains a link to the file.
+    return str(create_gguf_folder(Path(model), link_name=GGUF_LINK))

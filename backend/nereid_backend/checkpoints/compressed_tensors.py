@@ -85,14 +85,20 @@ def compressed_tensors_format(settings: Settings) -> Format:
 def _integer_layouts(group_size: int | None) -> tuple[Layout, Layout]:
     """Return two layouts of weights: integers that are packed into 32-bit words, and int8 integers.
 
-    The inputs of a weight are divided into groups, and each group has one scale. `group_size` is
-    the number of inputs in a group; None if the checkpoint has no common group size.
+    A layout lists the name suffixes of a weight's tensors: `main` contains the integers, `others`
+    must exist, too, and `optional` may be missing. The inputs of a weight are divided into groups,
+    and each group has one scale. `group_size` is the number of inputs in a group; None if the
+    checkpoint has no common group size.
     """
+    # Without zero points, all zeros are 0. The tensor g_idx contains the index of each input's
+    # group; without this tensor, the inputs of a group are consecutive.
+    optional = (".weight_zero_point", ".weight_g_idx")
     packed = Layout(
         main=".weight_packed",
+        # weight_shape contains the numbers of outputs and inputs of the unpacked weight.
         others=(".weight_scale", ".weight_shape"),
         decode=partial(_decode_packed, group_size=group_size),
-        optional=(".weight_zero_point", ".weight_g_idx"),
+        optional=optional,
         main_dtypes=("I32",),
         numbers_per_element=8,  # A 32-bit word usually contains eight 4-bit integers.
         has_integers=True,
@@ -101,8 +107,9 @@ def _integer_layouts(group_size: int | None) -> tuple[Layout, Layout]:
         main=".weight",
         others=(".weight_scale",),
         decode=partial(_decode_int8, group_size=group_size),
-        optional=(".weight_zero_point", ".weight_g_idx"),
+        optional=optional,
         main_dtypes=("I8",),
+        numbers_per_element=1,
         has_integers=True,
     )
     return packed, int8
@@ -172,14 +179,19 @@ def _decode_packed(
 
     Args:
         tensors: the tensors of the weight, by suffix.
-        dtype: not used.
-        group_size: the number of inputs in a group with one scale, as in the settings; see
-            `_create_integer_weight`.
+        dtype: not used, because the weight consists of integers. Every decoder has this argument.
+        group_size: the number of inputs in a group with one scale, as in the settings; None if the
+            settings contain several group sizes.
+
+    Raises:
+        ValueError: if the shapes of the tensors do not match.
     """
     num_rows, num_inputs = map(int, tensors[".weight_shape"])
     packed = tensors[".weight_packed"]
     # The layers of one checkpoint may have different numbers of bits. The number of bits is
-    # therefore computed from the number of words in a row.
+    # therefore computed from the number of words in a row. The quotient is rounded down, because up
+    # to 31 bits of the last word are unused. They do not change the result if a row has at least 32
+    # inputs.
     bits = packed.shape[1] * 32 // max(1, num_inputs)
     if not 1 <= bits <= 8 or len(packed) != num_rows:
         raise ValueError(
@@ -201,7 +213,11 @@ def _decode_int8(
     *,
     group_size: int | None,
 ) -> IntegerWeight:
-    """Decode integers that are stored as int8; see `_decode_packed` for the arguments."""
+    """Decode integers that are stored as int8: weight = (integer - zero) * scale.
+
+    `tensors` contains the tensors of the weight by suffix, and `group_size` is the number of inputs
+    in a group with one scale. `dtype` is not used.
+    """
     zeros = tensors.get(".weight_zero_point")
     return _create_integer_weight(tensors[".weight"], zeros, tensors, group_size, bits=8)
 
@@ -228,29 +244,32 @@ def _create_integer_weight(
         bits: the number of bits of an integer.
     """
     num_rows, num_inputs = values.shape
-    scales = by_row(tensors[".weight_scale"], num_rows)
+    scales = by_row(tensors[".weight_scale"], num_rows)  # [out_features, groups]
     num_groups = scales.shape[1]
     # The settings contain one group size, but some layers may have a different group size. The
     # number of scales in the file determines the actual group size.
     if group_size is None or math.ceil(num_inputs / group_size) != num_groups:
         group_size = math.ceil(num_inputs / num_groups)
     if zeros is not None:
+        # There may be one zero for a whole row. Repeat this zero for each group of the row.
         zeros = by_row(zeros, num_rows).expand(-1, num_groups)
-    input_groups = _input_groups(tensors, num_groups)
-    return IntegerWeight(values, scales, zeros, group_size, bits, input_groups)
+    # With activation order, the inputs of a group are not consecutive. `group_of_input` then
+    # contains the group of each input, and is None otherwise.
+    group_of_input = _group_of_input(tensors, num_groups)
+    return IntegerWeight(values, scales, zeros, group_size, bits, group_of_input)
 
 
-def _input_groups(tensors: Mapping[str, Tensor], num_groups: int) -> Tensor | None:
+def _group_of_input(tensors: Mapping[str, Tensor], num_groups: int) -> Tensor | None:
     """Return the index of each input's group; None if the inputs of each group are consecutive.
 
-    The result is int64 [in_features], and contains the index of the group.
+    The result is int64 [in_features].
     """
-    groups = tensors.get(".weight_g_idx")
-    if groups is None:
+    group_of_input = tensors.get(".weight_g_idx")
+    if group_of_input is None:
         return None
-    if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+    if int(group_of_input.min()) < 0 or int(group_of_input.max()) >= num_groups:
         raise ValueError(f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}")
-    return groups.long()
+    return group_of_input.long()
 
 
 def _signed(values: Tensor, bits: int) -> Tensor:

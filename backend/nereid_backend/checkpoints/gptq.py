@@ -70,9 +70,9 @@ def _decode(
 
     Args:
         tensors: the tensors of the weight, by suffix.
-        dtype: not used.
-        bits: the number of bits in the settings. If a weight has the tensor g_idx, this number is
-            ignored, because the number of bits is derived from the number of inputs.
+        dtype: not used, because the weight consists of integers. Every decoder has this argument.
+        bits: the number of bits in the settings. A layer can have another number, which is derived
+            from the number of inputs. Only g_idx shows the number of inputs.
         has_offset: whether the file contains zero - 1 instead of zero.
 
     Raises:
@@ -82,7 +82,7 @@ def _decode(
     scales = tensors[".scales"].T  # [out_features, groups]
     group_of_input = tensors.get(".g_idx")  # [in_features]
     weight_bits = bits
-    num_values = None  # as many integers as the words of a row contain
+    num_values = None  # None unpacks as many integers as fit into the words of a row.
     if group_of_input is not None:
         num_values = len(group_of_input)
         weight_bits = _derive_bits(packed.shape[1], num_values)
@@ -96,7 +96,7 @@ def _decode(
             f"{tuple(scales.shape)} do not match weights with {num_inputs} inputs"
         )
     group_size = math.ceil(num_inputs / num_groups)
-    irregular_groups = None  # None means that the inputs of each group are consecutive
+    irregular_groups = None  # None means that the inputs of each group are consecutive.
     if group_of_input is not None:
         irregular_groups = _groups_if_irregular(group_of_input.long(), group_size, num_groups)
     return IntegerWeight(values, scales, zeros, group_size, weight_bits, irregular_groups)
@@ -138,8 +138,10 @@ def _words_of_ones(bits: int, num_words: int) -> Tensor:
     Example: with 4 bits, each word is 0x11111111.
 
     The programs that create GPTQ checkpoints subtract these words from the packed zeros. For a zero
-    of 0, this subtraction borrows from the next integer in the word. To undo the borrows, these
-    words must be added to the packed zeros. Adding 1 to each unpacked zero would not undo them.
+    of 0, this subtraction borrows from the next integer in the word. Therefore, the words must be
+    added to the packed zeros before these are unpacked. Example: the 4-bit zeros 0 and 3 form the
+    byte 0x30. The file contains 0x30 - 0x11 = 0x1F, which unpacks to 15 and 1. Adding 1 to these
+    two integers would give 16 and 2, but 0x1F + 0x11 = 0x30 is correct.
     """
     words = [0] * num_words
     # Set the lowest bit of each packed integer. `position` counts bits across all words, because an
@@ -147,6 +149,8 @@ def _words_of_ones(bits: int, num_words: int) -> Tensor:
     for position in range(0, 32 * num_words, bits):
         word_index, bit = divmod(position, 32)
         words[word_index] |= 1 << bit
+    # A word whose highest bit is set does not fit into int32. The conversion keeps the 32 bits, and
+    # the word becomes a negative number.
     return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 

@@ -121,16 +121,17 @@ class RoundedWeight:
 
         Mutates: `layer`.
         """
-        if isinstance(self.weight, quantised_tensors.LazyWeight) and self.weight.is_matrix:
-            # The weight is not quantised, so its rows are in one tensor of a safetensors file.
-            # `read_rows(start, end)` reads some rows of this tensor.
-            stored = self.weight.stored
-            _check_shape(stored.shape, layer)
-            round_layer(layer, stored.read_rows, self.bits)
+        weight = self.weight
+        if isinstance(weight, quantised_tensors.LazyWeight) and weight.is_unquantised_matrix:
+            # The rows of the weight are in one tensor of a safetensors file. `read_rows(start,
+            # end)` reads some rows of this tensor.
+            _check_shape(weight.main_tensor.shape, layer)
+            round_layer(layer, weight.main_tensor.read_rows, self.bits)
         else:
-            weight = self.weight[...]  # reads and dequantises the whole weight
-            _check_shape(weight.shape, layer)
-            round_layer(layer, lambda start, end: weight[start:end], self.bits)
+            # The index `...` selects the whole weight, which is read and dequantised now.
+            numbers = weight[...]
+            _check_shape(numbers.shape, layer)
+            round_layer(layer, lambda start, end: numbers[start:end], self.bits)
 
     def __getitem__(self, index: object) -> Tensor:
         """Return the unrounded weight.
@@ -176,8 +177,9 @@ def use_placeholders(
 ) -> dict[str, LazyWeight | Placeholder]:
     """Return a copy of `weights` with placeholders for the integer weights of linear layers.
 
-    A placeholder is a tensor without data. transformers, which cannot load integer weights, loads
-    the placeholders instead. Afterwards, `fill_placeholders` stores the integers in the layers.
+    A placeholder is a tensor whose elements all refer to one number in memory. transformers, which
+    cannot load integer weights, loads the placeholders instead. Afterwards, `fill_placeholders`
+    stores the integers in the layers.
 
     Args:
         weights: the weights of a checkpoint by name.
@@ -216,8 +218,9 @@ def fill_placeholders(
 ) -> int:
     """Replace each placeholder in the linear layers of a model by the integers of the real weight.
 
-    A placeholder is a tensor without data, which transformers has loaded in place of a quantised
-    weight. The CPU kernels read the integers in panels: blocks of a weight matrix that are
+    A placeholder is a tensor that transformers has loaded in place of a quantised weight. All its
+    elements refer to one number in memory, so it takes almost no memory, but it has an address of
+    its own. The CPU kernels read the integers in panels: blocks of a weight matrix that are
     contiguous in memory.
 
     Args:
@@ -290,8 +293,9 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
 def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
     """Store an integer weight in a layer. Return False if the weight was dequantised instead.
 
-    A panel is a block of a weight matrix that is contiguous in memory. If panels cannot store the
-    weight exactly, the layer gets the dequantised weight.
+    The class of the layer becomes `GroupedLinear`, which stores the integers in panels. A panel is
+    a block of a weight matrix that is contiguous in memory, and its scales and zeros are float16.
+    If panels cannot store the weight exactly, the layer gets the dequantised weight.
 
     Mutates: `layer`.
     """

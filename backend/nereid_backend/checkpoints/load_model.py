@@ -145,12 +145,15 @@ def _with_placeholders(
 
     transformers loads the placeholders, which are tensors without data. `fill_placeholders` then
     stores the integers in the layers. If `rounded_bits` is not None, the weights of linear layers
-    are rounded to integers with this number of bits, and therefore replaced, too.
+    are rounded to integers with this number of bits, and therefore replaced, too. transformers must
+    have a class for the model; see `_check_class_exists`.
     """
+    class_of_model = model_class(config)
+    assert class_of_model is not None, "`load_model` has checked that the class exists"
     # Only the names and shapes of the layers are needed. On the device "meta", the weights of a
     # model take no memory.
     with torch.device("meta"):
-        empty_model = model_class(config)(config)
+        empty_model = class_of_model(config)
     if rounded_bits is not None:
         weights = round_weights(weights, empty_model, rounded_bits)
     return use_placeholders(weights, empty_model, dtype)
@@ -176,6 +179,8 @@ def _from_pretrained(
         UnsupportedModelError: if transformers does not support the model.
     """
     try:
+        # If transformers has no class for the model, a Python file of the checkpoint may define the
+        # class. AutoModelForCausalLM imports such a file.
         loading_class = model_class(config) or AutoModelForCausalLM
         # With output_loading_info=True, `from_pretrained` returns a pair, but its type annotation
         # does not mention the pair.
@@ -183,6 +188,7 @@ def _from_pretrained(
         with _report_reading(progress):
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except ModelError:
+        # transformers reads the quantised weights through `LazyWeight`, which raises this error.
         raise
     except Exception as error:
         attention = arguments["attn_implementation"]
@@ -203,10 +209,11 @@ def _convert_error(
         attention: the name of the attention implementation.
     """
     if isinstance(error, ValueError | KeyError | ImportError):
-        # If the error message contains the name of the attention implementation, transformers has
-        # refused this implementation, because the class of the model does not use transformers'
-        # attention interface.
-        if attention in str(error):
+        # transformers has no separate exception for a class that does not use its attention
+        # interface, but the message then contains the name of the refused implementation. This
+        # package generates the name, such as "nereid_paged_0", so no other message contains it.
+        has_refused_attention = attention in str(error)
+        if has_refused_attention:
             return _OwnAttentionError()
         return UnsupportedModelError(
             f"the model type {config.model_type} is not supported: {first_line(error)}"
@@ -285,14 +292,13 @@ def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
     """
 
     def create_bar(
-        factory: object, args: tuple[Any, ...], options: dict[str, Any]
+        bar_class: object, args: tuple[Any, ...], options: dict[str, Any]
     ) -> Iterator[Any]:
-        """Return an iterator that yields the items of a progress bar and shows no bar.
+        """Return an iterator over the items of a progress bar, in place of the bar.
 
-        transformers passes the class of the bar (`factory`) and the arguments for this class. The
-        first positional argument contains the items.
+        transformers only iterates over the bars that it creates while it reads weights.
         """
-        del factory, options
+        del bar_class, options  # the class and the appearance of the bar, which is not shown
         items = args[0]
         return report_items(items, "reading weights", progress)
 

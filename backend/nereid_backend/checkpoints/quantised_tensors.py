@@ -90,33 +90,34 @@ class LazyWeight:
         Raises:
             ModelError: if the tensors cannot be read, or if the shapes of the tensors do not match.
         """
+        # `read` raises a ModelError itself.
         if self.layout is None:
-            return self.stored.read()
+            return self.main_tensor.read()
         tensors_by_suffix = {suffix: tensor.read() for suffix, tensor in self.tensors.items()}
         try:
             return self.layout.decode(tensors_by_suffix, self.dtype)
         except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
             # These errors occur if the tensors are damaged. Example: a tensor has a wrong shape.
             raise ModelError(
-                f"the quantised weight {self.stored.name} in {self.stored.file} cannot be read "
-                f"({error}). Download the file again."
+                f"the quantised weight {self.main_tensor.name} in {self.main_tensor.file} cannot "
+                f"be read ({error}). Download the file again."
             ) from error
 
     @property
     def num_elements(self) -> int:
         """The number of elements of the weight."""
         factor = 1 if self.layout is None else self.layout.numbers_per_element
-        return round(math.prod(self.stored.shape) * factor)
+        return round(math.prod(self.main_tensor.shape) * factor)
 
     @property
-    def stored(self) -> StoredTensor:
-        """The main tensor of the weight. An unquantised weight has only this tensor."""
-        return next(iter(self.tensors.values()))
+    def main_tensor(self) -> StoredTensor:
+        """The tensor with the numbers or integers. An unquantised weight has only this tensor."""
+        return next(iter(self.tensors.values()))  # The main tensor always comes first.
 
     @property
-    def is_matrix(self) -> bool:
+    def is_unquantised_matrix(self) -> bool:
         """Whether the weight is not quantised and has two dimensions."""
-        return self.layout is None and len(self.stored.shape) == 2
+        return self.layout is None and len(self.main_tensor.shape) == 2
 
     @property
     def has_integers(self) -> bool:
@@ -151,14 +152,16 @@ def lazy_weights(
         ModelError: if a tensor of a quantised weight is missing.
         UnsupportedModelError: if the method is not supported.
     """
-    chosen_format = Format(()) if settings is None else _choose_format(settings)
+    no_format = Format(layouts=())  # No tensors form a quantised weight.
+    chosen_format = no_format if settings is None else _choose_format(settings)
     weights, used_names = _quantised_weights(stored, chosen_format, dtype)
     for name, tensor in stored.items():
+        # `ignored` contains suffixes of tensors that are not needed, such as scales of activations.
         if name in used_names or name.endswith(chosen_format.ignored):
             continue
         # In a quantised checkpoint, a tensor that no complete weight uses may belong to a quantised
-        # weight whose other tensors are missing.
-        if settings is not None and _is_leftover(tensor):
+        # weight whose other tensors are missing. Its suffix or its data type shows this.
+        if settings is not None and _is_part_of_quantised_weight(tensor):
             raise ModelError(
                 f"{tensor.file} contains the tensor {name} of a quantised weight. The other "
                 "tensors of this weight are missing or have an unsupported layout. Download the "
@@ -289,7 +292,8 @@ def _tensors_of_weight(
 
     The name of each tensor consists of `stem` and a suffix. Example: for the stem
     "model.layers.0.mlp.up_proj", the key ".scales" is the tensor
-    "model.layers.0.mlp.up_proj.scales". Optional tensors that do not exist are left out.
+    "model.layers.0.mlp.up_proj.scales". Optional tensors that do not exist are left out. The other
+    tensors exist, because `_find_layout` has selected a layout whose tensors exist.
     """
     tensors: dict[str, StoredTensor] = {}
     for suffix in (layout.main, *layout.others, *layout.optional):
@@ -299,6 +303,9 @@ def _tensors_of_weight(
     return tensors
 
 
-def _is_leftover(tensor: StoredTensor) -> bool:
-    """Return whether a tensor without a known layout belongs to a quantised weight."""
+def _is_part_of_quantised_weight(tensor: StoredTensor) -> bool:
+    """Return whether the suffix or the data type shows that a tensor belongs to a quantised weight.
+
+    Examples: "up_proj.qweight" gives True, and so does any tensor of 8-bit floating point numbers.
+    """
     return tensor.name.endswith(_QUANTISED_SUFFIXES) or tensor.dtype.startswith("F8")

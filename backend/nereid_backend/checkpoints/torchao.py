@@ -99,8 +99,9 @@ def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     num_groups = scales.shape[1]
     if num_inputs % num_groups != 0:
         raise ValueError(f"{num_inputs} inputs cannot be divided into {num_groups} groups")
-    # If all weights of a group have the same value w, the file contains the scale 0 and the zero
-    # point w. An IntegerWeight represents w with the scale 1 and the zero point -w.
+    # If all weights of a group have the same value w, the file may contain the scale 0 and the zero
+    # point w. An IntegerWeight represents w with the scale 1 and the zero point -w, because (0 -
+    # (-w)) * 1 = w. This requires that the integers of the group are 0.
     scales = torch.where(scales == 0, 1.0, scales)
     zeros = -tensors[_ZERO].T.float() / scales
     return IntegerWeight(values, scales, zeros, num_inputs // num_groups, bits=4)

@@ -25,17 +25,17 @@ class WeightCounts:
 
     Attributes:
         num_weights: the number of weights.
-        num_integers: the number of quantised weights in linear layers. The CPU kernels use them as
-            integers with scales.
+        num_quantised_linear: the number of quantised weights in linear layers. The CPU kernels use
+            them as integers with scales.
         integer_bytes: the size of these integers and their scales in memory, in bytes.
-        num_linear: the number of unquantised weights in linear layers, estimated from the names of
-            the weights. For a GGUF file, the number is 0.
+        num_unquantised_linear: the number of unquantised weights in linear layers, estimated from
+            the names of the weights. For a GGUF file, the number is 0.
     """
 
     num_weights: int
-    num_integers: int
+    num_quantised_linear: int
     integer_bytes: int
-    num_linear: int
+    num_unquantised_linear: int
 
 
 def count_weights(folder: Path) -> WeightCounts:
@@ -49,21 +49,23 @@ def count_weights(folder: Path) -> WeightCounts:
         UnsupportedModelError: if the quantisation method is not supported.
     """
     weights = _weights(folder)
-    # The model is not created, so only the names show which weights belong to linear layers.
+    # The model is not created, so only the names show which weights belong to linear layers: all
+    # weights except embeddings and experts. Vectors, such as the weights of norms, are left out
+    # below, because they are neither quantised nor matrices.
     linear = [weight for name, weight in weights.items() if _can_be_linear(name)]
     quantised_linear = [weight for weight in linear if weight.has_integers]
     unquantised_linear = [weight for weight in linear if _is_unquantised_matrix(weight)]
     return WeightCounts(
         num_weights=sum(weight.num_elements for weight in weights.values()),
-        num_integers=sum(weight.num_elements for weight in quantised_linear),
+        num_quantised_linear=sum(weight.num_elements for weight in quantised_linear),
         integer_bytes=sum(weight.integer_bytes for weight in quantised_linear),
-        num_linear=sum(weight.num_elements for weight in unquantised_linear),
+        num_unquantised_linear=sum(weight.num_elements for weight in unquantised_linear),
     )
 
 
 def _is_unquantised_matrix(weight: LazyWeight) -> bool:
     """Return whether a weight is an unquantised matrix in a safetensors file."""
-    return isinstance(weight, SafetensorsWeight) and weight.is_matrix
+    return isinstance(weight, SafetensorsWeight) and weight.is_unquantised_matrix
 
 
 def _can_be_linear(name: str) -> bool:

@@ -82,7 +82,7 @@ def _remedy(
     if number_bytes > _HALF_BYTES and halved_bytes <= free_bytes:
         return f"With dtype=bfloat16, they need {format_bytes(halved_bytes)}."
     packed_bytes = _weight_bytes(counts, number_bytes, keeps_integers=True)
-    could_prepack = counts.num_integers > 0 and not config.prepack
+    could_prepack = counts.num_quantised_linear > 0 and not config.prepack
     if could_prepack and packed_bytes <= free_bytes:
         return f"With prepack=true, they need {format_bytes(packed_bytes)}."
     # weight_dtype=int8 and weight_dtype=int4 require a CPU. `keeps_integers` is True only on a CPU.
@@ -106,7 +106,7 @@ def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
         "dtype=bfloat16": _weight_bytes(counts, _HALF_BYTES, keeps_integers=True),
     }
     # The setting weight_dtype does not apply to checkpoints that are already quantised.
-    can_be_rounded = counts.num_linear > 0 and counts.num_integers == 0
+    can_be_rounded = counts.num_unquantised_linear > 0 and counts.num_quantised_linear == 0
     if can_be_rounded:
         for weight_dtype in _ROUNDED_BYTES:
             size = _rounded_bytes(counts, weight_dtype, _HALF_BYTES)
@@ -116,8 +116,8 @@ def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
 
 def _rounded_bytes(counts: WeightCounts, weight_dtype: str, number_bytes: int) -> int:
     """Return the size of the weights in bytes if linear layers store integers of 4 or 8 bits."""
-    others = counts.num_weights - counts.num_linear
-    return int(counts.num_linear * _ROUNDED_BYTES[weight_dtype]) + others * number_bytes
+    others = counts.num_weights - counts.num_unquantised_linear
+    return int(counts.num_unquantised_linear * _ROUNDED_BYTES[weight_dtype]) + others * number_bytes
 
 
 def _weight_bytes(counts: WeightCounts, number_bytes: int, *, keeps_integers: bool) -> int:
@@ -128,7 +128,7 @@ def _weight_bytes(counts: WeightCounts, number_bytes: int, *, keeps_integers: bo
     """
     if not keeps_integers:
         return counts.num_weights * number_bytes
-    others = counts.num_weights - counts.num_integers
+    others = counts.num_weights - counts.num_quantised_linear
     return counts.integer_bytes + others * number_bytes
 
 

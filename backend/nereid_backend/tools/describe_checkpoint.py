@@ -93,7 +93,7 @@ def _describe_weights(folder: Path) -> str:
         return text
     settings = quantisation_settings(read_config(folder, trust_remote_code=False))
     if settings is not None:
-        keeps = "stay integers on a CPU" if counts.num_integers else "are dequantised"
+        keeps = "stay integers on a CPU" if counts.num_quantised_linear else "are dequantised"
         return f"{text}, quantised with {settings.get('quant_method')}; they {keeps}"
     kinds = Counter(tensor.dtype for tensor in open_tensors(folder, for_reading=False).values())
     return f"{text} as {', '.join(kind for kind, _ in kinds.most_common())}"

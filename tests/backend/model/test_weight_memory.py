@@ -38,11 +38,11 @@ def test_rounding_while_reading_gives_the_same_tokens_as_rounding_later(
 def test_the_refusal_names_the_most_exact_setting_that_fits(checkpoint, set_free):
     folder = checkpoint("qwen3")
     counts = count_weights(folder)
-    others = 2 * (counts.num_weights - counts.num_linear)
+    others = 2 * (counts.num_weights - counts.num_unquantised_linear)
     for free, remedy in (
         (2 * counts.num_weights, "With dtype=bfloat16, they need"),
-        (others + counts.num_linear * 1.1, "With weight_dtype=int8, they need"),
-        (others + counts.num_linear * 0.7, "With weight_dtype=int4, they need"),
+        (others + counts.num_unquantised_linear * 1.1, "With weight_dtype=int8, they need"),
+        (others + counts.num_unquantised_linear * 0.7, "With weight_dtype=int4, they need"),
         (others, "Use a quantised checkpoint of the model, or a smaller model."),
     ):
         set_free(int(free))

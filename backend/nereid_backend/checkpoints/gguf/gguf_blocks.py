@@ -129,24 +129,28 @@ def _decode_q8_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 def _decode_q4_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
     return _weight_with_middle(
-        _unpack_4_bit(blocks[:, 2:], 16), _read_float16(blocks, 0), num_rows, middle=8, bits=4
+        _unpack_4_bit(blocks[:, 2:], run_length=16),
+        _read_float16(blocks, 0),
+        num_rows,
+        middle=8,
+        bits=4,
     )
 
 
 def _decode_q4_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _unpack_4_bit(blocks[:, 4:], 16)
+    values = _unpack_4_bit(blocks[:, 4:], run_length=16)
     return _weight_with_minimums(
         values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits=4
     )
 
 
 def _decode_q5_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _unpack_4_bit(blocks[:, 6:], 16) | (_unpack_1_bit(blocks[:, 2:6]) << 4)
+    values = _unpack_4_bit(blocks[:, 6:], run_length=16) | (_unpack_1_bit(blocks[:, 2:6]) << 4)
     return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=16, bits=8)
 
 
 def _decode_q5_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _unpack_4_bit(blocks[:, 8:], 16) | (_unpack_1_bit(blocks[:, 4:8]) << 4)
+    values = _unpack_4_bit(blocks[:, 8:], run_length=16) | (_unpack_1_bit(blocks[:, 4:8]) << 4)
     return _weight_with_minimums(
         values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits=8
     )
@@ -162,89 +166,100 @@ def _decode_q2_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    """Unpack blocks of Q3_K: weight = scale * (sub - 32) * (q - 4).
+    """Unpack blocks of Q3_K: weight = block_scale * (group_scale - 32) * (q - 4).
 
-    A block contains these bytes:
+    A block has 256 weights in 16 groups of 16. A block contains these bytes:
 
-        0 to 31      the high bits of the 256 integers q
-        32 to 95     the low 2 bits of the integers q
-        96 to 103    the low 4 bits of the 16 numbers `sub`, one for each group of 16 weights
-        104 to 107   the high 2 bits of the numbers `sub`
-        108 to 109   the scale, float16
+        0 to 31      the high bits of the integers q: bit j of byte i belongs to q[32 * j + i]
+        32 to 95     the low 2 bits of the integers q: the lowest 2 bits of the first 32 bytes
+                     belong to q[0] to q[31], their next 2 bits to q[32] to q[63], and so on
+        96 to 103    the low 4 bits of the group scales: the low half of byte i belongs to group i,
+                     and the high half belongs to group i + 8
+        104 to 107   the high 2 bits of the group scales: the bits 2 * j and 2 * j + 1 of byte i
+                     belong to group 4 * j + i
+        108 to 109   the block scale, float16
     """
     values = _unpack_2_bit(blocks[:, 32:96]) | (_unpack_bit_planes(blocks[:, :32]) << 2)
-    sub_low_bits = _unpack_4_bit(blocks[:, 96:104], 8)
+    low_bits = _unpack_4_bit(blocks[:, 96:104], run_length=8)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
-    sub_high_bits = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
-    sub = sub_low_bits | (sub_high_bits << 4)
-    scales = _read_float16(blocks, 108) * (sub.float() - 32)  # [blocks, 16]
+    high_bits = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
+    group_scales = low_bits | (high_bits << 4)
+    scales = _read_float16(blocks, 108) * (group_scales.float() - 32)  # [blocks, 16]
     # A weight of Q3_K equals `scale * (integer - 4)`, so `middle` is 4.
     return _weight_with_middle(values, scales, num_rows, middle=4, bits=4)
 
 
 def _decode_q4_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     return _weight_with_minimums(
-        _unpack_4_bit(blocks[:, 16:], 32), *_read_6_bit_pairs(blocks), num_rows=num_rows, bits=4
+        _unpack_4_bit(blocks[:, 16:], run_length=32),
+        *_read_6_bit_pairs(blocks),
+        num_rows=num_rows,
+        bits=4,
     )
 
 
 def _decode_q5_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _unpack_4_bit(blocks[:, 48:], 32) | (_unpack_bit_planes(blocks[:, 16:48]) << 4)
+    low_bits = _unpack_4_bit(blocks[:, 48:], run_length=32)
+    values = low_bits | (_unpack_bit_planes(blocks[:, 16:48]) << 4)
     return _weight_with_minimums(values, *_read_6_bit_pairs(blocks), num_rows=num_rows, bits=8)
 
 
 def _decode_q6_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _unpack_4_bit(blocks[:, :128], 64) | (_unpack_2_bit(blocks[:, 128:192]) << 4)
+    low_bits = _unpack_4_bit(blocks[:, :128], run_length=64)
+    values = low_bits | (_unpack_2_bit(blocks[:, 128:192]) << 4)
     scales = _read_float16(blocks, 208) * _as_int8(blocks[:, 192:208])
     return _weight_with_middle(values, scales, num_rows, middle=32, bits=8)
 
 
 def _decode_iq4_nl(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _LEVELS[_unpack_4_bit(blocks[:, 2:], 16).int()]
+    values = _LEVELS[_unpack_4_bit(blocks[:, 2:], run_length=16).int()]
     return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=0, bits=8)
 
 
 def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    """Unpack blocks of IQ4_XS: weight = scale * (sub - 32) * _LEVELS[q].
+    """Unpack blocks of IQ4_XS: weight = block_scale * (group_scale - 32) * _LEVELS[q].
 
-    `_LEVELS` contains the 16 numbers that the 4-bit integers q represent. A block contains these
-    bytes:
+    `_LEVELS` contains the 16 numbers that the 4-bit integers q represent. A block has 256 weights
+    in 8 groups of 32. A block contains these bytes:
 
-        0 to 1     the scale, float16
-        2 to 3     the high 2 bits of the 8 numbers `sub`, one for each group of 32 weights
-        4 to 7     the low 4 bits of the numbers `sub`
-        8 to 135   the 256 integers q of 4 bits
+        0 to 1     the block scale, float16
+        2 to 3     the high 2 bits of the group scales: the bits 2 * j and 2 * j + 1 of byte i
+                   belong to group 4 * i + j
+        4 to 7     the low 4 bits of the group scales: the low half of byte i belongs to group
+                   2 * i, and the high half belongs to group 2 * i + 1
+        8 to 135   the integers q, 16 bytes for each group: the low halves of the bytes contain the
+                   first 16 integers, and the high halves contain the other 16 integers
     """
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
-    sub_high_bits = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
-    sub_low_bits = unpack_nibbles(blocks[:, 4:8])
-    sub = sub_low_bits | (sub_high_bits << 4)
-    scales = _read_float16(blocks, 0) * (sub.float() - 32)  # [blocks, 8]
-    values = _LEVELS[_unpack_4_bit(blocks[:, 8:], 16).int()]
+    high_bits = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
+    low_bits = unpack_nibbles(blocks[:, 4:8])
+    group_scales = low_bits | (high_bits << 4)
+    scales = _read_float16(blocks, 0) * (group_scales.float() - 32)  # [blocks, 8]
+    values = _LEVELS[_unpack_4_bit(blocks[:, 8:], run_length=16).int()]
     return _weight_with_middle(values, scales, num_rows, middle=0, bits=8)
 
 
 def _read_6_bit_pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and the minimums of blocks of Q4_K or Q5_K. The shapes are [blocks, 8].
 
-    A block has 8 groups. The scale of a group is its number `sub` times the float16 number at byte
-    0, and the minimum is its number `min` times the float16 number at byte 2. Bytes 4 to 15 contain
-    the 6-bit numbers `sub` and `min`. In this table, the 12 bytes are called a to l:
+    A block has 8 groups. The scale of a group is its 6-bit number `scale` times the float16 number
+    at byte 0, and the minimum is its 6-bit number `min` times the float16 number at byte 2. Bytes 4
+    to 15 contain the 6-bit numbers. In this table, the 12 bytes are called a to l:
 
         Groups   Number   Bits of the number, from the lowest to the highest
-        0 to 3   sub      the low 6 bits of a to d
+        0 to 3   scale    the low 6 bits of a to d
         0 to 3   min      the low 6 bits of e to h
-        4 to 7   sub      the low 4 bits of i to l, then the high 2 bits of a to d
+        4 to 7   scale    the low 4 bits of i to l, then the high 2 bits of a to d
         4 to 7   min      the high 4 bits of i to l, then the high 2 bits of e to h
     """
     a_to_d = blocks[:, 4:8]
     e_to_h = blocks[:, 8:12]
     i_to_l = blocks[:, 12:16]
-    last_subs = (i_to_l & 15) | ((a_to_d >> 6) << 4)
+    last_scales = (i_to_l & 15) | ((a_to_d >> 6) << 4)
     last_mins = (i_to_l >> 4) | ((e_to_h >> 6) << 4)
-    subs = torch.cat((a_to_d & 63, last_subs), dim=1)
+    scales = torch.cat((a_to_d & 63, last_scales), dim=1)
     mins = torch.cat((e_to_h & 63, last_mins), dim=1)
-    return _read_float16(blocks, 0) * subs, _read_float16(blocks, 2) * mins
+    return _read_float16(blocks, 0) * scales, _read_float16(blocks, 2) * mins
 
 
 @dataclass(frozen=True, slots=True)

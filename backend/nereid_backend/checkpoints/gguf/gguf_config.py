@@ -49,9 +49,9 @@ class Architecture:
             `gguf_weights._row_order`.
         has_sandwich_norms: Whether each layer has norms before and after attention, and before and
             after the MLP. In the file, 1 is added to each weight of a norm.
-        num_layers_with_hidden_scale: If a model has this number of layers, its attention is scaled
-            by hidden_size / heads. Otherwise, its attention is scaled by head_dim. The file does
-            not contain the scale.
+        num_layers_with_other_scale: The file does not contain the attention scale, which is usually
+            1 / sqrt(head_dim). The model with this number of layers has the scale 1 /
+            sqrt(hidden_size / heads) instead. 0 if the architecture has no such model.
         has_local_rope: Whether layers with a sliding window use other rotary embeddings than layers
             with full attention.
     """
@@ -61,7 +61,7 @@ class Architecture:
     more_fields: Mapping[str, str]
     has_rotated_pairs: bool = False
     has_sandwich_norms: bool = False
-    num_layers_with_hidden_scale: int = 0
+    num_layers_with_other_scale: int = 0
     has_local_rope: bool = False
 
     @property
@@ -80,14 +80,14 @@ ARCHITECTURES = {
         "Gemma2ForCausalLM",
         _WINDOW | _SOFTCAPS,
         has_sandwich_norms=True,
-        num_layers_with_hidden_scale=46,
+        num_layers_with_other_scale=46,
     ),
     "gemma3": Architecture(
         "gemma3_text",
         "Gemma3ForCausalLM",
         _WINDOW | _SOFTCAPS,
         has_sandwich_norms=True,
-        num_layers_with_hidden_scale=62,
+        num_layers_with_other_scale=62,
         has_local_rope=True,
     ),
 }
@@ -95,7 +95,7 @@ ARCHITECTURES = {
 
 # Additional metadata keys that a file may contain. `_rope_parameters` and `_check_head_size` read
 # some of these keys, and the other keys are not needed. A file with an unknown key is refused.
-_REDUNDANT = (
+_KEYS_WITHOUT_FIELD = (
     "vocab_size",
     "rope.dimension_count",
     "rope.freq_base",
@@ -138,14 +138,15 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         )
     fields = {**_FIELDS, **architecture.more_fields}  # maps metadata keys to fields of the config
     values = _architecture_values(file)
-    _check_metadata(file, values, allowed={*fields, *_REDUNDANT})
+    # A file may also contain some keys that are not copied to a field of the config.
+    _check_metadata(file, values, allowed={*fields, *_KEYS_WITHOUT_FIELD})
     config = {field: values[name] for name, field in fields.items() if name in values}
     # A file may leave out the following two fields, for which llama.cpp has default values.
     num_heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", num_heads)
     config.setdefault("head_dim", config["hidden_size"] // num_heads)
     _check_head_size(file, values, config["head_dim"])
-    # The following fields depend on more than one metadata value.
+    # The following fields are no copies of metadata values.
     config |= {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
@@ -165,16 +166,19 @@ def _fields_of_architecture(
 ) -> dict[str, Any]:
     """Return the fields of config.json that only some architectures have.
 
+    Example: an architecture whose models have experts gives {"norm_topk_prob": True}.
+
     Args:
         architecture: describes the architecture of the file.
         config: the other fields of the config.
         values: the metadata of the architecture, such as {"rope.freq_base_swa": 10000}.
     """
     fields: dict[str, Any] = {}
-    # Only architectures with `num_layers_with_hidden_scale` need a field for the attention scale.
-    # In the other architectures, the attention scale is always 1 / sqrt(head_dim).
-    if architecture.num_layers_with_hidden_scale:
-        fields["query_pre_attn_scalar"] = _attention_scalar(architecture, config)
+    # In most architectures, the attention scale is always 1 / sqrt(head_dim), which needs no field.
+    # In some architectures, one model has another scale. Their config contains the number s of the
+    # attention scale 1 / sqrt(s).
+    if architecture.num_layers_with_other_scale:
+        fields["query_pre_attn_scalar"] = _query_pre_attn_scalar(architecture, config)
     if architecture.has_local_rope:
         # Layers with a sliding window and layers with full attention use different rotary
         # embeddings.
@@ -192,13 +196,13 @@ def _fields_of_architecture(
     return fields
 
 
-def _attention_scalar(architecture: Architecture, config: Mapping[str, Any]) -> int:
+def _query_pre_attn_scalar(architecture: Architecture, config: Mapping[str, Any]) -> int:
     """Return the number s for which the attention scale is 1 / sqrt(s).
 
-    The file does not contain s. In models with `num_layers_with_hidden_scale` layers, s is
-    hidden_size / heads. In the other models of the architecture, s is head_dim.
+    The file does not contain s. One model of the architecture, which is recognised by its number of
+    layers, has s = hidden_size / heads. In the other models, s is head_dim.
     """
-    if config["num_hidden_layers"] == architecture.num_layers_with_hidden_scale:
+    if config["num_hidden_layers"] == architecture.num_layers_with_other_scale:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])
 

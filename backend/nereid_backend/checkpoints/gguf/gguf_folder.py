@@ -35,7 +35,7 @@ _SPECIAL_TOKENS = {
 }
 
 
-def create_gguf_folder(path: Path, link: str) -> Path:
+def create_gguf_folder(path: Path, link_name: str) -> Path:
     """Return the checkpoint folder for a GGUF file. Create the folder if it does not exist.
 
     A GGUF file contains a whole model in llama.cpp's format. The checkpoint folder contains the
@@ -44,13 +44,15 @@ def create_gguf_folder(path: Path, link: str) -> Path:
 
     Args:
         path: the path of the GGUF file.
-        link: the name of the link.
+        link_name: the name of the link.
 
     Raises:
         ModelError: if the file is damaged.
         UnsupportedModelError: if the architecture or the tokenizer is not supported, or if the
             model is divided into several files.
     """
+    # The name of the folder depends on the size and the modification time of the file, so a
+    # replaced file gets a new folder. An existing folder is therefore up to date.
     folder = _folder_of(path)
     if folder.is_dir():
         return folder
@@ -63,7 +65,7 @@ def create_gguf_folder(path: Path, link: str) -> Path:
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         _write_config_and_tokenizer(file, unfinished)
-        os.symlink(path.resolve(), unfinished / link)
+        os.symlink(path.resolve(), unfinished / link_name)
         unfinished.rename(folder)
     except OSError as error:
         has_other_process_succeeded = folder.is_dir()

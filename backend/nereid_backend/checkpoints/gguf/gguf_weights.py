@@ -51,7 +51,7 @@ _SANDWICH_LAYER_NAMES = _LAYER_NAMES | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 # Tensors that are not weights. `gguf_config` reads these tensors.
-_NOT_WEIGHTS = ("rope_freqs.weight",)
+_CONFIG_TENSORS = ("rope_freqs.weight",)
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -189,16 +189,17 @@ def gguf_weights(
     """
     weights: dict[str, GgufWeight] = {}
     architecture = ARCHITECTURES[file.architecture]
-    # Maps the name of a layer to its number of heads. The dict contains only layers whose rows must
-    # be reordered, because llama.cpp and transformers store the rows of a head in different orders;
-    # see `_row_order`.
+    # Rotary embeddings rotate pairs of numbers of a head. In some architectures, llama.cpp stores
+    # the rows of a pair next to each other, but transformers stores them half a head apart. The
+    # rows of the queries and keys must then be reordered. The dict maps the names of these layers
+    # to their numbers of heads.
     num_heads_of_reordered = {}
     if architecture.has_rotated_pairs:
         num_heads_of_reordered = {"attn_q": num_heads, "attn_k": num_kv_heads}
     for tensor in file.tensors.values():
-        if tensor.name in _NOT_WEIGHTS:
-            continue
-        name = _model_name(tensor.name, file)
+        if tensor.name in _CONFIG_TENSORS:
+            continue  # The tensor is part of the model's config, and not a weight.
+        name = _model_name(tensor.name, file)  # refuses every unknown name
         if _ANY_EXPERT in name:  # the tensor contains the weights of several experts
             weights |= _expert_weights(name, file.path, tensor, dtype)
             continue

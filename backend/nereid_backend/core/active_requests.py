@@ -70,7 +70,8 @@ class ActiveRequests:
     def add(self, sequences: list[Sequence], *, is_prepared: bool) -> None:
         """Add a new request. If the request is prepared, put it into the waiting queue.
 
-        The caller must set the rank of each sequence before the call.
+        The caller must set the rank of each sequence before the call, because the queue is sorted
+        by rank: the sequence with the lowest rank starts first.
 
         Args:
             sequences: all sequences of the request.
@@ -82,6 +83,8 @@ class ActiveRequests:
         request.is_prepared = is_prepared
         self._requests[first_sequence.request_id] = request
         self.num_sequences += len(sequences)
+        # The queue divides the computing time among the clients that have unfinished sequences.
+        # Therefore, report the new sequences to the queue before any of them enters the queue.
         self.waiting.register(first_sequence, len(sequences))
         if is_prepared:
             self._enqueue(request)
@@ -135,20 +138,20 @@ class ActiveRequests:
         leader ends before the prompt is computed, the next follower becomes the leader.
         """
         request = self.of(sequence)
+        is_follower = sequence in request.followers
         if _is_queued(request, sequence):
             self.waiting.remove(sequence)
         # The queue divides the computing time among the clients that have unfinished sequences.
         # Therefore, report to the queue that this sequence has ended.
         self.waiting.unregister(sequence)
         self._remove_from_request(request, sequence)
-        is_follower = sequence in request.followers
         if is_follower:
             self._remove_follower(request, sequence)
         elif request.waits_for_prompt:
-            # This sequence was the leader, which computes the prompt for the followers (the other
-            # sequences of the request). It ended before the prompt was computed, so the next
-            # follower becomes the leader. While the grammar is being compiled, `waits_for_prompt`
-            # is false, because `_enqueue` selects the leader after the compilation.
+            # This sequence was the leader, and at least one follower still waits for the prompt, so
+            # the next follower becomes the leader. While the grammar is being compiled,
+            # `waits_for_prompt` is false, because `_enqueue` selects the leader after the
+            # compilation.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 
@@ -206,7 +209,7 @@ class ActiveRequests:
         """
         request.followers.remove(sequence)
         if not request.followers:
-            self._tables.prompts.drop(request)
+            self._tables.kept_prompts.drop(request)
 
 
 def _is_queued(request: Request, sequence: Sequence) -> bool:

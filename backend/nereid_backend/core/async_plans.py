@@ -35,15 +35,17 @@ class PendingPlans:
     def __init__(self) -> None:
         self.is_planning = False
         self.ended_sequences: dict[Sequence, None] = {}
-        self._plans: list[StepPlan] = []
+        # The plans of the running step and of the next step, until these steps are committed. Empty
+        # if no step was planned ahead.
+        self._unfinished: list[StepPlan] = []
 
     def __bool__(self) -> bool:
         """Return whether at least one planned step is unfinished."""
-        return bool(self._plans)
+        return bool(self._unfinished)
 
     def __contains__(self, sequence: Sequence) -> bool:
         """Return whether the plan of an unfinished step contains `sequence`."""
-        return any(sequence is chunk.sequence for plan in self._plans for chunk in plan.chunks)
+        return any(sequence is chunk.sequence for plan in self._unfinished for chunk in plan.chunks)
 
     def keep_until_commit(self, sequence: Sequence) -> None:
         """Keep the batch row and the KV cache blocks of an ended sequence until no plan uses them.
@@ -74,30 +76,35 @@ class PendingPlans:
 
         Mutates: `num_computed_tokens` of the sequences in `before`, as if the step had ended.
         """
+        # Also appends a placeholder to each sequence that samples in the running step.
         sampling_sequences = _assume_step_ended(before)
         self.is_planning = True
         try:
             plan = plan_step()
         finally:
             self.is_planning = False
+            # Remove the placeholders, because `commit` appends the tokens that the running step
+            # samples. `num_computed_tokens` is not reset, because the running step certainly
+            # computes the tokens of its chunks.
             for sequence in sampling_sequences:
-                sequence.token_ids.pop()  # the placeholder
+                sequence.token_ids.pop()
         if plan.chunks:
             # The engine does not run a plan without chunks, so such a plan is not stored as
             # unfinished.
             _add_pending_tokens(plan, sampling_sequences)
-            self._plans = [before, plan]
+            self._unfinished = [before, plan]
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
         """Correct a plan that was made before the result of the previous step was known.
 
-        The plan assumed that the previous step adds exactly one token to each sequence. For each of
-        these tokens, the plan has a chunk of one token.
+        The previous step must have been committed. The plan assumed that the step adds exactly one
+        token to each sequence. For each of these tokens, the plan has a chunk of one token, which
+        computes this token and samples the next token.
 
-        Example: a sequence had 20 tokens, but the previous step added two tokens, because the
-        grammar forced a second token. The sequence now has 22 tokens. The chunk for the token at
-        index 20 must not sample, because it no longer contains the last token of the sequence.
+        Example: a sequence had 20 tokens. The previous step sampled the token at index 20, and then
+        the grammar forced the token at index 21. The chunk of the plan computes only the token at
+        index 20. It must not sample, because the token at index 21 is already known.
 
         Args:
             plan: the plan that `plan_next` returned.
@@ -124,12 +131,13 @@ class PendingPlans:
         if not corrected:
             return plan
         settled = _with_chunks(plan, corrected)
-        self._plans = [settled]  # the plans of all unfinished steps
+        # The previous step is committed, so `plan` was the only unfinished plan. Replace it.
+        self._unfinished = [settled]
         return settled
 
     def remove(self, plan: StepPlan) -> None:
         """Remove the plan of a finished or discarded step. Do nothing if the plan is unknown."""
-        self._plans = [other for other in self._plans if other is not plan]
+        self._unfinished = [other for other in self._unfinished if other is not plan]
 
     def will_end(self, sequence: Sequence) -> bool:
         """Return whether a sequence has ended or reaches its length limit in the running step."""
@@ -138,7 +146,7 @@ class PendingPlans:
 
     def take_releasable(self) -> list[Sequence]:
         """Remove and return the ended sequences that no unfinished step uses."""
-        planned = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
+        planned = {chunk.sequence for plan in self._unfinished for chunk in plan.chunks}
         releasable = [sequence for sequence in self.ended_sequences if sequence not in planned]
         for sequence in releasable:
             del self.ended_sequences[sequence]

@@ -60,13 +60,17 @@ class InvalidBlocks:
         self._blocks = set()
         # A request with several sequences keeps the blocks of its prompt for the sequences that
         # have not started yet. Release these blocks if one of them is invalid.
-        self._tables.prompts.drop_with(invalid_blocks)
+        self._tables.kept_prompts.drop_with(invalid_blocks)
+        # Sequences share blocks from their first block on. If a sequence shares a block that was
+        # computed from an invalid block, it therefore also shares the invalid block, so one pass
+        # is made.
         for sequence in list(self._running):
             has_ended = sequence in self._pending_plans.ended_sequences
             has_invalid_block = not invalid_blocks.isdisjoint(sequence.all_blocks())
             if has_invalid_block and not has_ended:
                 # This sequence attends to invalid blocks, so the blocks that it computed may be
-                # wrong, too. Remove all its blocks from the prefix cache.
+                # wrong, too. Remove all its blocks from the prefix cache. `blocks_of` also returns
+                # blocks that the sequence has freed, but that are still cached.
                 self._tables.forget(self._tables.blocks_of(sequence))
                 self._planner.preempt(sequence)
         self._tables.forget(invalid_blocks)

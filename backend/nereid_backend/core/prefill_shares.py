@@ -60,9 +60,11 @@ class PrefillShares:
             # budget for each running sequence.
             return num_tokens
         client = sequence.params.client_id
-        # A client has a share only if one of its sequences was passed to `divide`. For a client
-        # without a share, the first call of `take` allows all tokens.
+        # A client has a share only if one of its sequences was passed to `divide`. The first
+        # sequence of any other client may compute all its tokens, which count as the share.
         remaining = self._remaining.get(client, num_tokens)
         num_allowed = min(num_tokens, max(1, remaining))
+        # Because one token is always allowed, the number can become negative. It then means that
+        # the share is used up, as 0 does.
         self._remaining[client] = remaining - num_allowed
         return num_allowed

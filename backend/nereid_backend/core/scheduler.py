@@ -199,9 +199,10 @@ class Scheduler:
         Args:
             request_id: a request that was added with is_prepared=False.
             error: a sentence that describes the error. The client gets this sentence.
-            is_refused: True if the client caused the error with an invalid grammar, False if the
-                server has failed.
+            is_refused: True if the client caused the error with an invalid grammar, which is the
+                usual case. False if the server has failed.
         """
+        # `sequences_of` returns a copy of the list, because `end` removes the sequences.
         self._unreported_updates += [
             self._endings.end(sequence, "error", error=error, is_refused=is_refused)
             for sequence in self._requests.sequences_of(request_id)
@@ -253,7 +254,7 @@ class Scheduler:
         The sequences keep the blocks that were allocated for the plan.
         """
         self._pending_plans.remove(plan)
-        self._endings.release()
+        self._endings.release_unused()
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Append the sampled tokens of a step to the sequences, and report them in updates.
@@ -289,16 +290,19 @@ class Scheduler:
             update = self._commit_chunk(chunk, sampled)
             if update is not None:
                 updates.append(update)
+        # Preempt the running sequences that share blocks with a failed sequence.
         self._invalid_blocks.purge()
-        self._endings.release()
+        # This step no longer uses the rows and blocks of the sequences that ended while it ran.
+        self._endings.release_unused()
         return updates
 
     def fail_step(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """End all sequences in the plan of a failed step. Return the last update of each sequence.
 
         The blocks of these sequences may contain wrong values, so the blocks are removed from the
-        prefix cache. The list also contains the last update of each sequence that was aborted or
-        refused after the previous commit.
+        prefix cache, and running sequences that share the blocks are preempted. The list also
+        contains the last update of each sequence that was aborted or refused after the previous
+        commit.
         """
         updates, self._unreported_updates = self._unreported_updates, []
         self._pending_plans.remove(plan)
@@ -311,7 +315,8 @@ class Scheduler:
             if not has_ended_before:
                 updates.append(self._endings.end(chunk.sequence, "error", error=error))
         self._invalid_blocks.purge()
-        self._endings.release()
+        # This step no longer uses the rows and blocks of the sequences that ended while it ran.
+        self._endings.release_unused()
         return updates
 
     def add_time(self, plan: StepPlan, seconds: float) -> None:
@@ -324,7 +329,8 @@ class Scheduler:
             return
         # A chunk contains the tokens that a step computes for one sequence. A chunk of an answer
         # contains the last known token and the draft tokens, and needs the logits of all these
-        # tokens. A chunk of prompt tokens needs fewer logits than it has tokens.
+        # tokens. A chunk of several prompt tokens usually needs fewer logits than it has tokens. A
+        # chunk of one prompt token takes as much time as one token of an answer, so it may count.
         computes_no_prompt = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
         if computes_no_prompt:
             num_sequences = len(plan.chunks)
@@ -340,7 +346,7 @@ class Scheduler:
             AssertionError: if a block, a row or a sequence was lost.
         """
         tables = [table for sequence in self._running for table in sequence.block_tables]
-        self.pool.check([*tables, *self._tables.prompts.block_tables()])
+        self.pool.check([*tables, *self._tables.kept_prompts.block_tables()])
         self._tables.check(self._running)
         if self.cache is not None:
             self.cache.check()
@@ -348,6 +354,7 @@ class Scheduler:
         self._requests.check(self.num_running)
 
     def _plan_step(self) -> StepPlan:
+        """Count the step for the ranks of new requests, and return the plan of the step."""
         self._ranks.note_step()
         return self._planner.plan()
 

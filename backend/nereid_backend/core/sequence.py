@@ -64,8 +64,8 @@ class Sequence:
         unsaved_snapshot_id: the snapshot that the running step saves; None if there is none.
         num_snapshot_tokens: the number of leading tokens before the snapshot that the sequence
             loaded or saved last.
-        branch_position: the number of leading tokens whose blocks were cached when the sequence got
-            its row.
+        end_of_cached_blocks: the number of leading tokens whose blocks were cached when the
+            sequence got its row. Fewer tokens are reused if no snapshot was saved at this position.
         prompt_logprobs: the log-probabilities of the prompt tokens that are computed so far, from
             the second token on.
         was_reported: whether an update of this sequence has been returned.
@@ -129,7 +129,7 @@ class Sequence:
         self.snapshot_id: int | None = None
         self.unsaved_snapshot_id: int | None = None
         self.num_snapshot_tokens = 0
-        self.branch_position = 0
+        self.end_of_cached_blocks = 0
 
     @property
     def block_table(self) -> list[int]:
@@ -183,7 +183,8 @@ class Sequence:
             self.token_ids,
             self.params,
             max_total_tokens=self.max_total_tokens,
-            # No two sequences of the request get the same seed, because `_SEED_STEP` is odd.
+            # No two sequences of the request get the same seed, because `_SEED_STEP` is odd and
+            # `_NUM_SEEDS` is a power of two.
             seed=(self.seed + index * _SEED_STEP) % _NUM_SEEDS,
         )
         copy.index = index

@@ -80,10 +80,11 @@ class SequenceEndings:
         else:
             self._planner.release(sequence)
 
-    def release(self) -> None:
-        """If no unfinished step uses an ended sequence, release its row and its blocks.
+    def release_unused(self) -> None:
+        """Release the rows and the blocks of the ended sequences that no unfinished step uses.
 
-        The other ended sequences keep their blocks, because a running step still uses them.
+        The other ended sequences keep their rows and blocks, because a running step still uses
+        them.
         """
         if self._pending_plans.ended_sequences:
             for sequence in self._pending_plans.take_releasable():

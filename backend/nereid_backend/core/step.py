@@ -36,8 +36,9 @@ class Chunk(NamedTuple):
 def make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
     """Return a chunk: the next `num_tokens` known tokens and all draft tokens of a sequence.
 
-    Draft tokens are guesses for the tokens after the last known token. `is_first` is whether this
-    is the first chunk since the sequence got its row.
+    Draft tokens are guesses for the tokens after the last known token. A sequence has draft tokens
+    only if the chunk reaches its last known token. `is_first` is whether this is the first chunk
+    since the sequence got its row.
 
     Example: a sequence has 20 known tokens and 3 draft tokens. The first 19 tokens are computed,
     and `num_tokens` is 1. The chunk starts at index 19 and has 4 tokens. The draft tokens are

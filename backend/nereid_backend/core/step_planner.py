@@ -66,7 +66,7 @@ class StepPlanner:
             copy. The next plan must then be made after the running step has ended.
         has_overdue_prompt: whether the next plan must start with the first waiting prompt. This is
             true if the prompt did not fit into the last plan and must be computed in one step.
-        shares: limits the prompt tokens of each client in the current step.
+        prefill_shares: limits the prompt tokens of each client in the current step.
     """
 
     pool: BlockPool
@@ -80,7 +80,7 @@ class StepPlanner:
     num_preemptions: int = 0
     must_wait_for_step: bool = False
     has_overdue_prompt: bool = False
-    shares: PrefillShares = field(default_factory=PrefillShares)
+    prefill_shares: PrefillShares = field(default_factory=PrefillShares)
 
     def plan(self) -> StepPlan:
         """Return the plan of the next step: the tokens that are computed for each sequence.
@@ -96,7 +96,8 @@ class StepPlanner:
         if self.requests.waiting.has_several_clients:
             chunks = self._plan_fair_chunks()
         else:
-            self.shares.clear()
+            # A single client may use the whole token budget for its prompts.
+            self.prefill_shares.clear()
             chunks = self._plan_chunks()
         return self._make_plan(chunks)
 
@@ -105,12 +106,13 @@ class StepPlanner:
 
         The budget is the number of tokens that the step may compute. The waiting queue counts the
         tokens that were computed for each client. The client with the fewest tokens, divided by its
-        weight, comes next.
+        weight, comes next. If this client has less than its fair share of the rows or blocks, and
+        its next sequence does not fit, sequences of other clients are preempted.
         """
         waiting = self.requests.waiting
         if waiting:
             self._preempt_other_clients(waiting.first())
-        self._divide_budget()
+        self._divide_budget()  # sets the limits in `prefill_shares`, which `_plan_chunks` applies
         chunks = self._plan_chunks()
         for chunk in chunks:
             waiting.charge(chunk.sequence, chunk.num_tokens)
@@ -119,17 +121,21 @@ class StepPlanner:
     def _divide_budget(self) -> None:
         """Divide this step's token budget among the clients whose prompts must still be computed.
 
-        If every prompt must be computed in one step (`whole_prefill`), the budget is not divided.
+        The result is stored in `prefill_shares`: for each client, the number of prompt tokens that
+        the step may compute. If every prompt must be computed in one step (`whole_prefill`), the
+        budget is not divided.
         """
         if self.whole_prefill:
-            self.shares.clear()
+            self.prefill_shares.clear()
             return
+        # Running sequences without uncomputed prompt tokens are included, but `divide` ignores
+        # them.
         sequences = list(self.running)
         if self.running.free_rows:
             # The step can also start waiting sequences.
             sequences += self.requests.waiting.first_of_each_client()
         # One token is reserved for each running sequence.
-        self.shares.divide(self.max_num_batched_tokens - len(self.running), sequences)
+        self.prefill_shares.divide(self.max_num_batched_tokens - len(self.running), sequences)
 
     def _make_plan(self, chunks: list[Chunk]) -> StepPlan:
         """Return the plan of a step that computes `chunks`. The method may reorder `chunks`.
@@ -142,7 +148,7 @@ class StepPlanner:
         if has_long_chunk:
             # Move the chunks with one token to the front. The attention kernels process all chunks
             # with one token together.
-            chunks.sort(key=_has_many_tokens)
+            chunks.sort(key=_has_several_tokens)
         snapshots = None
         if self.tables.snapshots is not None and chunks:
             snapshots = self.tables.snapshots.plan(chunks, len(self.running))
@@ -155,7 +161,9 @@ class StepPlanner:
         tokens that the step may compute.
 
         A prompt is overdue if it must be computed in one step, but did not fit into the previous
-        step. If there is an overdue prompt, the step computes only this prompt.
+        step. If there is an overdue prompt, the step computes only this prompt. If the prompt needs
+        more blocks than are free, the step computes the running sequences, which free blocks when
+        they end.
         """
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
@@ -163,9 +171,7 @@ class StepPlanner:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
-            # The first waiting prompt should come before the running sequences, but it needs more
-            # blocks than are free. Continue with the running sequences, because they free blocks
-            # when they end.
+            # Nothing was planned, for example because an overdue prompt could not be started.
             self._plan_running(chunks, budget)
         return chunks
 
@@ -196,7 +202,8 @@ class StepPlanner:
         running = self.running.sequences
         # Whether this plan is made while the previous step is still running.
         is_ahead = self.pending_plans.is_planning
-        # The length is read in each iteration, because a preemption shortens the list.
+        # The length is read in each iteration, because a preemption shortens the list. Only the
+        # sequence at `index` or a later one is preempted, so `index` stays correct.
         while index < len(running) and budget > 0:
             sequence = running[index]
             if is_ahead and self.pending_plans.will_end(sequence):
@@ -226,9 +233,9 @@ class StepPlanner:
         """Select the tokens to compute next for a running sequence, and allocate their blocks.
 
         A known token is a token of the prompt or a sampled token. If there are not enough free
-        blocks, other sequences are preempted. If speculative decoding is on and the chunk contains
-        the last known token, the sequence also gets draft tokens, which are guesses for the next
-        tokens.
+        blocks, later sequences or this sequence itself are preempted. If speculative decoding is on
+        and the chunk contains the last known token, the sequence also gets draft tokens, which are
+        guesses for the next tokens.
 
         Example: the last running sequence has 100 known tokens, 64 of them are computed, and
         `budget` is 16. The chunk consists of the 16 tokens from index 64 on.
@@ -238,7 +245,8 @@ class StepPlanner:
             budget: the number of tokens that the step may still compute.
 
         Returns:
-            The chunk; None if there are not enough free blocks for the tokens.
+            The chunk; None if there are not enough free blocks for the tokens, or if the sequence
+            was preempted.
         """
         # Keep one token of the budget for each later running sequence. Otherwise, this sequence
         # could use the whole budget.
@@ -250,6 +258,7 @@ class StepPlanner:
         # With `whole_prefill`, the first step of a sequence computes its whole prompt, and each
         # later step computes one token.
         max_tokens = 1 if self.whole_prefill else limit
+        # The client's share of the budget or a snapshot of a recurrent state can shorten the chunk.
         num_tokens = self._chunk_length(sequence, min(num_remaining, max_tokens))
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
             if not self._free_some_blocks(index):
@@ -265,7 +274,7 @@ class StepPlanner:
         Two things can shorten the chunk: the share of the sequence's client in the token budget,
         and a snapshot, because a snapshot is saved only at the end of a chunk.
         """
-        num_tokens = self.shares.take(sequence, num_tokens)
+        num_tokens = self.prefill_shares.take(sequence, num_tokens)
         if self.tables.snapshots is None:
             return num_tokens
         return self.tables.snapshots.chunk_length(sequence, num_tokens)
@@ -279,17 +288,18 @@ class StepPlanner:
 
         Stop at the first sequence for which there are not enough rows, blocks or tokens. `budget`
         is the number of tokens that the step may still compute. With `whole_prefill`, a prompt must
-        be computed in one step. Such a prompt may exceed the budget only if `chunks` is empty.
+        be computed in one step. If such a prompt exceeds the rest of the budget, it gets a step of
+        its own: it is started now if `chunks` is empty, and otherwise becomes overdue.
 
-        Mutates: `has_overdue_prompt`. It becomes True if a whole prompt does not fit into the
-            budget. The next step then starts with this prompt.
+        Mutates: `has_overdue_prompt`. It becomes True if a prompt becomes overdue. The next step
+            then computes only this prompt.
         """
         if self.must_wait_for_step:
             # A running sequence needs more blocks than are free. The previous step is still
             # running, so this plan must not take blocks from another sequence. Start no waiting
             # sequence, because that sequence would use the blocks that are still free.
             return
-        starts_with_overdue_prompt = self.has_overdue_prompt
+        is_first_prompt_overdue = self.has_overdue_prompt
         self.has_overdue_prompt = False
         waiting = self.requests.waiting
         while waiting and self.running.free_rows and budget > 0:
@@ -300,10 +310,10 @@ class StepPlanner:
                 break
             if not self._try_admit(sequence):
                 break
-            chunk = self._first_chunk(sequence, budget)
+            chunk = self._first_chunk(sequence, budget)  # with `whole_prefill`, the whole prompt
             chunks.append(chunk)
             budget -= chunk.num_tokens
-            if starts_with_overdue_prompt:
+            if is_first_prompt_overdue:
                 # This step computes only this prompt, so the running sequences must wait for the
                 # next step. A second prompt would make them wait longer.
                 break
@@ -359,7 +369,7 @@ class StepPlanner:
         Returns:
             Whether blocks were freed.
         """
-        return not self.running and self.tables.prompts.drop_oldest()
+        return not self.running and self.tables.kept_prompts.drop_oldest()
 
     def _preempt_other_clients(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if a waiting sequence needs their rows or blocks.
@@ -402,7 +412,7 @@ class StepPlanner:
             Whether the caller can try again to allocate blocks. False if the sequence at `index`
             was preempted. Also False if a preemption is needed, but the previous step is running.
         """
-        if self.tables.prompts.drop_oldest():
+        if self.tables.kept_prompts.drop_oldest():
             return True
         if self.pending_plans.is_planning:
             # The previous step is still running, so this plan must not preempt a running sequence.
@@ -423,5 +433,6 @@ class StepPlanner:
             sequence.draft_token_ids = drafts
 
 
-def _has_many_tokens(chunk: Chunk) -> bool:
+def _has_several_tokens(chunk: Chunk) -> bool:
+    """Return the sort key that puts chunks with one token before chunks with several tokens."""
     return chunk.num_tokens > 1

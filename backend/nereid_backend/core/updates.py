@@ -77,13 +77,14 @@ def make_update(
 
 
 def _add_prompt_fields(update: RequestUpdate, sequence: Sequence) -> None:
-    """Add the fields about the prompt. Only the first update of a sequence contains these fields.
+    """Add the fields about the prompt to the first update of a sequence.
 
     These fields are the number of cached tokens and, for sequence 0 of a request, the requested
-    log-probabilities of the prompt.
+    log-probabilities of the prompt. The caller calls this function only for the first update.
 
     Mutates: `update`, and `sequence.prompt_logprobs`, which is cleared.
     """
+    # The number is None if the sequence has ended before it got a row.
     update.num_cached_tokens = sequence.num_cached_tokens or 0
     # A sequence can end before its whole prompt is computed. Its update then contains no new token.
     has_whole_prompt = bool(update.new_token_ids)

@@ -32,7 +32,7 @@ class BlockTables:
 
     Attributes:
         cache: the prefix cache; None if prefix caching is off.
-        prompts: the prompt blocks that requests with several sequences keep for their waiting
+        kept_prompts: the prompt blocks that requests with several sequences keep for their waiting
             sequences.
     """
 
@@ -45,19 +45,21 @@ class BlockTables:
         windows: abc.Sequence[AttentionWindow | None] = (None,),
         max_step_tokens: int | None = None,
     ) -> None:
-        """Create the block tables.
+        """Create an object that allocates and frees the blocks of sequences.
 
         Args:
             pool: the pool that provides the blocks.
             block_size: the number of tokens in one block.
             cache: the prefix cache; None if prefix caching is off.
             windows: the attention window of each group of layers; None for a group with full
-                attention.
+                attention. The default is one group with full attention, as in most models.
             max_step_tokens: the largest number of tokens that one step computes for one sequence;
                 None if one step may compute all tokens of a sequence.
         """
         self.cache = cache
-        self.prompts = KeptPrompts(pool, block_size, windows)
+        # If a request has several sequences, its first sequence computes the prompt. The request
+        # then keeps the blocks of the prompt for the sequences that have not started yet.
+        self.kept_prompts = KeptPrompts(pool, block_size, windows)
         self._pool = pool
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
@@ -100,11 +102,11 @@ class BlockTables:
         num_cached_blocks = len(tables[0])
         num_cached_tokens = num_cached_blocks * self._block_size
         num_new_blocks = [
-            self._num_blocks_to_start(sequence, num_cached_tokens, window) - num_cached_blocks
+            self._num_entries_to_start(sequence, num_cached_tokens, window) - num_cached_blocks
             for window in self._windows
         ]
         num_null_blocks = self._count_null_blocks(tables)
-        shared_blocks = _used_blocks(tables, num_null_blocks)
+        shared_blocks = _without_null_blocks(tables, num_null_blocks)
         # `num_free` also counts cached blocks that no sequence uses. If this sequence reuses such
         # blocks, they cannot be allocated as new blocks.
         num_available = self._pool.num_free - self._pool.count_idle(shared_blocks)
@@ -155,7 +157,7 @@ class BlockTables:
 
     def num_blocks_to_start(self, sequence: Sequence) -> int:
         """Return how many blocks a sequence needs to start, assuming that no block is cached."""
-        return sum(self._num_blocks_to_start(sequence, 0, window) for window in self._windows)
+        return sum(self._num_entries_to_start(sequence, 0, window) for window in self._windows)
 
     def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Append blocks to each block table until the table has blocks for `num_tokens` tokens.
@@ -218,8 +220,12 @@ class BlockTables:
             sequence.table_version += 1
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
-        """Return the blocks of a sequence, including freed blocks that are still cached."""
-        blocks = set(_used_blocks(sequence.block_tables, sequence.num_null_blocks))
+        """Return the blocks of a sequence, including freed blocks that are still cached.
+
+        The sequence has freed the blocks before its attention window, but their hashes show which
+        of them are still in the prefix cache.
+        """
+        blocks = set(_without_null_blocks(sequence.block_tables, sequence.num_null_blocks))
         if self.cache is not None and any(sequence.num_null_blocks):
             blocks |= self.cache.cached_blocks(sequence.block_hashes)
         return blocks
@@ -230,7 +236,7 @@ class BlockTables:
             self.snapshots.discard(sequence)
         if self.cache is not None and sequence.params.retention_s > 0:
             self.cache.retain(sequence)
-        self._pool.release(_used_blocks(sequence.block_tables, sequence.num_null_blocks))
+        self._pool.release(_without_null_blocks(sequence.block_tables, sequence.num_null_blocks))
         sequence.block_tables = [[] for _ in self._windows]
         self._record_new_tables(sequence, 0, [0] * len(self._windows))
 
@@ -255,7 +261,7 @@ class BlockTables:
             follower.block_hashes = leader.block_hashes[:num_full_blocks]
         has_recurrent_state = self.snapshots is not None
         if not has_recurrent_state:
-            self.prompts.keep(request, leader)
+            self.kept_prompts.keep(request, leader)
 
     def forget(self, blocks: set[int]) -> None:
         """Remove `blocks` from the prefix cache, so that no new sequence finds them."""
@@ -272,8 +278,9 @@ class BlockTables:
     def check(self, running: abc.Iterable[Sequence]) -> None:
         """Check that the block tables of the running sequences are complete.
 
-        Every sequence must have one table for each group of layers, and the tables must have blocks
-        for all computed tokens.
+        Every sequence must have one table for each group of layers, and the tables must have
+        entries for all computed tokens. An entry may be the null block (a placeholder) only before
+        the attention window of the next token.
 
         Raises:
             AssertionError: if a block table is wrong.
@@ -283,19 +290,20 @@ class BlockTables:
             assert len(tables) == len(sequence.num_null_blocks) == len(self._windows), (
                 f"{sequence} does not have one block table for each group of layers."
             )
-            assert self._num_tokens(tables) == sequence.num_tokens_with_blocks, (
+            assert self._num_tokens_with_blocks(tables) == sequence.num_tokens_with_blocks, (
                 f"{sequence} has a wrong number of tokens with blocks."
             )
             assert sequence.num_computed_tokens <= sequence.num_tokens_with_blocks, (
                 f"{sequence} has computed tokens without blocks."
             )
             for group in range(len(tables)):
-                self._check_freed_blocks(sequence, group)
+                self._check_null_blocks(sequence, group)
 
-    def _check_freed_blocks(self, sequence: Sequence, group: int) -> None:
+    def _check_null_blocks(self, sequence: Sequence, group: int) -> None:
         """Check that a sequence has freed only blocks that its next token does not attend to.
 
-        In the block table of the group, the leading null blocks represent the freed blocks.
+        In the block table of the group, a null block replaces each freed block. Null blocks must be
+        at the start of the table, before the attention window of the next token.
         """
         window = self._windows[group]
         num_freed = sequence.num_null_blocks[group]
@@ -333,12 +341,14 @@ class BlockTables:
         # `request.block_tables` has one table for each group of layers.
         tables = [table[:num_shared] for table in request.block_tables]
         num_null_blocks = self._count_null_blocks(tables)
-        self._pool.acquire(_used_blocks(tables, num_null_blocks))
+        self._pool.acquire(_without_null_blocks(tables, num_null_blocks))
         for table in tables:
             table += self._pool.allocate(num_new)
         ends_within_block = num_reused_tokens % self._block_size > 0
         if ends_within_block:
-            # The first new block becomes a copy of the block in which the reused tokens end.
+            # The first new block becomes a copy of the block in which the reused tokens end. This
+            # block is never a null block, because the last prompt token, which attends to the
+            # block, is in the same block.
             for table, prompt_table in zip(tables, request.block_tables, strict=True):
                 self._copies.append((prompt_table[num_shared], table[num_shared]))
         sequence.block_tables = tables
@@ -353,36 +363,40 @@ class BlockTables:
         Args:
             sequence: the sequence.
             num_reused: the number of leading tokens whose keys and values are already in the
-                blocks; 0 if the sequence has released its blocks.
+                blocks, because they were computed earlier, for example for another sequence; 0 if
+                the sequence has released its blocks.
             num_null_blocks: for each block table, the number of null blocks at its start. A null
                 block is a placeholder for a block before the attention window.
         """
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
+        # The full blocks of reused tokens are in the prefix cache already.
         sequence.num_blocks_in_cache = num_reused // self._block_size
         sequence.num_null_blocks = num_null_blocks
         self._note_change(sequence)
 
     def _note_change(self, sequence: Sequence) -> None:
         """Update the attributes of a sequence that depend on its block tables."""
-        sequence.num_tokens_with_blocks = self._num_tokens(sequence.block_tables)
+        sequence.num_tokens_with_blocks = self._num_tokens_with_blocks(sequence.block_tables)
         sequence.table_version += 1
 
-    def _num_tokens(self, tables: list[list[int]]) -> int:
+    def _num_tokens_with_blocks(self, tables: list[list[int]]) -> int:
         """Return the number of leading tokens for which every block table has an entry."""
         return min(map(len, tables)) * self._block_size
 
-    def _num_blocks_to_start(
+    def _num_entries_to_start(
         self, sequence: Sequence, num_cached: int, window: AttentionWindow | None
     ) -> int:
         """Return how many block table entries one group of layers needs to start a sequence.
 
-        With full attention, the sequence needs entries for all its tokens. In a group with an
-        attention window, entries for the tokens before and in the window and for the tokens of one
-        step are sufficient, because the blocks before the window are freed after each step.
+        An entry is a block or, before the attention window, a placeholder. With full attention, the
+        sequence needs entries for all its tokens. In a group with an attention window, entries for
+        the tokens before and in the window and for the tokens of one step are sufficient, because
+        the blocks before the window are freed after each step.
 
-        Example: a sequence has 1000 tokens, and none of them is cached. The window has 64 tokens,
-        and a step has at most 100 tokens. The sequence needs entries for 164 tokens.
+        Example: a block has 16 tokens, and a sequence has 1000 tokens, of which none is cached. The
+        window has 64 tokens, and a step has at most 100 tokens. The sequence needs entries for 164
+        tokens, which are 11 entries.
 
         Args:
             sequence: the waiting sequence.
@@ -392,9 +406,10 @@ class BlockTables:
         num_tokens = len(sequence.token_ids)
         if window is None or self._max_step_tokens is None:
             return self._num_blocks(num_tokens)
+        # The position at which the window of the first uncomputed token starts.
         window_start = window.first_visible(num_cached)
-        max_used_tokens = window.max_visible_tokens + self._max_step_tokens
-        return self._num_blocks(min(num_tokens, window_start + max_used_tokens))
+        max_needed_tokens = window.max_visible_tokens + self._max_step_tokens
+        return self._num_blocks(min(num_tokens, window_start + max_needed_tokens))
 
     def _count_null_blocks(self, tables: list[list[int]]) -> list[int]:
         """For each block table, count the null blocks. A null block is only a placeholder."""
@@ -409,8 +424,8 @@ class BlockTables:
         return -(-num_tokens // self._block_size)
 
 
-def _used_blocks(tables: list[list[int]], num_null_blocks: list[int]) -> list[int]:
-    """Return the entries of all block tables, without the placeholders at the start of a table.
+def _without_null_blocks(tables: list[list[int]], num_null_blocks: list[int]) -> list[int]:
+    """Return the entries of all block tables, without the null blocks at the start of a table.
 
     Example: the tables [[4, 9], [null, 3]] and num_null_blocks=[0, 1] give [4, 9, 3].
     """

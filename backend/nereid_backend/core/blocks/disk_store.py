@@ -104,11 +104,13 @@ class DiskStore:
         # Maps the name of a file to its size. The least recently used file comes first.
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._num_bytes = 0  # the sum of the sizes
+        # The tasks that wait for the writer thread: the new content of a file, or its deletion.
         self._pending = _PendingFiles()
 
         folder.mkdir(parents=True, exist_ok=True)
         self._scan()
-        # The names of the files that must be written or deleted. `None` ends the writer thread.
+        # The names of the files in `_pending`, in the order in which the writer thread must write
+        # or delete them. `None` ends the writer thread.
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write_files, name="prefix-disk", daemon=True)
         self._writer.start()
@@ -135,7 +137,8 @@ class DiskStore:
         with self._lock:
             if name in self._pending:
                 # The writer thread has not written or deleted this file yet. `waiting_data` is the
-                # new content of the file; None if the file will be deleted.
+                # new content of the file; None if the file will be deleted. When the thread writes
+                # the file, the file becomes the most recently used file.
                 waiting_data = self._pending[name]
                 return None if waiting_data is None else _split_header(waiting_data)[1]
             if name not in self._sizes:
@@ -264,6 +267,8 @@ class DiskStore:
         is_too_large_for_folder = len(data) > self._max_bytes
         if is_too_large_for_folder:
             return
+        # If a file with this name exists, its size still counts here. More files than necessary may
+        # then be deleted, even the file itself, but the limit is never exceeded.
         self._delete_oldest_files(len(data))
         _write_atomically(path, data)
         self._forget(name)  # The size of a replaced file no longer counts.
@@ -282,7 +287,10 @@ class DiskStore:
             (self._folder / name).unlink(missing_ok=True)
 
     def _forget(self, name: str) -> None:
-        """Remove a file from `_sizes`, and update the total size. Do not delete the file."""
+        """Remove a file from `_sizes`, and update the total size. Do not delete the file.
+
+        The method acquires `_lock`, so the caller must not hold the lock.
+        """
         with self._lock:
             self._num_bytes -= self._sizes.pop(name, 0)
 
@@ -313,14 +321,16 @@ def _split_header(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _length(data: bytes | None) -> int:
+    """Return the number of bytes that a task writes; 0 for None, which deletes the file."""
     return 0 if data is None else len(data)
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a crash never leaves an incomplete file at `path`.
+    """Write a file so that a crash of the process never leaves an incomplete file at `path`.
 
     The bytes are first written to a temporary file, which is then renamed. Only the current user
-    can read the file.
+    can read the file. A crash of the machine can leave an incomplete file, because the bytes are
+    not flushed to the disk. `DiskStore.read` detects such a file by its checksum.
     """
     temporary = path.with_suffix(f".{os.getpid()}{_TEMPORARY_SUFFIX}")
     try:

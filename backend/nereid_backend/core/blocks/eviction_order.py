@@ -85,7 +85,9 @@ class EvictionOrder(Generic[Item]):
 
         An item is idle while no sequence uses the item. Only idle items are evicted. A session
         consists of the requests of one client with the same cache key. Until the session expires,
-        its items are evicted after the items without a session.
+        its items are evicted after the items without a session. Among the sessions, only those with
+        at least the mean number of idle items lose items, so that a large session cannot displace
+        the items of small sessions.
 
         Args:
             max_retained: the largest number of idle items that sessions can retain in this way. If
@@ -101,9 +103,9 @@ class EvictionOrder(Generic[Item]):
         # return the same time for two changes.
         self._num_changes = 0
 
-        # Maps each idle item without a session to the time stamp at which the item became idle. The
-        # oldest item comes first.
-        self._without_session: OrderedDict[Item, int] = OrderedDict()
+        # Maps each idle item without a session to the value of `_num_changes` when the item became
+        # idle. The oldest item comes first.
+        self._idle_without_session: OrderedDict[Item, int] = OrderedDict()
 
         # The sessions, with the least recently used session first.
         self._sessions: OrderedDict[SessionKey, _Session[Item]] = OrderedDict()
@@ -111,24 +113,25 @@ class EvictionOrder(Generic[Item]):
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
         # The session from which the next item is evicted; None if the next eviction must first
-        # select a session. Most evictions need no selection, because items of the same session are
-        # evicted until this session has fewer idle items than the average session.
-        self._victim: _Session[Item] | None = None
+        # select a session. The same session loses items until it has fewer idle items than the mean
+        # of all sessions. One session then loses a long part of its prefix, instead of each session
+        # a short part, and most evictions need no search for a session.
+        self._evicted_session: _Session[Item] | None = None
 
     def __contains__(self, item: Item) -> bool:
         """Return whether an item is idle, which means that no sequence uses the item."""
         session = self._session_of.get(item)
-        return item in (self._without_session if session is None else session.idle)
+        return item in (self._idle_without_session if session is None else session.idle)
 
     def __iter__(self) -> Iterator[Item]:
         """Yield all idle items."""
-        yield from self._without_session
+        yield from self._idle_without_session
         for session in self._sessions.values():
             yield from session.idle
 
     def __len__(self) -> int:
         """Return the number of idle items."""
-        return len(self._without_session) + self._num_retained
+        return len(self._idle_without_session) + self._num_retained
 
     @property
     def num_retained(self) -> int:
@@ -141,7 +144,7 @@ class EvictionOrder(Generic[Item]):
         session = self._session_of.get(item)
         if session is None:
             self._num_changes += 1
-            self._without_session[item] = self._num_changes
+            self._idle_without_session[item] = self._num_changes
             return
         session.used.discard(item)
         session.idle[item] = None
@@ -151,7 +154,7 @@ class EvictionOrder(Generic[Item]):
         """Remove an item from the idle items, because a sequence has started to use the item."""
         session = self._session_of.get(item)
         if session is None:
-            del self._without_session[item]
+            del self._idle_without_session[item]
             return
         del session.idle[item]
         session.used.add(item)
@@ -160,9 +163,9 @@ class EvictionOrder(Generic[Item]):
     def pop(self) -> Item:
         """Remove and return the item that must be evicted next. At least one item must be idle."""
         self._expire()
-        if self._without_session and not self._prefers_sessions():
-            return self._without_session.popitem(last=False)[0]
-        session = self._next_victim()
+        if self._idle_without_session and not self._prefers_sessions():
+            return self._idle_without_session.popitem(last=False)[0]
+        session = self._next_evicted_session()
         item = next(iter(session.idle))
         self.forget(item)
         return item
@@ -171,7 +174,7 @@ class EvictionOrder(Generic[Item]):
         """Remove an item that is no longer in the cache. Do nothing if the item is unknown."""
         session = self._session_of.pop(item, None)
         if session is None:
-            self._without_session.pop(item, None)
+            self._idle_without_session.pop(item, None)
             return
         if item in session.idle:
             del session.idle[item]
@@ -180,10 +183,11 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def retain(self, items: Iterable[Item], key: SessionKey, seconds: float) -> None:
-        """Let a session keep items in the cache for the next `seconds` seconds.
+        """Let a session keep items in the cache for at least the next `seconds` seconds.
 
-        The earlier items of the session are retained for this time, too. If another session retains
-        an item for a longer time, the item remains in the other session.
+        The earlier items of the session are retained for this time, too. If the session already
+        expires later than in `seconds` seconds, this does not change. If another session retains an
+        item for a longer time, the item remains in the other session.
 
         Args:
             items: idle or used items of the cache. If several items are idle, the first of them is
@@ -191,7 +195,7 @@ class EvictionOrder(Generic[Item]):
             key: identifies the session.
             seconds: the time for which the items are retained.
         """
-        session = self._use_session(key, expires=self._clock() + seconds)
+        session = self._mark_used(key, min_expires=self._clock() + seconds)
         for item in items:
             owner = self._session_of.get(item)
             expires_later_here = owner is None or owner.expires < session.expires
@@ -201,25 +205,28 @@ class EvictionOrder(Generic[Item]):
         # moved. A session that was created for this call is then empty and must be removed.
         self._drop_if_empty(session)
 
-    def _use_session(self, key: SessionKey, expires: float) -> _Session[Item]:
+    def _mark_used(self, key: SessionKey, min_expires: float) -> _Session[Item]:
         """Mark a session as the most recently used session, and return the session.
 
-        Create the session if it does not exist. The session expires at `expires`, or at its present
-        expiry time if that time is later.
+        Create the session if it does not exist. The session expires at `min_expires`, or at its
+        present expiry time if that time is later.
         """
-        self._num_changes += 1  # used as a time stamp
+        # The number of changes is a time stamp. `last_use` is compared with the time stamps of
+        # items without a session, and the order of `_sessions` is used to find the least recently
+        # used session.
+        self._num_changes += 1
         session = self._sessions.get(key)
         if session is None:
-            session = _Session(key, expires, last_use=self._num_changes)
+            session = _Session(key, min_expires, last_use=self._num_changes)
             self._sessions[key] = session
         else:
             self._sessions.move_to_end(key)
             session.last_use = self._num_changes
-            session.expires = max(session.expires, expires)
-        if self._victim is session:
+            session.expires = max(session.expires, min_expires)
+        if self._evicted_session is session:
             # This session was selected for the next eviction, but it has just been used. Therefore,
-            # `_next_victim` must select a session again.
-            self._victim = None
+            # `_next_evicted_session` must select a session again.
+            self._evicted_session = None
         return session
 
     def _move(self, item: Item, session: _Session[Item]) -> None:
@@ -277,11 +284,11 @@ class EvictionOrder(Generic[Item]):
             self._dissolve(session)
 
     def _dissolve(self, session: _Session[Item]) -> None:
-        """Remove a session. Move its idle items to the front of `_without_session`."""
+        """Remove a session. Move its idle items to the front of `_idle_without_session`."""
         # Each item is moved to the front, so the oldest item must be moved last.
         for item in reversed(session.idle):
-            self._without_session[item] = 0
-            self._without_session.move_to_end(item, last=False)
+            self._idle_without_session[item] = 0
+            self._idle_without_session.move_to_end(item, last=False)
         for item in (*session.idle, *session.used):
             del self._session_of[item]
         self._num_retained -= len(session.idle)
@@ -290,12 +297,18 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def _prefers_sessions(self) -> bool:
-        """Return whether the next eviction must remove an item that a session retains."""
+        """Return whether the next eviction must remove an item that a session retains.
+
+        This is the case if the sessions retain more items than allowed, and the session that loses
+        the next item was used before the oldest item without a session became idle.
+        """
         if self._num_retained <= self._max_retained:
             return False
-        return self._next_victim().last_use < next(iter(self._without_session.values()))
+        return self._next_evicted_session().last_use < next(
+            iter(self._idle_without_session.values())
+        )
 
-    def _next_victim(self) -> _Session[Item]:
+    def _next_evicted_session(self) -> _Session[Item]:
         """Return the session whose item is evicted next. At least one session must have idle items.
 
         The session has at least the mean number of idle items. A large session therefore cannot
@@ -304,9 +317,9 @@ class EvictionOrder(Generic[Item]):
         """
         mean = self._num_retained / len(self._sessions)
         min_num_idle = max(1.0, mean)
-        if self._victim is None or len(self._victim.idle) < min_num_idle:
-            self._victim = self._least_recently_used(min_num_idle)
-        return self._victim
+        if self._evicted_session is None or len(self._evicted_session.idle) < min_num_idle:
+            self._evicted_session = self._least_recently_used(min_num_idle)
+        return self._evicted_session
 
     def _least_recently_used(self, min_num_idle: float) -> _Session[Item]:
         """Return the least recently used session with at least `min_num_idle` idle items."""
@@ -319,5 +332,5 @@ class EvictionOrder(Generic[Item]):
         """Remove a session if it has no items left."""
         if session.num_items == 0:
             del self._sessions[session.key]
-            if self._victim is session:
-                self._victim = None
+            if self._evicted_session is session:
+                self._evicted_session = None

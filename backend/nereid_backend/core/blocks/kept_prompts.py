@@ -22,7 +22,10 @@ class KeptPrompts:
     def __init__(
         self, pool: BlockPool, block_size: int, windows: abc.Sequence[AttentionWindow | None]
     ) -> None:
-        """Create an object without requests.
+        """Create an object that keeps no blocks yet.
+
+        If a request has several sequences, its first sequence computes the prompt. The request then
+        keeps the blocks of the prompt until the other sequences have started to run.
 
         Args:
             pool: the pool of the blocks.
@@ -33,9 +36,9 @@ class KeptPrompts:
         self._pool = pool
         self._block_size = block_size
         self._windows = windows
-        # Maps `id(request)` to the request, for each request that keeps the blocks of its prompt.
-        # The request that has kept its blocks for the longest time comes first.
-        self._requests: dict[int, Request] = {}
+        # The requests that keep the blocks of their prompts. The request that has kept its blocks
+        # for the longest time comes first. The dict is used as an ordered set.
+        self._requests: dict[Request, None] = {}
 
     def keep(self, request: Request, leader: Sequence) -> None:
         """Store in `request` the prompt blocks of `leader`, the sequence that computed the prompt.
@@ -47,7 +50,7 @@ class KeptPrompts:
         """
         request.block_tables = self._prompt_tables(leader)
         self._pool.acquire(self._blocks_of(request))
-        self._requests[id(request)] = request
+        self._requests[request] = None
 
     def _prompt_tables(self, leader: Sequence) -> list[list[int]]:
         """For each group of layers, return a block table with the prompt blocks of a sequence.
@@ -70,7 +73,8 @@ class KeptPrompts:
 
     def drop(self, request: Request) -> None:
         """Release the prompt blocks that a request keeps. Do nothing if the request keeps none."""
-        if self._requests.pop(id(request), None) is not None:
+        if request in self._requests:
+            del self._requests[request]
             self._pool.release(self._blocks_of(request))
             request.block_tables = []
 
@@ -82,18 +86,18 @@ class KeptPrompts:
         """
         if not self._requests:
             return False
-        self.drop(next(iter(self._requests.values())))
+        self.drop(next(iter(self._requests)))
         return True
 
     def drop_with(self, blocks: set[int]) -> None:
         """Release the prompt blocks of each request that keeps at least one of `blocks`."""
-        for request in list(self._requests.values()):
+        for request in list(self._requests):
             if not blocks.isdisjoint(chain(*request.block_tables)):
                 self.drop(request)
 
     def block_tables(self) -> Iterator[list[int]]:
         """Yield the block tables in which requests keep the blocks of their prompts."""
-        return chain(*(request.block_tables for request in self._requests.values()))
+        return chain(*(request.block_tables for request in self._requests))
 
     def _blocks_of(self, request: Request) -> list[int]:
         """Return the ids of the blocks that a request keeps, without placeholders."""

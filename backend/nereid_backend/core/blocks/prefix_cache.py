@@ -92,9 +92,12 @@ class PrefixCache:
                 attention.
             snapshots: the snapshots of recurrent states; None if the model has no recurrent state.
         """
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
+        # `BlockTables` updates these two counters when a sequence gets its row.
+        self.num_queried_tokens = 0  # the tokens of all sequences
+        self.num_hit_tokens = 0  # the tokens whose blocks were found in the cache
         self.snapshots = snapshots
+        # The new blocks that must be written to disk, and the invalid blocks that must be deleted
+        # from disk. `save_on_disk` sets the attribute if there is a cache on disk.
         self.disk_changes: DiskChanges | None = None
         self._pool = pool
         self._block_size = block_size
@@ -123,8 +126,8 @@ class PrefixCache:
         the first two blocks of the sequence as the blocks 7 and 2, so the result is [[7, 2]]. The
         third block is never part of the result, because it contains the last token.
 
-        Mutates: `sequence.block_hashes`, and `sequence.branch_position` if the model has a
-            recurrent state.
+        Mutates: `sequence.block_hashes`, and `sequence.end_of_cached_blocks` if the model has a
+            recurrent state and no attention windows.
         """
         hashes = self.prefix_hashes(sequence)
         if self._has_windows:
@@ -134,7 +137,7 @@ class PrefixCache:
             # A recurrent model can reuse a cached prefix only if the recurrent state at the end of
             # the prefix was saved. Let this sequence save its state at the end of the cached
             # blocks, so that the next request with this prefix can reuse all cached blocks.
-            sequence.branch_position = len(block_table) * self._block_size
+            sequence.end_of_cached_blocks = len(block_table) * self._block_size
             # This sequence can reuse only the blocks before the last saved state. Remove the blocks
             # after this state from the table, so that they are computed again.
             while block_table and hashes[len(block_table) - 1] not in self.snapshots:
@@ -251,6 +254,8 @@ class PrefixCache:
                     # The cache already contains a block with the same tokens, which another request
                     # has computed.
                     continue
+                # The entry is not a null block (a placeholder before the attention window), because
+                # a block is added after the step that computed it, and freed later.
                 self._mark_cached(cached_blocks, block_hash, table[index])
                 if self.disk_changes is not None:
                     # There is a cache on disk. `unsaved` is a dict that is used as an ordered set.
@@ -282,6 +287,8 @@ class PrefixCache:
             # A snapshot applies to all groups of layers, so it is retained if any group still has
             # the block before the snapshot.
             first_retained = min(sequence.num_null_blocks)
+            # The first snapshot must be evicted first, because the next request of the session
+            # probably continues after the last snapshot.
             self.snapshots.retain(hashes[first_retained:], key, params.retention_s)
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:

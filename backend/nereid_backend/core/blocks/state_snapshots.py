@@ -64,15 +64,15 @@ class StateSnapshots:
             num_states: the number of states that fit into the memory, including the states of
                 running sequences.
             block_size: the number of tokens in one block.
-            clock: returns the time for sessions, in seconds.
+            clock: returns the time in seconds. A session, which consists of the requests of one
+                client with the same cache key, retains its snapshots for a limited time.
         """
         self._block_size = block_size
-        # The recurrent state is saved again if at least `_interval_tokens` tokens were computed
-        # since the last save.
+        # A new snapshot is saved if at least `_interval_tokens` tokens were computed since the last
+        # snapshot.
         self._interval_tokens = _INTERVAL * block_size
-        # A prompt may be divided, so that the recurrent state can be saved at the position of the
-        # division. This position must be at least `_min_distance_tokens` tokens after the last
-        # saved state.
+        # A prompt may be divided, so that a snapshot can be saved at the position of the division.
+        # This position must be at least `_min_distance_tokens` tokens after the last snapshot.
         self._min_distance_tokens = _MIN_DISTANCE * block_size
 
         self._num_states = num_states
@@ -82,22 +82,23 @@ class StateSnapshots:
 
         # Maps the hash of a block to the id of the snapshot at the end of the block.
         self._ids: dict[bytes, int] = {}
-        # The hashes of all saved recurrent states, in eviction order: if the memory is full, the
-        # state at the front is deleted. When a state is used, its hash is moved to the end.
+        # The hashes of all snapshots, in eviction order: if the memory is full, the snapshot at the
+        # front is deleted. When a snapshot is used, its hash is moved to the end. The snapshots
+        # that sessions retain come last, but sessions can retain only a part of the memory.
         max_retained = int(num_states * _MAX_RETAINED_SHARE)
         self._order: EvictionOrder[bytes] = EvictionOrder(max_retained, clock)
-        # The number of recurrent states that were saved so far. The next saved state gets this
-        # number as its id.
+        # The number of snapshots that were saved so far. The next snapshot gets this number as its
+        # id.
         self._num_saved = 0
-        # The ids of deleted copies of recurrent states. The plan of the next step contains these
-        # ids, so that the memory of the copies is freed.
+        # The ids of deleted snapshots. The plan of the next step contains these ids, so that the
+        # memory of the snapshots is freed.
         self._deleted: list[int] = []
 
-        # The hashes of the snapshots (copies of recurrent states) that must still be written to
-        # disk; None if there is no cache on disk. The dict is used as an ordered set, so all its
-        # values are None. While an answer is generated, each new snapshot of the answer replaces
-        # the previous snapshot. Therefore, only the last snapshot of an answer is added, when the
-        # blocks of the sequence are released.
+        # The hashes of the snapshots that must still be written to disk; None if there is no cache
+        # on disk. The dict is used as an ordered set, so all its values are None. While an answer
+        # is generated, each new snapshot of the answer replaces the previous snapshot. Therefore,
+        # only the last snapshot of an answer is added, when the blocks of the sequence are
+        # released.
         self.unsaved: dict[bytes, None] | None = None
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -131,11 +132,12 @@ class StateSnapshots:
 
         Example: block_size is 16, the prompt has 1000 tokens, and the first 512 of them are
         computed. `chunk_length(sequence, 488)` returns 464, because a snapshot should be saved
-        after 976 tokens.
+        after 976 tokens, which is the end of the second-to-last full block of the prompt.
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        snapshot_positions = self._snapshot_positions(sequence)
+        # The end of the cached blocks, and the end of the second-to-last full block.
+        snapshot_positions = self._snapshot_positions_in_prompt(sequence)
         positions_in_chunk = [position for position in snapshot_positions if start < position < end]
         if positions_in_chunk:
             return min(positions_in_chunk) - start
@@ -173,7 +175,8 @@ class StateSnapshots:
             if len(saves) < self._max_snapshots and self._is_worth_saving(chunk):
                 sequence.unsaved_snapshot_id = self._new_id()
                 saves.append((chunk_index, sequence.unsaved_snapshot_id))
-        # Delete old snapshots until the memory suffices for the new snapshots.
+        # Delete old snapshots until the memory suffices for the new snapshots. A snapshot in
+        # `loads` may be deleted, too, because the step loads snapshots before it deletes any.
         self._evict_until(self._max_snapshots - len(saves))
         return SnapshotPlan(loads, saves, self._take_deleted())
 
@@ -193,6 +196,7 @@ class StateSnapshots:
 
         The saved copy (a snapshot) is stored under the hash of the last block before it. If
         another sequence has already stored a snapshot under this hash, the new snapshot is deleted.
+        A new snapshot of an answer replaces the previous snapshot of this answer.
 
         Mutates: `sequence.unsaved_snapshot_id` and `sequence.num_snapshot_tokens`.
         """
@@ -209,6 +213,7 @@ class StateSnapshots:
             # replace a snapshot of the answer soon, so `discard` marks the last snapshot of the
             # answer later.
             self._write_to_disk_later(block_hash)
+        # `num_snapshot_tokens` is still the position of the sequence's previous snapshot.
         self._delete_previous_of_answer(sequence)
         sequence.num_snapshot_tokens = position
 
@@ -267,11 +272,13 @@ class StateSnapshots:
         full, the oldest saved states are deleted.
 
         Args:
-            block_hash: the hash of the last block before the state.
+            block_hash: the hash of the last block before the state. No state may be saved under
+                this hash.
 
         Returns:
             The id; None if running sequences use the whole memory for states.
         """
+        assert block_hash not in self._ids, "the id of the earlier state would be lost"
         if self._max_snapshots < 1:
             # The running sequences use all memory that is reserved for recurrent states.
             return None
@@ -289,12 +296,16 @@ class StateSnapshots:
             self._deleted.append(snapshot_id)
 
     def retain(self, hashes: Iterable[bytes], key: SessionKey, seconds: float) -> None:
-        """Let a session retain the saved states of some blocks; see `EvictionOrder.retain`."""
+        """Let a session retain the snapshots of some blocks for at least `seconds` seconds.
+
+        Retained snapshots are evicted after other snapshots. If several snapshots are retained, the
+        snapshot of the first hash is evicted first. Hashes without a snapshot are ignored.
+        """
         with_snapshot = (block_hash for block_hash in hashes if block_hash in self._ids)
         self._order.retain(with_snapshot, key, seconds)
 
     def extend(self, key: SessionKey, seconds: float) -> None:
-        """Keep the saved states of a session for a longer time; see `EvictionOrder.extend`."""
+        """Retain the snapshots of a session for at least the next `seconds` seconds."""
         self._order.extend(key, seconds)
 
     def _hash_before(self, sequence: Sequence, position: int) -> bytes:
@@ -324,13 +335,18 @@ class StateSnapshots:
         if self.unsaved is not None:
             self.unsaved[block_hash] = None
 
-    def _snapshot_positions(self, sequence: Sequence) -> list[int]:
-        """Return the positions in the prompt after which the recurrent state should be saved."""
+    def _snapshot_positions_in_prompt(self, sequence: Sequence) -> list[int]:
+        """Return the positions in the prompt after which the recurrent state should be saved.
+
+        These are the end of the cached blocks, and the end of the second-to-last full block. A
+        position is left out if it is near the last snapshot.
+        """
+        # Sequences with images are computed by other code, which cannot copy recurrent states.
         if sequence.images is not None:
             return []
         num_full_blocks = len(sequence.token_ids) // self._block_size
         end_of_second_to_last_block = (num_full_blocks - 1) * self._block_size
-        positions = (sequence.branch_position, end_of_second_to_last_block)
+        positions = (sequence.end_of_cached_blocks, end_of_second_to_last_block)
         min_position = max(
             sequence.num_snapshot_tokens + self._min_distance_tokens, self._block_size
         )
@@ -351,4 +367,6 @@ class StateSnapshots:
             return False
         is_in_answer = chunk_end > sequence.num_prompt_tokens
         is_far_from_last = chunk_end - sequence.num_snapshot_tokens >= self._interval_tokens
-        return is_in_answer or is_far_from_last or chunk_end in self._snapshot_positions(sequence)
+        if is_in_answer or is_far_from_last:
+            return True
+        return chunk_end in self._snapshot_positions_in_prompt(sequence)

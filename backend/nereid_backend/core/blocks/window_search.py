@@ -52,6 +52,8 @@ class WindowSearch:
                 blocks. Example: a recurrent model can continue only after a block at whose end its
                 state was saved.
         """
+        # For each window, a list: element i is the index of the last missing block among the blocks
+        # 0 to i; -1 if none of them is missing.
         last_missing = self._last_missing_by_window(tables)
         max_blocks = len(tables[0])
         if None in last_missing:
@@ -61,7 +63,7 @@ class WindowSearch:
             max_blocks = _num_leading_cached(last_missing[None])
         # Try the longest prefix first.
         for num_blocks in range(max_blocks, 0, -1):
-            if can_end_after(num_blocks) and self._has_visible_blocks(last_missing, num_blocks):
+            if can_end_after(num_blocks) and self._has_needed_blocks(last_missing, num_blocks):
                 return self._prefix_tables(tables, num_blocks)
         return [[] for _ in self.windows]
 
@@ -95,7 +97,7 @@ class WindowSearch:
             by_window[window] = last_missing
         return by_window
 
-    def _has_visible_blocks(
+    def _has_needed_blocks(
         self, last_missing_by_window: dict[AttentionWindow | None, list[int]], num_blocks: int
     ) -> bool:
         """Return whether the cache has all blocks that the first token after a prefix needs.
@@ -104,15 +106,16 @@ class WindowSearch:
         at least the last block. This must be true for every attention window of the model.
 
         Args:
-            last_missing_by_window: the result of `_last_missing_by_window`.
+            last_missing_by_window: for each window, a list. Element i is the index of the last
+                block among the blocks 0 to i that is not cached; -1 if all of them are cached.
             num_blocks: the number of blocks in the prefix.
         """
         last_block = num_blocks - 1
         for window, last_missing in last_missing_by_window.items():
             first_needed = min(self._first_visible_block(window, num_blocks), last_block)
-            # All blocks of the prefix after the last missing block are cached.
-            first_cached = last_missing[last_block] + 1
-            if first_cached > first_needed:
+            # All blocks of the prefix after its last missing block are cached.
+            is_needed_block_missing = last_missing[last_block] >= first_needed
+            if is_needed_block_missing:
                 return False
         return True
 

@@ -194,7 +194,8 @@ class DraftLengths:
         self._histories: dict[Sequence, _History] = {}
         self._overall_rate = _Rate(_FIRST_RATE * _FIRST_WEIGHT, _FIRST_WEIGHT)
         self._cost_ratio = _FIRST_RATIO
-        self._measures_plain_step = False
+        # Whether the next step must run without drafts, so that its time is measured.
+        self._is_plain_step_due = False
 
     def begin_step(self, num_sequences: int) -> None:
         """Prepare for the next step, which computes about `num_sequences` sequences.
@@ -203,16 +204,17 @@ class DraftLengths:
         """
         if num_sequences > 0:
             self._cost_ratio = self.costs.ratio(num_sequences)
-            self._measures_plain_step = self.costs.needs_plain_step(num_sequences)
+            self._is_plain_step_due = self.costs.needs_plain_step(num_sequences)
 
     def next_length(self, sequence: Sequence) -> int:
         """Return the largest number of draft tokens for a sequence in the next step.
 
         Let p be the share of the sequence's draft tokens that were accepted. The n-th draft token
-        is accepted with the probability p ** n. The result is the largest n for which p ** n is
-        above the cost ratio: the time of a draft token, divided by the time that an accepted draft
-        token saves. Example: max_tokens is 4, the cost ratio is 0.25, and p is 0.6. The result is
-        2, because 0.6 ** 2 is above 0.25, but 0.6 ** 3 is below.
+        is accepted with the probability p ** n, because all tokens before it must be accepted, too.
+        It saves time on average if this probability is above the cost ratio: the time of a draft
+        token, divided by the time that an accepted draft token saves. Example: max_tokens is 4, the
+        cost ratio is 0.25, and p is 0.6. The result is 2, because 0.36 (the square of 0.6) is above
+        0.25, but 0.216 (the cube of 0.6) is below.
 
         Call this method once for each step of the sequence, because each call shortens a pause by
         one step. `record_draft` starts a pause when the drafts cost more time than they save.
@@ -221,13 +223,13 @@ class DraftLengths:
         if history.num_paused_steps > 0:
             history.num_paused_steps -= 1
             return 0
-        if self._measures_plain_step:
+        if self._is_plain_step_due:
             # Use no draft, because the time of a step without drafts must be measured again.
             return 0
         acceptance_rate = history.rate.value
         if acceptance_rate <= self._cost_ratio:
-            # No draft length saves time. Nevertheless, try a draft of one token, because a pause
-            # has ended or because this is the first draft of the sequence. If `max_tokens` is 0,
+            # No draft length seems to save time, but the sequence does not pause now. Try a draft
+            # of one token, so that the acceptance rate is measured again. If `max_tokens` is 0,
             # there is no draft.
             return min(1, self.max_tokens)
         if acceptance_rate >= 1:

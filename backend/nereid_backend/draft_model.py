@@ -126,8 +126,8 @@ class DraftModel:
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
         """Generate draft tokens for the next forward pass of the large model; see `propose`.
 
-        If the draft model fails, it is never used again, and all requests continue without draft
-        tokens.
+        If a forward pass of the draft model fails, the draft model is never used again, and all
+        requests continue without draft tokens.
 
         Args:
             sequences: the sequences that the large model computes in the next step. Some of them
@@ -153,7 +153,9 @@ class DraftModel:
             self._is_broken = True
             self._proposals = {}
             if self._mtp is not None:
-                self._mtp.hidden.close()  # stop storing the hidden states of the large model
+                # The draft model is a layer of the large model, for which the large model's hidden
+                # states are stored after each step. Stop storing these states.
+                self._mtp.hidden.close()
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return the draft tokens of a sequence; see `Drafter.propose`."""
@@ -198,9 +200,10 @@ class DraftModel:
         draft = self._drafts.get(target) or self._start_draft(target)
         if draft is None:
             return None
-        # An MTP layer computes accepted draft tokens a second time, because the large model's
-        # hidden states of these tokens are available only after the large model has verified the
-        # tokens.
+        # The keys and values of accepted draft tokens are kept, unless the draft model is an MTP
+        # layer (a multi-token prediction layer of the large model). An MTP layer must compute these
+        # tokens again, because it needs the large model's hidden states, which exist only after the
+        # large model has verified the tokens.
         draft.update(keeps_accepted=self._mtp is None)
         draft.length = length
         if self._tables.cache is not None:
@@ -241,9 +244,11 @@ class DraftModel:
         The `SequenceDraft` is the state of the sequence in the draft model. The sequence gets a row
         of the batch and blocks of the KV cache. Return None if there are not enough free blocks.
         """
-        # An MTP layer combines each token with the hidden state of the previous token. No token
-        # precedes the first token, so the sequence of an MTP layer leaves out the first token.
+        # A separate draft model computes all tokens. An MTP layer (a multi-token prediction layer
+        # of the large model) starts with the second token, because it combines each token with the
+        # large model's hidden state of the previous token.
         start_in_target = 0 if self._mtp is None else 1
+        # The sequence in the draft model, with its own row and blocks.
         own = Sequence(
             target.request_id,
             target.token_ids[start_in_target:],
@@ -254,7 +259,7 @@ class DraftModel:
             return None
         own.row = self._free_rows.pop()
         if self._mtp is not None:
-            self._mtp.follow(own, target)
+            self._mtp.follow(own, target)  # uses the hidden states of `target` for `own`
         draft = SequenceDraft(target, own, start_in_target, num_known=len(own.token_ids))
         self._drafts[target] = draft
         return draft
@@ -296,15 +301,15 @@ class DraftModel:
     def _run_pass(self, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
         """Run one forward pass of the draft model, and sample a draft token for each sequence.
 
-        If a sequence has more uncomputed tokens than one pass may compute, its first tokens are
-        computed now, and the rest is computed before later steps of the large model. The sequence
-        gets no draft tokens until then.
+        If the uncomputed tokens of the drafts exceed the token budget of a pass, some drafts are
+        computed only partly or not at all. Such a draft gets no further token before this step of
+        the large model. `prepare` continues it before the next step.
 
         Args:
             drafts: the states of the sequences in the draft model. Mutated.
 
         Returns:
-            The drafts that need more tokens, and therefore another pass.
+            The drafts that got a token and need more tokens, and therefore another pass.
         """
         planned = self._plan_pass(drafts)
         chunks = [chunk for _, chunk in planned]
@@ -373,6 +378,7 @@ class DraftModel:
             if index in sampled.errors:
                 continue
             token_id = sampled.token_ids[index]
+            # `draft.tokens` and `draft.is_full` are computed from this list.
             draft.sequence.token_ids.append(token_id)
             ends_answer = token_id in draft.target.stop_token_ids
             if not ends_answer and not draft.is_full:

@@ -158,16 +158,19 @@ class DiskTier:
     def finish_reading(self, request_id: str) -> None:
         """Finish the disk read of a request. Add the blocks to the prefix cache in memory.
 
+        If the thread has not read all files yet, only the blocks that it has read so far are added.
         Do nothing if no files were being read for the request.
         """
         read = self._reads.pop(request_id, None)
         if read is None:
             return
         read.is_cancelled = True  # If the deadline has passed, the thread may still read files.
+        # `has_all_files` is whether the thread has read all missing blocks and the snapshot.
         if read.needs_snapshot and not read.has_all_files:
             # The snapshot is the recurrent state after the last block. A recurrent model can
             # continue only if it has the snapshot and all blocks.
             return
+        # The thread may still append a block, so `contents_by_hash` first copies its list.
         self._insert_blocks(read.hashes, read.contents_by_hash())
         # If the memory had too few free blocks, some blocks were not inserted. Without these
         # blocks, the snapshot cannot be used.
@@ -262,9 +265,9 @@ class DiskTier:
             key = _snapshot_key(block_hash)
             snapshot_id = snapshots.id_of(block_hash)  # None if the snapshot was evicted
             if snapshot_id is not None and key not in self._store:
-                is_written = self._store.write(key, self._prefixes.read_snapshot(snapshot_id))
-                if not is_written:
-                    return
+                is_accepted = self._store.write(key, self._prefixes.read_snapshot(snapshot_id))
+                if not is_accepted:
+                    return  # Too many bytes already wait for the thread.
             del snapshots.unsaved[block_hash]
 
     def close(self) -> None:

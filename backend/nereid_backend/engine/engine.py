@@ -62,8 +62,11 @@ class Engine:
     def step(self) -> list[RequestUpdate]:
         """Plan and run a step, and return the new tokens of the sequences in the step.
 
-        If a step fails, its sequences end with an error and the engine continues. If every request
-        waits for a grammar, the call returns after some milliseconds.
+        Before the step, the call starts the requests whose preparation has ended (a grammar is
+        compiled, or a cached prefix is read from disk). It also activates the compiled forward pass
+        of the model when the compiler has finished. If a step fails, its sequences end with an
+        error and the engine continues. If every request is still being prepared, the call returns
+        after some milliseconds.
 
         With async_scheduling, the next step is already running when the call returns. If the next
         step could not start, each of its sequences gets a second update, which ends the sequence.
@@ -81,7 +84,7 @@ class Engine:
         parts = self._parts
         if parts.ranks is not None:
             parts.ranks.check()  # raises an error if another process of the model has ended
-        parts.advance_compilation()
+        parts.advance_model_compilation()
         parts.preparation.start_prepared()
         updates = parts.loop.step()
         if parts.disk is not None:
@@ -112,11 +115,14 @@ class Engine:
             CapacityError: if max_num_waiting requests are waiting already.
         """
         parts = self._parts
-        # `create` validates the request, and returns the first of its n sequences.
-        sequence = parts.new_sequences.create(
+        # `create` validates the request, and returns the first of its n sequences. The scheduler
+        # creates the other sequences as copies of the first sequence.
+        first_sequence = parts.new_sequences.create(
             request_id, prompt_token_ids, params or SamplingParams(), images
         )
-        parts.preparation.add(sequence)
+        # Pass the request to the scheduler. Also start to compile its grammar, if it has one, and
+        # to read its cached prefix from disk.
+        parts.preparation.add(first_sequence)
 
     def load_lora(self, name: str, path: str) -> None:
         """Load a LoRA adapter. Requests can then select the adapter with `lora_name`.

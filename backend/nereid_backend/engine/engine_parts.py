@@ -123,7 +123,7 @@ class EngineParts:
             return TextProcessor(folder, self.images.reason)
         return ChatProcessor(folder, self.images.config)
 
-    def advance_compilation(self) -> None:
+    def advance_model_compilation(self) -> None:
         """Load, check or activate the compiled forward pass, if the compiler has finished.
 
         Mutates: `swap`, which becomes None when no work is left.
@@ -218,19 +218,22 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
     """Return the object that proposes draft tokens; None if speculative decoding is off.
 
     A draft model is used if one is loaded. Otherwise, prompt lookup searches the tokens of the
-    sequence for earlier occurrences of the last tokens.
+    sequence for earlier occurrences of the last tokens. Draft tokens require a forward path that
+    can remove rejected draft tokens from the KV cache. If the path cannot remove tokens, `report`
+    is called, but only if the settings request draft tokens.
     """
     if loaded.draft is not None:
         return loaded.draft
-    # By default, prompt lookup is used only on a CPU, because it has not been measured on a GPU.
-    # Async scheduling is impossible with draft tokens.
+    # Without a setting, prompt lookup is used only on a CPU, because it has not been measured on a
+    # GPU. Async scheduling is impossible with draft tokens.
     is_used_by_default = loaded.info.device == "cpu" and not config.async_scheduling
     is_wanted = config.requests_drafts or is_used_by_default
-    if config.max_draft_tokens == 0 or not is_wanted:
+    is_turned_off = config.max_draft_tokens == 0
+    if is_turned_off or not is_wanted:
         return None
-    if loaded.spec.removes_tokens:
-        # This forward path can remove rejected draft tokens from the KV cache, so drafts are
-        # possible.
+    # `loaded.spec` describes the forward path of the model.
+    can_remove_rejected_tokens = loaded.spec.removes_tokens
+    if can_remove_rejected_tokens:
         return PromptLookup(config.max_draft_tokens)
     if config.requests_drafts:
         report(

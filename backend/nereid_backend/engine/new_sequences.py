@@ -58,9 +58,10 @@ class NewSequences:
         params: SamplingParams,
         images: ImageInputs | None,
     ) -> Sequence:
-        """Validate a new request, and return the first of its sequences.
+        """Validate a new request, and return the first of its n sequences.
 
-        `Engine.add_request` documents the arguments and the errors.
+        Afterwards, the scheduler creates the other sequences as copies of the first sequence, which
+        have the same images. `Engine.add_request` documents the arguments and the errors.
         """
         if request_id in self._scheduler:
             raise RequestError(

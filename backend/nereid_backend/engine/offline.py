@@ -125,7 +125,9 @@ def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutpu
     token_ids = [token_id for update in updates for token_id in update.new_token_ids]
     text_token_ids = token_ids
     if last.finish_reason == "stop":
-        text_token_ids = token_ids[:-1]  # without the stop token
+        # The last token is a stop token, because the engine itself never ends a sequence at a stop
+        # text. Only servers search the answer for stop texts.
+        text_token_ids = token_ids[:-1]
     logprobs = None
     if any(update.logprobs is not None for update in updates):
         logprobs = [entry for update in updates for entry in update.logprobs or ()]

@@ -111,7 +111,8 @@ class PrefixSessions:
 
         Args:
             operation: the name of a method: "statistics", "extend" or "drop".
-            values: the arguments of the method by their names. Missing arguments are None.
+            values: the arguments of the method by their names. "client_id" and "prompt_cache_key"
+                may be missing, and are then None. "seconds" must exist for "extend".
 
         Raises:
             RequestError: if the operation is unknown, or if "extend" has no prompt_cache_key.
@@ -123,7 +124,8 @@ class PrefixSessions:
         if operation == "drop":
             return {"num_dropped_tokens": self.drop(client_id, key)}
         if operation == "extend" and isinstance(key, str):
-            return {"num_sessions": self.extend(client_id, key, values["seconds"])}
+            seconds = values["seconds"]  # The caller has checked that the value is a valid number.
+            return {"num_sessions": self.extend(client_id, key, seconds)}
         raise RequestError(
             "cache: the value must be statistics, drop, or extend with a prompt_cache_key, but it "
             f"is {operation!r}."

@@ -38,6 +38,7 @@ class ReloadableModel:
     def reload(self, path: str, report: Report) -> None:
         """Replace the weights of the model with the weights of the checkpoint at `path`.
 
+        If `path` is "", the present checkpoint is read again, because its files may have changed.
         `Engine.reload` documents the arguments and the errors.
 
         Mutates: `parts`, which is replaced by the objects of the new model.
@@ -53,6 +54,8 @@ class ReloadableModel:
         _check_reload(self.parts, new_config, self._tokenizer_files)
         has_grammar_libraries = self.parts.preparation.has_guides
         needed_bytes = info.weights_bytes + info.kv_cache_bytes
+        # On a GPU, the KV cache of the old model takes most of the memory, so a second model does
+        # not fit.
         fits_next_to_old_model = info.device == "cpu" and needed_bytes < available_memory()
         if fits_next_to_old_model:
             self._load_then_release(new_config, report)

@@ -283,6 +283,11 @@ def _signed(values: Tensor, bits: int) -> Tensor:
 
 
 def _decode_float4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Decode 4-bit floating point numbers, two in each byte: weight = number * scale.
+
+    `tensors` contains the tensors of the weight by suffix. If weight_global_scale exists, the
+    scales are divided by this number.
+    """
     scales = tensors[".weight_scale"]
     factor = tensors.get(".weight_global_scale")
     if factor is not None:

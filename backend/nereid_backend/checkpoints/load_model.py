@@ -143,10 +143,10 @@ def _with_placeholders(
 ) -> dict[str, LazyWeight | Placeholder]:
     """Return a copy of `weights` with placeholders for the integer weights of linear layers.
 
-    transformers loads the placeholders, which are tensors without data. `fill_placeholders` then
-    stores the integers in the layers. If `rounded_bits` is not None, the weights of linear layers
-    are rounded to integers with this number of bits, and therefore replaced, too. transformers must
-    have a class for the model; see `_check_class_exists`.
+    transformers loads the placeholders, which are tensors that take almost no memory.
+    `fill_placeholders` then stores the integers in the layers. If `rounded_bits` is not None, the
+    weights of linear layers are rounded to integers with this number of bits, and therefore
+    replaced, too. transformers must have a class for the model; see `_check_class_exists`.
     """
     class_of_model = model_class(config)
     assert class_of_model is not None, "`load_model` has checked that the class exists"

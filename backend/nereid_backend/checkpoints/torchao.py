@@ -81,6 +81,7 @@ def _decode_int8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
 
 
 def _decode_float8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Decode 8-bit floating point numbers: weight = number * scale."""
     return scale_blocks(tensors[_MAIN], tensors[_SCALE], dtype)
 
 

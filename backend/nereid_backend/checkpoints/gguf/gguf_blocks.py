@@ -123,11 +123,19 @@ def _weight_with_minimums(
 
 
 def _decode_q8_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    """Unpack blocks of Q8_0: weight = scale * q.
+
+    Bytes 0 and 1 contain the scale, float16. The other 32 bytes contain the integers q, int8.
+    """
     values = _as_int8(blocks[:, 2:])
     return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=0, bits=8)
 
 
 def _decode_q4_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    """Unpack blocks of Q4_0: weight = scale * (q - 8).
+
+    Bytes 0 and 1 contain the scale, float16. The other 16 bytes contain 32 integers q of 4 bits.
+    """
     return _weight_with_middle(
         _unpack_4_bit(blocks[:, 2:], run_length=16),
         _read_float16(blocks, 0),
@@ -138,6 +146,11 @@ def _decode_q4_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_q4_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    """Unpack blocks of Q4_1: weight = scale * q + offset.
+
+    Bytes 0 to 3 contain the scale and the offset, float16. The other 16 bytes contain 32 integers q
+    of 4 bits.
+    """
     values = _unpack_4_bit(blocks[:, 4:], run_length=16)
     return _weight_with_minimums(
         values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits=4
@@ -145,11 +158,21 @@ def _decode_q4_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_q5_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    """Unpack blocks of Q5_0: weight = scale * (q - 16).
+
+    Bytes 0 and 1 contain the scale, float16. Bytes 2 to 5 contain the highest bits of the 32
+    integers q, and the other 16 bytes contain the low 4 bits of the integers.
+    """
     values = _unpack_4_bit(blocks[:, 6:], run_length=16) | (_unpack_1_bit(blocks[:, 2:6]) << 4)
     return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=16, bits=8)
 
 
 def _decode_q5_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    """Unpack blocks of Q5_1: weight = scale * q + offset.
+
+    Bytes 0 to 3 contain the scale and the offset, float16. Bytes 4 to 7 contain the highest bits of
+    the 32 integers q, and the other 16 bytes contain the low 4 bits of the integers.
+    """
     values = _unpack_4_bit(blocks[:, 8:], run_length=16) | (_unpack_1_bit(blocks[:, 4:8]) << 4)
     return _weight_with_minimums(
         values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits=8
@@ -157,6 +180,13 @@ def _decode_q5_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_q2_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    """Unpack blocks of Q2_K: weight = scale * q - minimum.
+
+    A block has 256 weights in 16 groups of 16. Each of the bytes 0 to 15 contains two 4-bit numbers
+    of a group. The low half, times the float16 number at byte 80, is the scale of the group. The
+    high half, times the float16 number at byte 82, is its minimum. Bytes 16 to 79 contain the
+    integers q of 2 bits.
+    """
     pairs = blocks[:, :16]
     scales = _read_float16(blocks, 80) * (pairs & 15)
     minimums = _read_float16(blocks, 82) * (pairs >> 4)
@@ -190,6 +220,11 @@ def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_q4_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    """Unpack blocks of Q4_K: weight = scale * q - minimum.
+
+    A block has 256 weights in 8 groups of 32. Bytes 0 to 15 contain the scales and the minimums,
+    and the other 128 bytes contain the integers q of 4 bits.
+    """
     return _weight_with_minimums(
         _unpack_4_bit(blocks[:, 16:], run_length=32),
         *_read_6_bit_pairs(blocks),
@@ -199,12 +234,23 @@ def _decode_q4_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_q5_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    """Unpack blocks of Q5_K: weight = scale * q - minimum.
+
+    A block has 256 weights in 8 groups of 32. Bytes 0 to 15 contain the scales and the minimums,
+    bytes 16 to 47 the highest bits of the integers q, and bytes 48 to 175 their low 4 bits.
+    """
     low_bits = _unpack_4_bit(blocks[:, 48:], run_length=32)
     values = low_bits | (_unpack_bit_planes(blocks[:, 16:48]) << 4)
     return _weight_with_minimums(values, *_read_6_bit_pairs(blocks), num_rows=num_rows, bits=8)
 
 
 def _decode_q6_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    """Unpack blocks of Q6_K: weight = block_scale * group_scale * (q - 32).
+
+    A block has 256 weights in 16 groups of 16. Bytes 0 to 127 contain the low 4 bits of the
+    integers q, bytes 128 to 191 their high 2 bits, bytes 192 to 207 the group scales (int8), and
+    bytes 208 and 209 the block scale, float16.
+    """
     low_bits = _unpack_4_bit(blocks[:, :128], run_length=64)
     values = low_bits | (_unpack_2_bit(blocks[:, 128:192]) << 4)
     scales = _read_float16(blocks, 208) * _as_int8(blocks[:, 192:208])
@@ -212,6 +258,11 @@ def _decode_q6_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_iq4_nl(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    """Unpack blocks of IQ4_NL: weight = scale * _LEVELS[q].
+
+    `_LEVELS` contains the 16 numbers that the 4-bit integers q represent. Bytes 0 and 1 contain the
+    scale, float16. The other 16 bytes contain 32 integers q.
+    """
     values = _LEVELS[_unpack_4_bit(blocks[:, 2:], run_length=16).int()]
     return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=0, bits=8)
 

@@ -262,6 +262,7 @@ def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -
 
 
 def _has_bfloat16(file: GgufFile) -> bool:
+    """Return whether at least one tensor of a file contains bfloat16 numbers."""
     return any(tensor.kind.name == "BF16" for tensor in file.tensors.values())
 
 

@@ -255,9 +255,8 @@ def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] 
     if not isinstance(cache, ScaledKVCache):
         return None, Float8.NONE
     scales = (cache.key_scales[layer], cache.value_scales[layer])
-    if isinstance(cache, Float8KVCache):
-        return scales, float8_of(cache.device)
-    return scales, Float8.NONE  # The cache stores 8-bit integers.
+    stores_float8 = isinstance(cache, Float8KVCache)  # otherwise, the cache stores 8-bit integers
+    return scales, float8_of(cache.device) if stores_float8 else Float8.NONE
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:

@@ -77,7 +77,13 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
     )
 
 
-def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa: ANN401  # JSON
+def report_unenforced(
+    schema: Any,  # noqa: ANN401  # JSON
+    is_strict: bool,
+    field: str,
+    *,
+    is_whole_answer: bool = False,
+) -> None:
     """Report schema keywords that xgrammar does not enforce: log a warning, or raise an error.
 
     An error is raised only if the request demands that the whole schema is enforced ("strict").
@@ -87,11 +93,12 @@ def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa
         is_strict: Whether the request demands that the whole schema is enforced.
         field: The name of the request's field that contains the schema. The warning and the error
             message start with this name.
+        is_whole_answer: As in `unenforced`.
 
     Raises:
         ConstraintError: `is_strict` is true, and xgrammar does not enforce a keyword of `schema`.
     """
-    keywords = unenforced(schema)
+    keywords = unenforced(schema, is_whole_answer=is_whole_answer)
     if not keywords:
         return
     if is_strict:
@@ -129,8 +136,8 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
         )
     enforceable_schema = enforceable(schema)
     is_strict = bool(schema_and_options.get("strict"))
-    report_unenforced(enforceable_schema, is_strict, "response_format")
-    return json_schema(enforceable_schema)
+    report_unenforced(enforceable_schema, is_strict, "response_format", is_whole_answer=True)
+    return json_schema(enforceable_schema, is_whole_answer=True)
 
 
 def _required_text(response_format: Mapping[str, Any], key: str) -> str:

@@ -46,7 +46,7 @@ def any_text(excludes: tuple[str, ...] = ()) -> Node:
     return {"type": "any_text", "excludes": strings} if strings else {"type": "any_text"}
 
 
-def json_schema(schema: object, excludes: str = "") -> Node:
+def json_schema(schema: object, excludes: str = "", *, is_whole_answer: bool = False) -> Node:
     """Return the grammar node that matches the JSON text of any value that a schema allows.
 
     The JSON text may contain at most one white-space character between two tokens. Without this
@@ -57,10 +57,13 @@ def json_schema(schema: object, excludes: str = "") -> Node:
     Args:
         schema: The JSON schema.
         excludes: A string that the text may not contain, or "".
+        is_whole_answer: Whether the grammar of the answer consists only of this node. The server
+            compiles such a grammar with the library llguidance, which enforces patterns whose
+            characters JSON writes with a backslash. Other grammars are built without such patterns.
     """
     node: Node = {
         "type": "json_schema",
-        "json_schema": _grammar_schema(schema),
+        "json_schema": _grammar_schema(schema, keeps_patterns=is_whole_answer),
         "max_whitespace_cnt": 1,
     }
     if excludes:
@@ -68,12 +71,12 @@ def json_schema(schema: object, excludes: str = "") -> Node:
     return node
 
 
-def _grammar_schema(schema: object) -> object:
+def _grammar_schema(schema: object, *, keeps_patterns: bool) -> object:
     """Return a copy of a schema without descriptions and without patterns that break JSON.
 
-    A grammar does not need descriptions. A pattern is removed if xgrammar would let the model write
-    a text that is not JSON. Example: with the pattern `^"$`, the model would write three quotation
-    marks.
+    A grammar does not need descriptions. Unless `keeps_patterns` is true, a pattern is removed if
+    xgrammar would let the model write a text that is not JSON. Example: with the pattern `^"$`, the
+    model would write three quotation marks.
 
     Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. Two other
     uses of a key such as `description` are not removed:
@@ -82,16 +85,19 @@ def _grammar_schema(schema: object) -> object:
         {"enum": [{"description": "A city"}]}   The key is a part of an allowed value.
     """
     if isinstance(schema, list):
-        return [_grammar_schema(item) for item in schema]
+        return [_grammar_schema(item, keeps_patterns=keeps_patterns) for item in schema]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, object] = {}
     for key, value in schema.items():
         is_description = key in _DESCRIPTIONS and isinstance(value, str)
-        if is_description or (key == "pattern" and _breaks_json(value)):
+        is_harmful = key == "pattern" and not keeps_patterns and _breaks_json(value)
+        if is_description or is_harmful:
             continue
         contains_data = key in _DATA_KEYWORDS  # Such as `enum`. Other keywords contain schemas.
-        kept[key] = value if contains_data else _grammar_schema(value)
+        kept[key] = (
+            value if contains_data else _grammar_schema(value, keeps_patterns=keeps_patterns)
+        )
     return kept
 
 

@@ -75,6 +75,8 @@ class PatternError(ConstraintError):
         self.needs_json_escape = problem == _NEEDS_JSON_ESCAPE
         """Whether the expression requires a character that JSON writes with a backslash. xgrammar
         would let the model write this character without the backslash."""
+        self.is_lookahead = regex.startswith(("(?=", "(?!"), position)
+        """Whether the part is a lookahead, which xgrammar ignores."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ _ENFORCED_FORMATS = frozenset(
 _MAX_DEPTH = 64
 
 
-def unenforced(schema: object) -> list[str]:
+def unenforced(schema: object, *, is_whole_answer: bool = False) -> list[str]:
     """Return a description of each keyword in `schema` that xgrammar does not enforce.
 
     Measurements with xgrammar 0.2.8 show six cases. xgrammar ignores `not`, `uniqueItems` and
@@ -53,11 +53,17 @@ def unenforced(schema: object) -> list[str]:
     which regular expressions are not enforced.
 
     Example: `unenforced({"items": {"multipleOf": 2}})` returns `["multipleOf at $.items"]`.
+
+    Args:
+        schema: The JSON schema.
+        is_whole_answer: Whether the grammar of the answer consists only of the schema. The server
+            compiles such a grammar with the library llguidance, which does not ignore keywords
+            because of other keywords, and which enforces all patterns without lookarounds.
     """
-    return list(_describe_all(schema, "$", 0))
+    return list(_describe_all(schema, "$", 0, is_whole_answer))
 
 
-def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
+def _describe_all(schema: object, path: str, depth: int, is_whole_answer: bool) -> Iterator[str]:
     """Yield a description of each keyword that xgrammar does not enforce.
 
     The keywords of `schema` and of the schemas inside `schema` are described. Schemas at a depth of
@@ -68,6 +74,7 @@ def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
         schema: The JSON schema.
         path: The path of `schema` in the outermost schema, for example `$.items`.
         depth: The number of schemas that enclose `schema`.
+        is_whole_answer: As in `unenforced`.
     """
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
@@ -75,8 +82,15 @@ def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
         if keyword in schema:
             yield f"{keyword} at {path}"
     yield from _describe_partly_enforced(schema, path)
+    pattern = schema.get("pattern")
+    error = check_pattern(pattern) if isinstance(pattern, str) else None
+    if error is not None and (error.is_lookahead or not is_whole_answer):
+        yield f"pattern at {path}, because {error}"
+    if not is_whole_answer:
+        for keyword, cause in ignored_keywords(schema).items():
+            yield f"{keyword} next to {cause} at {path}"
     for inner, inner_path in _inner_schemas(schema, path):
-        yield from _describe_all(inner, inner_path, depth + 1)
+        yield from _describe_all(inner, inner_path, depth + 1, is_whole_answer)
 
 
 def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
@@ -122,11 +136,6 @@ def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[
     one_of = schema.get("oneOf")
     if isinstance(one_of, list) and not _are_disjoint(one_of):
         yield f"oneOf whose parts may overlap at {path}"
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str) and (error := check_pattern(pattern)):
-        yield f"pattern at {path}, because {error}"
-    for keyword, cause in ignored_keywords(schema).items():
-        yield f"{keyword} next to {cause} at {path}"
 
 
 def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:

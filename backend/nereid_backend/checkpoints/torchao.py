@@ -101,11 +101,14 @@ def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     if num_inputs % num_groups != 0:
         raise ValueError(f"{num_inputs} inputs cannot be divided into {num_groups} groups")
     # If all weights of a group have the same value w, the file may contain the scale 0 and the zero
-    # point w. An IntegerWeight represents w with the scale 1 and the zero point -w, because (0 -
-    # (-w)) * 1 = w. This requires that the integers of the group are 0.
-    scales = torch.where(scales == 0, 1.0, scales)
+    # point w. An IntegerWeight represents w with the scale 1, the zero point -w and integers of 0,
+    # because (0 - (-w)) * 1 = w.
+    group_size = num_inputs // num_groups
+    is_constant = scales == 0
+    values = values.masked_fill(is_constant.repeat_interleave(group_size, dim=1), 0)
+    scales = scales.masked_fill(is_constant, 1.0)
     zeros = -tensors[_ZERO].T.float() / scales
-    return IntegerWeight(values, scales, zeros, num_inputs // num_groups, bits=4)
+    return IntegerWeight(values, scales, zeros, group_size, bits=4)
 
 
 def _unpack_signed_nibbles(packed: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes the parts of JSON schemas that llguidance rejects or handles incorrectly."""
 
+from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 from nereid_backend.grammar.compile_cost import subschemas
@@ -40,9 +41,6 @@ def replace_exclusive_bounds(schema: object) -> None:
     allows 3. This function replaces the exclusive bound by the inclusive bound
     "minimum": 3.000000001.
 
-    A schema normally has only one lower bound and only one upper bound. If a schema has "minimum"
-    and "exclusiveMinimum" together, the new "minimum" overwrites the old value.
-
     Mutates: schema.
     """
     for part, _ in subschemas(schema):
@@ -50,37 +48,40 @@ def replace_exclusive_bounds(schema: object) -> None:
             continue
         excluded_minimum = part.get("exclusiveMinimum")
         excluded_maximum = part.get("exclusiveMaximum")
-        # The opposite bound can be inclusive or exclusive; None if the schema has neither.
-        upper_bound = part.get("maximum", excluded_maximum)
-        lower_bound = part.get("minimum", excluded_minimum)
-        if _allows_excluded_minimum(excluded_minimum, upper_bound):
-            part["minimum"] = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
+        lower_bounds = _numbers(part, ("minimum", "exclusiveMinimum"))
+        upper_bounds = _numbers(part, ("maximum", "exclusiveMaximum"))
+        if not lower_bounds or not upper_bounds:
+            continue
+        if _allows_excluded_minimum(excluded_minimum, min(upper_bounds)):
+            part["minimum"] = max(*lower_bounds, part.pop("exclusiveMinimum") + _BOUND_DISTANCE)
         # If the conditions of the `if` and the `elif` are both true, the schema allows no number.
         # It is then enough to replace the minimum.
-        elif _allows_excluded_maximum(excluded_maximum, lower_bound):
-            part["maximum"] = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
+        elif _allows_excluded_maximum(excluded_maximum, max(lower_bounds)):
+            part["maximum"] = min(*upper_bounds, part.pop("exclusiveMaximum") - _BOUND_DISTANCE)
 
 
-def _allows_excluded_minimum(minimum: object, upper_bound: object) -> bool:
+def _numbers(schema: Mapping[str, object], keywords: Sequence[str]) -> list[float]:
+    """Return the values of those keywords of a schema that have a number."""
+    values = [schema.get(keyword) for keyword in keywords]
+    return [value for value in values if _is_number(value)]
+
+
+def _allows_excluded_minimum(minimum: object, upper_bound: float) -> bool:
     """Return whether llguidance would wrongly accept the excluded minimum of a schema.
 
-    `minimum` is the value of "exclusiveMinimum", and `upper_bound` is the upper bound; None if the
-    schema has no such bound. llguidance handles negative lower bounds correctly.
+    `minimum` is the value of "exclusiveMinimum", and None if the schema has no such bound.
+    llguidance handles negative lower bounds correctly.
     """
-    if not _is_integer(minimum) or not _is_number(upper_bound):
-        return False
-    return minimum >= 0 and upper_bound < minimum + 1
+    return _is_integer(minimum) and minimum >= 0 and upper_bound < minimum + 1
 
 
-def _allows_excluded_maximum(maximum: object, lower_bound: object) -> bool:
+def _allows_excluded_maximum(maximum: object, lower_bound: float) -> bool:
     """Return whether llguidance would wrongly accept the excluded maximum of a schema.
 
-    `maximum` is the value of "exclusiveMaximum", and `lower_bound` is the lower bound; None if the
-    schema has no such bound. llguidance handles positive upper bounds correctly.
+    `maximum` is the value of "exclusiveMaximum", and None if the schema has no such bound.
+    llguidance handles positive upper bounds correctly.
     """
-    if not _is_integer(maximum) or not _is_number(lower_bound):
-        return False
-    return maximum <= 0 and lower_bound > maximum - 1
+    return _is_integer(maximum) and maximum <= 0 and lower_bound > maximum - 1
 
 
 def _is_number(value: object) -> TypeGuard[float]:

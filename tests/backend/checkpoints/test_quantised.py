@@ -5,6 +5,7 @@ import torch
 from backend.checkpoints import writers
 from backend.tiny_models import BY_NAME
 from nereid_backend import ModelError, UnsupportedModelError
+from nereid_backend.checkpoints import torchao
 from nereid_backend.load_checkpoint import load_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -204,3 +205,14 @@ def test_groups_outside_of_the_scales_are_refused(tmp_path):
     change_tensors(folder, lambda tensors: tensors.update({f"{LAYER}.g_idx": groups}))
     with pytest.raises(ModelError, match="g_idx contains a group outside the range 0 to 3"):
         load(folder)
+
+
+def test_a_group_of_torchao_with_the_scale_0_has_one_value():
+    # Two rows of four weights in groups of two. Each byte contains two integers of 4 bits.
+    tensors = {
+        torchao._MAIN: torch.tensor([[0x21, 0x43], [0x65, 0x07]], dtype=torch.uint8),
+        torchao._SCALE: torch.tensor([[0.0, 2.0], [1.0, 1.0]]),  # [groups, rows]
+        torchao._ZERO: torch.tensor([[5.0, 0.0], [0.0, 0.0]]),
+    }
+    weight = torchao._decode_int4(tensors, torch.float32).dequantise(torch.float32)
+    assert weight.tolist() == [[5.0, 5.0, 3.0, 4.0], [10.0, 12.0, 7.0, 0.0]]

@@ -51,6 +51,14 @@ def test_exclusive_bounds_are_excluded(bounds, number, guide, vocabulary):
         guide(spec).accept([*vocabulary.encode(number), 2])
 
 
+def test_the_stricter_of_two_bounds_of_a_side_is_kept(guide, vocabulary):
+    bounds = {"minimum": 3.5, "exclusiveMinimum": 3, "maximum": 3.6}
+    spec = schema_spec({"type": "number", **bounds}, is_strict=True)
+    guide(spec).accept([*vocabulary.encode("3.55"), 2])
+    with pytest.raises(EngineError, match="not allowed"):
+        guide(spec).accept([*vocabulary.encode("3.2"), 2])
+
+
 def test_a_complete_grammar_leaves_only_stop_tokens(guide, allowed, vocabulary):
     held = guide(GrammarSpec.choice(["yes"]))
     held.accept(vocabulary.encode("yes"))

@@ -34,36 +34,36 @@ def read_sampled(
     """
     token_ids = sampled_tokens.token_ids
     logprobs = sampled_tokens.logprobs
-    if _have_single_tokens(sampling, sampled_tokens):
-        # In nearly all steps, each sequence has exactly one new token. For such steps, the loop
-        # below would return the same tokens, but would take more time.
+    if _all_sequences_have_one_plain_token(sampling, sampled_tokens):
+        # This is the case in nearly all steps. The loop below would return the same tokens, but
+        # would take more time.
         return [
             Sampled([token_id], [logprob])
             for token_id, logprob in zip(token_ids, logprobs, strict=True)
         ]
     sampled = []
     end = 0
-    # `sampling.counts` contains the number of positions of each sequence.
     for num_positions in sampling.counts:
         # The positions of this sequence have the indices from `first` to `end` - 1.
         first = end
         end = first + num_positions
         sequence, drafts = sampling.positions[end - 1]
         if first in masks.errors:
-            # The grammar has failed, so the tokens of this sequence are not valid.
+            # The grammar has failed. The error of a sequence is stored at its first position.
             new_tokens = Sampled([], [], masks.errors[first])
         elif drafts or sequence.guide is not None or sampled_tokens.errors:
-            new_tokens = _accept_or_end(sequence, drafts, sampled_tokens, first)
+            # If sampling has failed at any position (`sampled_tokens.errors`), check this sequence.
+            new_tokens = _accept_or_return_error(sequence, drafts, sampled_tokens, first)
         else:
             # Nearly all sequences have no draft tokens and no grammar. For such sequences,
-            # `_accept` would return the same tokens, but would take more time.
+            # `_accept_or_return_error` would return the same token, but would take more time.
             top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
             new_tokens = Sampled([token_ids[first]], [logprobs[first]], None, top)
         sampled.append(new_tokens)
     return sampled
 
 
-def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
+def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
     """Return whether every sampled token is the only new token of its sequence in this step.
 
     The tokens then need no further processing. This is the case if no chunk has draft tokens, no
@@ -78,12 +78,18 @@ def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bo
     return not guides
 
 
-def _accept_or_end(
+def _accept_or_return_error(
     sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
 ) -> Sampled:
     """Return the new tokens of a sequence. If its grammar fails, return an error instead.
 
-    The error ends the sequence. `_accept` describes the arguments.
+    The error ends the sequence.
+
+    Args:
+        sequence: the sequence. Its grammar is advanced by the new tokens.
+        drafts: the draft tokens (guesses for the next tokens) that the sampled tokens verify.
+        sampled_tokens: the sampled tokens of all sequences of the step.
+        first: the index in `sampled_tokens` of the first token of this sequence.
     """
     try:
         return _accept(sequence, drafts, sampled_tokens, first)

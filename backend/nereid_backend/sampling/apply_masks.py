@@ -12,8 +12,8 @@ from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks
 
 # A table that converts each byte of a token mask to 8 biases. A byte contains the bits of 8 tokens.
 # A bias (0 or -inf, float32) is added to the logit of a token. The 8 biases form one item of the
-# table, so that numpy copies all of them at once.
-_BIAS_OF_BYTE = np.ascontiguousarray(
+# table, so that numpy copies all of them at once. The table has 256 items of 32 bytes.
+_BIASES_OF_BYTE = np.ascontiguousarray(
     np.where(
         np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
         np.float32(0),
@@ -59,11 +59,12 @@ def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
         packed: [len(rows), ceil(vocab_size / 32)] int32, the masks of `rows`.
     """
     vocab_size = logits.shape[1]
-    # A byte of a mask contains the bits of 8 tokens. The table `_BIAS_OF_BYTE` converts each byte
-    # to 8 biases: 0 for an allowed token, and -inf for a forbidden token. With mode="clip", numpy
-    # does not check the indices, which saves time. The mode does not change the result, because
-    # each byte is a valid index into the table.
-    padded_biases = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
+    mask_bytes = packed.view(np.uint8)  # Each byte contains the bits of 8 tokens.
+    # Each of the 256 items of the table contains the 8 biases of a byte: 0 for an allowed token,
+    # and -inf for a forbidden token. With mode="clip", numpy does not check the indices, which
+    # saves time. The mode does not change the result, because each byte is a valid index.
+    items = np.take(_BIASES_OF_BYTE, mask_bytes, mode="clip")
+    padded_biases = items.view(np.float32)  # [len(rows), 8 * (bytes of a mask)]
     # The last word of a mask also has bits for tokens after the end of the vocabulary, so the
     # surplus columns are cut off.
     biases = torch.from_numpy(padded_biases[:, :vocab_size])

@@ -46,8 +46,9 @@ def filter_threshold(
     floor = _min_p_top_k_threshold(probs, min_p, top_k)
     kept = probs * (probs >= floor.probs)
     # top_p refers to the total probability of the tokens that min_p and top_k keep. If these two
-    # filters remove no token, the total is 1. Otherwise, the total is known only if `probs`
-    # contains all tokens that min_p and top_k keep.
+    # filters remove no token (the threshold is 0), the total is 1. Otherwise, the total is the sum
+    # of the kept tokens in `probs`. This sum is too small if the filters also keep tokens outside
+    # `probs`. In this case, `floor.is_certain` is False, and so is the certainty of the result.
     total = torch.where(floor.probs > 0, kept.sum(-1, keepdim=True), 1.0)
     top_p_threshold = torch.maximum(_smallest_in_nucleus(kept, top_p * total), floor.probs)
     threshold = torch.where(top_p < 1, top_p_threshold, floor.probs)
@@ -62,12 +63,17 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
     Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. min_p=0.5 alone gives the threshold
     0.5 * 0.5 = 0.25, and top_k=3 alone gives 0.15. With both filters, the threshold is 0.25.
 
-    `filter_threshold` documents the arguments.
+    Args:
+        probs: [n, width], the largest probabilities of each row in descending order.
+        min_p: [n, 1]; 0 turns the filter off.
+        top_k: [n, 1]; 0 turns the filter off.
     """
     largest = probs[:, :1]
-    # If min_p is off, the threshold is 0 in two cases: top_k is off, or top_k exceeds the number of
-    # examined tokens.
+    # The threshold of top_k is 0 if top_k is off, or if top_k exceeds the number of tokens in
+    # `probs`. The threshold of min_p is 0 if min_p is off.
     threshold = torch.maximum(_kth_largest(probs, top_k), largest * min_p)
+    # With neither filter, the threshold 0 is certainly right. With a top_k that exceeds the number
+    # of tokens in `probs`, the right threshold is unknown.
     has_neither_filter = (threshold == 0) & (top_k <= 0)
     is_certain = has_neither_filter | _keeps_only_examined(probs, threshold)
     return FilterThreshold(threshold, is_certain)

@@ -193,8 +193,10 @@ class LogitsProcessor:
         params = {i: self._logits_params_of(positions[i], i, vocab_size) for i in changed}
         if not params and not masks:
             return logits
+        # The parameter `allowed_token_ids` restricts the tokens of a request in the same way as its
+        # grammar, so each of them has a mask, and the two masks are combined.
         # `with_masks` returns a new tensor, so the functions below may change `logits` in place.
-        logits = with_masks(logits.float(), _combine_masks(masks, params))
+        logits = with_masks(logits.float(), _combine_with_allowed_tokens(masks, params))
         if params:
             _forbid_tokens(logits, positions, params)
             _add_bias(logits, params)
@@ -301,7 +303,7 @@ def _cache_row(position: Position, index_in_step: int) -> int:
     return index_in_step if row is None else row
 
 
-def _combine_masks(
+def _combine_with_allowed_tokens(
     masks: abc.Mapping[int, TokenMask], params: abc.Mapping[int, LogitsParams]
 ) -> dict[int, TokenMask]:
     """Combine the token masks of the grammars with the token masks of `allowed_token_ids`.

@@ -6,7 +6,7 @@ the model's dtype. Torch would read all logits several times and write intermedi
 same size. The result of a row does not depend on other rows.
 
 `argmax_logsumexp` and `argmax` work without the kernels, too. The other functions may be called
-only if `can_read` returns True.
+only if `has_kernels_for` returns True.
 """
 
 from typing import NamedTuple
@@ -35,8 +35,8 @@ class ArgmaxLogsumexp(NamedTuple):
     logsumexp: Tensor
 
 
-def can_read(logits: Tensor) -> bool:
-    """Return whether the kernels are available and can read the tensor `logits`."""
+def has_kernels_for(logits: Tensor) -> bool:
+    """Return whether compiled CPU kernels are available and can process the tensor `logits`."""
     has_supported_dtype = logits.dtype in (torch.float32, torch.bfloat16)
     is_on_cpu = logits.device.type == "cpu"
     return is_on_cpu and has_supported_dtype and logits.shape[1] > 0 and has_kernels()
@@ -50,7 +50,7 @@ def argmax_logsumexp(logits: Tensor) -> ArgmaxLogsumexp:
     Args:
         logits: [n, vocab_size], any float dtype.
     """
-    if can_read(logits):
+    if has_kernels_for(logits):
         return _argmax_logsumexp_with_kernel(logits)
     logits = logits.float()
     return ArgmaxLogsumexp(argmax(logits), logits.logsumexp(-1))

@@ -94,7 +94,7 @@ class TokenCounts:
         # Each draft token may need a new column. The result has at least one column, even if no
         # request has a token yet.
         width = max(1, max_distinct + max_drafts)
-        self._widen(width)
+        self._add_columns(width)
         # Indexing with a list of rows copies the rows. Draft tokens are counted only in the copies,
         # not in the stored rows, because draft tokens may be rejected.
         ids = self._ids[rows, :width]
@@ -118,18 +118,24 @@ class TokenCounts:
         new_token_ids = sequence.token_ids[counted.num_counted :]
         if new_token_ids:
             # All new tokens may be distinct, so each of them may need a column.
-            self._widen(counted.num_distinct + len(new_token_ids))
+            self._add_columns(counted.num_distinct + len(new_token_ids))
             _count_tokens(self._ids[row], self._counts[row], new_token_ids, counted.columns)
             counted.num_counted += len(new_token_ids)
 
     def _reset_row(self, row: int, sequence: Sequence) -> _CountedTokens:
-        """Prepare a row for a new request. Return an object that records which tokens are counted.
+        """Prepare a row of the tables for a new request, whose output is not counted yet.
 
-        The row contains the distinct tokens of the request and their counts. If the request has a
-        repetition penalty, add the tokens of its prompt with the count 0, because this penalty also
-        applies to the tokens of the prompt.
+        Each used column of the row contains a distinct token of the request and its count. If the
+        request has a repetition penalty, the row begins with the tokens of the prompt and the count
+        0, because this penalty also applies to the tokens of the prompt. Otherwise, no column is
+        used yet.
+
+        Returns:
+            The object that records which tokens are counted. It is also stored in `_requests`.
         """
-        self._lengthen(row + 1)
+        self._add_rows(row + 1)
+        # The token 0 with the count 0 fills the unused columns until a token is added. It changes
+        # no logit, because the penalties for output tokens ignore a token with the count 0.
         self._ids[row] = 0
         self._counts[row] = 0
         num_prompt = sequence.num_prompt_tokens
@@ -137,15 +143,20 @@ class TokenCounts:
         counted = _CountedTokens(sequence, num_counted=num_prompt)
         if sequence.params.repetition_penalty != 1:
             distinct = list(dict.fromkeys(sequence.token_ids[:num_prompt]))
-            self._widen(len(distinct))
+            self._add_columns(len(distinct))
             self._ids[row, : len(distinct)] = distinct
-            _repeat_first(self._ids[row], self._counts[row], num_used=len(distinct))
+            # The unused columns must not contain the token 0, to which the repetition penalty would
+            # apply. They repeat the first token of the prompt.
+            _fill_unused_columns(self._ids[row], self._counts[row], num_used=len(distinct))
             counted.columns = {token_id: column for column, token_id in enumerate(distinct)}
         self._requests[row] = counted
         return counted
 
-    def _lengthen(self, num_rows: int) -> None:
-        """If the tables have fewer than `num_rows` rows, add rows. At least double the length."""
+    def _add_rows(self, num_rows: int) -> None:
+        """Add rows until the tables have `num_rows` rows. At least double the number of rows.
+
+        If the tables have enough rows, do nothing.
+        """
         old_num_rows = len(self._ids)
         missing = num_rows - old_num_rows
         if missing > 0:
@@ -153,8 +164,11 @@ class TokenCounts:
             self._ids = np.pad(self._ids, padding)
             self._counts = np.pad(self._counts, padding)
 
-    def _widen(self, width: int) -> None:
-        """If the rows have fewer than `width` elements, widen them to at least twice the width."""
+    def _add_columns(self, width: int) -> None:
+        """Add columns until the tables have `width` columns. At least double the number of columns.
+
+        If the tables have enough columns, do nothing.
+        """
         old_width = self._ids.shape[1]
         missing = width - old_width
         if missing > 0:
@@ -233,13 +247,19 @@ def _count_tokens(
             ids[column] = token_id
             counts[column] = 0
         counts[column] += 1
-    _repeat_first(ids, counts, num_used=len(columns))
+    _fill_unused_columns(ids, counts, num_used=len(columns))
 
 
-def _repeat_first(ids: NDArray[np.int64], counts: NDArray[np.float32], num_used: int) -> None:
-    """Fill the unused elements at the end of a row with the row's first token and its count.
+def _fill_unused_columns(
+    ids: NDArray[np.int64], counts: NDArray[np.float32], num_used: int
+) -> None:
+    """Fill the unused columns at the end of a row with the row's first token and its count.
 
-    `TokenCounts` explains why. Mutates: `ids` and `counts`.
+    Equal tokens then have equal counts, so a scatter over the whole row is unambiguous. Example:
+    the ids [7, 9, 0, 0] and the counts [2, 1, 0, 0] with num_used=2 become [7, 9, 7, 7] and
+    [2, 1, 2, 2].
+
+    Mutates: `ids` and `counts`.
     """
     ids[num_used:] = ids[0]
     counts[num_used:] = counts[0]

@@ -203,7 +203,7 @@ def _sample_separately(
 
 def _sample_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Sample one token for each row from the whole vocabulary, without filters."""
-    if native_logits.can_read(logits):
+    if native_logits.has_kernels_for(logits):
         return native_logits.sample(logits, batch.temperature, batch.uniform)
     return _select(_probs(logits, batch), batch)
 
@@ -241,9 +241,10 @@ def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
     and the last attempt examines all tokens.
     """
     attempt = _sample_from_likeliest(logits, batch, _LIKELIEST)
-    if native_logits.can_read(logits):
-        # On a CPU with compiled kernels, a second attempt is faster than sorting all tokens.
-        _sample_uncertain_again(logits, batch, attempt)
+    if native_logits.has_kernels_for(logits):
+        # On a CPU with compiled kernels, a second attempt is faster than sorting all tokens. It
+        # changes the tensors of `attempt`.
+        _replace_uncertain_tokens(logits, batch, attempt)
     uncertain_rows = _true_rows(~attempt.is_certain)
     if len(uncertain_rows) > 0:
         uncertain_batch = batch.rows(uncertain_rows.cpu().numpy())
@@ -266,11 +267,11 @@ class _Attempt(NamedTuple):
     total_probs: Tensor
 
 
-def _sample_uncertain_again(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
-    """Sample the uncertain rows of `attempt` again. This time, more tokens are examined.
+def _replace_uncertain_tokens(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
+    """Sample the uncertain rows of `attempt` again, and store the new tokens in `attempt`.
 
-    A row is uncertain if its filters may keep tokens that were not examined. The logits must be on
-    the CPU.
+    A row is uncertain if its filters may keep tokens that were not examined. This time, more tokens
+    are examined. The logits must be on the CPU.
 
     Mutates: the tensors of `attempt`.
     """
@@ -293,7 +294,8 @@ def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> 
     """Sample one token for each row from the `width` likeliest tokens of the row.
 
     If the filters of a row may also keep less likely tokens, the sampled token may be wrong. In
-    this case, `is_certain` of the result is False.
+    this case, `is_certain` of the result is False. `total_probs` of the result is the total
+    probability of the examined tokens, by which the caller decides whether to examine more tokens.
     """
     width = min(width, logits.shape[1])
     # [n, width], with the likeliest token first.
@@ -310,7 +312,11 @@ def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> 
     token_ids, order = token_ids.sort(dim=-1)
     columns = _select(kept_probs.gather(1, order), batch)
     sampled_ids = token_ids.gather(1, columns[:, None]).squeeze(1)
-    return _Attempt(sampled_ids, threshold.is_certain.squeeze(1), probs.sum(-1))
+    return _Attempt(
+        token_ids=sampled_ids,
+        is_certain=threshold.is_certain.squeeze(1),
+        total_probs=probs.sum(-1),
+    )
 
 
 def _likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> tuple[Tensor, Tensor]:
@@ -318,7 +324,7 @@ def _likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> tuple[Tensor
 
     Both tensors are [n, width] and in descending order of the probabilities.
     """
-    if not native_logits.can_read(logits):
+    if not native_logits.has_kernels_for(logits):
         probs, token_ids = _probs(logits, batch).topk(width, dim=-1)
         return probs, token_ids
     probs, token_ids = native_logits.likeliest(logits, batch.temperature, width)

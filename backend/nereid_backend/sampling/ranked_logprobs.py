@@ -108,7 +108,7 @@ def _num_true(mask: Tensor) -> Tensor:
 
 def _likeliest(logits: Tensor, width: int) -> Tensor:
     """Return the tokens with the largest logits in descending order, [n, width] int64."""
-    if width > 0 and native_logits.can_read(logits):
+    if width > 0 and native_logits.has_kernels_for(logits):
         temperatures = np.ones(len(logits), dtype=np.float32)
         _, token_ids = native_logits.likeliest(logits, temperatures, width)
         # The kernel returns the id -1 if a row has fewer than `width` possible tokens, because some

@@ -186,7 +186,11 @@ class _MaskFillJob:
         """For several sequences, fill the token mask of each sequence's first position.
 
         If the grammar of a sequence fails, store an error in `masks` instead of the mask.
-        `_fill_first` describes the arguments. Mutates: masks.
+
+        Args:
+            guide_class: the class of the sequences' guides. A guide is the state of a grammar.
+            indices: the indices of the positions.
+            masks: the result. Mutated.
         """
         try:
             self._fill_first(guide_class, indices, masks)
@@ -225,7 +229,9 @@ class _MaskFillJob:
     def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
         """Fill the masks of the second and all later positions of one sequence.
 
-        Each of these positions follows a draft token, which is a guess for the next token. Stop at
+        `group` contains the indices of all positions of the sequence. Each position except the
+        first follows one more draft token, which is a guess for the next token. Example: the
+        positions with the draft tokens [], [5] and [5, 7] before them. Stop at
         the first draft token that the grammar does not allow. The mask of the position before this
         token forbids the token, so the tokens that are sampled at later positions are discarded.
         """
@@ -235,7 +241,8 @@ class _MaskFillJob:
             guide = cast(MaskingGuide, self._guide_at(first_index).fork())
             for index in draft_indices:
                 sequence, drafts = self.positions[index]
-                if not _accepts(guide, drafts[-1], sequence):
+                newest_draft = drafts[-1]  # The guide has already accepted the earlier drafts.
+                if not _accepts(guide, newest_draft, sequence):
                     return
                 mask = self.buffer[self.rows[index]]
                 is_limited = guide.fill(mask)
@@ -243,7 +250,7 @@ class _MaskFillJob:
                     masks.by_position[index] = mask
         except Exception as error:  # noqa: BLE001
             # The grammar library may raise any exception. Only the request with this grammar ends
-            # with an error.
+            # with an error. The error of a sequence is stored under its first position.
             self._store_error(first_index, error, masks)
 
     def _store_error(self, index: int, error: Exception, masks: StepMasks) -> None:

@@ -150,8 +150,10 @@ def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
 def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr):
     """Return the first token at which the cumulative weights exceed `target`.
 
-    The weights are cumulated in the order of the vocabulary. A weight whose bit pattern is less
-    than `low` counts as 0. `target` must be less than the sum of the other weights.
+    The weights are cumulated in the order of the vocabulary. The binary logarithm of a weight is
+    (logit - max_logit) * factor. `low` is the bit pattern of the smallest weight that counts: bit
+    patterns of non-negative floats have the same order as the floats. `target` and the sums are
+    integers in units of 2 ** -40. `target` must be less than the sum of the weights that count.
     """
     # Find the tile that contains the token. `begin` is the first column of the next tile.
     # `tile_sum` is the sum of the weights in the tile that was read last, and `sum_before` is the
@@ -176,7 +178,7 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
 
 @triton.jit
 def rounded_up(number):
-    """Round a non-negative float64 number up to an int64."""
+    """Return the smallest int64 number that is not less than `number`, a non-negative float64."""
     integer = number.to(tl.int64)
     return integer + (integer.to(tl.float64) < number).to(tl.int64)
 
@@ -199,10 +201,13 @@ def sample_token(
     # Therefore, the threshold of min_p is the bit pattern of min_p itself. The smallest threshold
     # is 1, so a token with the weight 0 is never sampled.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
-    # `count_from` takes three thresholds, but only one is needed here.
+    # `total` is an integer in units of 2 ** -40. `count_from` takes three thresholds, but only one
+    # is needed here.
     count, _, _, total, _, _ = count_from(
         logits, max_logit, factor, vocab_size, low, low, low, TILE
     )
+    # The last argument but one of `search` selects how `wanted` is compared: with the number of
+    # kept tokens (True, for top_k), or with the sum of their weights (False, for top_p).
     if (top_k > 0) & (top_k < vocab_size):
         low, count, total = search(
             logits, max_logit, factor, vocab_size, low, count, total, top_k, True, TILE

@@ -10,7 +10,7 @@ from nereid_backend.sampling.random_sampling import SamplingBatch, sample_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(
-    not native_logits.can_read(torch.ones(1, 1)), reason="there is no C++ compiler"
+    not native_logits.has_kernels_for(torch.ones(1, 1)), reason="there is no C++ compiler"
 )
 
 rows_of_logits = {

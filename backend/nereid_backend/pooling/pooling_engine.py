@@ -41,8 +41,10 @@ class PoolingEngine:
         self.config = config
         self._model = PoolingModel(config, progress or _to_stderr)
         self.info: PoolingInfo = self._model.info
+        # The default number of waiting inputs depends on the size of the largest possible input, so
+        # that a full queue needs a limited amount of memory.
         text_limit = TextLimit(self.info.max_model_len, self.info.max_token_bytes)
-        self._max_num_waiting = config.max_num_waiting or text_limit.queue_length
+        self._max_num_waiting = config.max_num_waiting or text_limit.default_max_num_waiting
         self._queue = TokenQueue()
 
     def add(self, request_id: str, items: Sequence[PoolingItem]) -> None:

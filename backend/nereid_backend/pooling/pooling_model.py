@@ -107,6 +107,8 @@ class PoolingModel:
             One output for each item. If an output contains numbers that are not finite, None
             replaces the output.
         """
+        # Other processes may use the same CPUs. Set the number of torch's threads to the number
+        # with which this batch is expected to be fastest.
         self._cpu_threads.adjust()
         outputs: list[Value | None] = [None] * len(batch)
         parts = split_batch(
@@ -159,13 +161,13 @@ class PoolingModel:
     def _run_texts(self, items: list[Prepared]) -> list[Value | None]:
         """Compute a batch of texts, and return the outputs.
 
-        A model with a text tower and an image tower runs its text tower. A classifier runs its head
-        or the whole model. Other models compute the token vectors, and convert these vectors to the
-        outputs.
+        There are three kinds of models: models with a text tower and an image tower, which return
+        one vector for a text; classifiers, whose head computes scores; and models whose outputs are
+        computed from token vectors.
         """
         loaded = self._loaded
         batch = self._token_batch(items)
-        if loaded.forward is None:  # a model with towers, which returns no token vectors
+        if loaded.forward is None:  # The model has towers. They compute no token vectors.
             vectors = text_vectors(loaded.encoder, batch)
             return dense_outputs(vectors, items, normalizes=loaded.normalizes)
         if loaded.head is not None:

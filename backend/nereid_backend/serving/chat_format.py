@@ -17,7 +17,7 @@ from nereid_backend.serving import tensors
 from nereid_backend.serving.chat_template import read_chat_template
 from nereid_backend.serving.serving_settings import NO_FORMAT, ServingSettings
 
-_POLICIES = {"lenient": LENIENT, "strict": STRICT}
+_POLICY_OF_SETTING = {"lenient": LENIENT, "strict": STRICT}
 # The chat format of a checkpoint is derived from these files.
 _FORMAT_FILES = (
     "chat_template.jinja",
@@ -34,11 +34,12 @@ def choose_format(
     """Return the chat format of a checkpoint; None if the checkpoint's output is plain text.
 
     A chat format describes how the model writes reasoning and tool calls, for example with the
-    markers <think> and </think> around the reasoning.
+    markers <think> and </think> around the reasoning. The format includes a parser policy: the
+    rules for unexpected output, such as text around tool calls or invalid arguments.
 
     Args:
         settings: the settings model, chat_template, reasoning_parser, tool_parser and
-            parser_policy.
+            parser_policy ("lenient", "strict", or "" for the policy of the format itself).
         report: called with one line that says how the format was chosen.
 
     Raises:
@@ -49,7 +50,7 @@ def choose_format(
         fmt = _find_format(settings, report)
     except NereidParsersError as error:
         raise ConfigError(f"reasoning_parser, tool_parser: {error}") from error
-    policy = _POLICIES.get(settings.parser_policy)
+    policy = _POLICY_OF_SETTING.get(settings.parser_policy)
     if fmt is None or policy is None:
         return fmt
     return fmt.with_policy(policy)
@@ -103,13 +104,13 @@ def _derive_format(
             fcntl.flock(file, fcntl.LOCK_EX)
             result = _load_result(file)
             if result is None:
-                result = _analyse(model, template, reasoning, tools)
+                result = _derive_without_cache(model, template, reasoning, tools)
                 file.truncate(0)
                 file.write(pickle.dumps(result))
             return result
     except (OSError, RuntimeError):
         # The cache is not usable: the home folder is unknown, or the cache folder is not writable.
-        return _analyse(model, template, reasoning, tools)
+        return _derive_without_cache(model, template, reasoning, tools)
 
 
 def _load_result(file: BinaryIO) -> tuple[Format, str] | None:
@@ -126,10 +127,20 @@ def _load_result(file: BinaryIO) -> tuple[Format, str] | None:
     return result
 
 
-def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> tuple[Format, str]:
-    """Derive the chat format from the checkpoint, without the cache.
+def _derive_without_cache(
+    model: Path, template: str | None, reasoning: str, tools: str
+) -> tuple[Format, str]:
+    """Derive the chat format from the checkpoint's files. The cache folder is not used.
 
-    The docstring of `_derive_format` describes the arguments and the result.
+    Args:
+        model: the folder of the checkpoint.
+        template: the chat template that replaces the checkpoint's template; None if the
+            checkpoint's template is used.
+        reasoning: the name of the chat format for reasoning. "" means the derived format.
+        tools: the name of the chat format for tool calls. "" means the derived format.
+
+    Returns:
+        The chat format, and a text for the log that states why this format was chosen.
     """
     # The module is imported only here, because it is rarely needed: the cache usually contains the
     # chat format.

@@ -138,7 +138,15 @@ def _compute_expected_vectors(
 ) -> _ExpectedVectors:
     """Return some test texts, and the vectors that result from computing each text alone.
 
-    `choose_forward` describes the arguments and the errors.
+    Args:
+        encoder: the loaded model.
+        hook: Nereid's entry in transformers' attention interface.
+        name: the name of the architecture, for error messages.
+        max_len: the length limit of inputs in tokens.
+
+    Raises:
+        ModelError: the vectors are not finite numbers.
+        UnsupportedModelError: the model cannot compute one text alone.
     """
     batch = random_batch(encoder, self_check_lens(max_len))
     expected = _vectors_of_single_texts(encoder, batch, name)
@@ -146,7 +154,7 @@ def _compute_expected_vectors(
     # A sliding window affects only texts that are longer than the window. If the model can use
     # Nereid's attention, texts that are longer than each window are added, so that an error in this
     # attention is detected.
-    if encoder.accepts_hook:
+    if encoder.accepts_nereid_attention:
         long_lens = _lens_beyond_windows(encoder, hook, batch, is_causal, max_len)
         if long_lens:
             batch = random_batch(encoder, (*batch.lens, *long_lens))
@@ -159,17 +167,21 @@ def _candidate_methods(
 ) -> Iterator[tuple[str, Forward]]:
     """Yield the name and the function of each possible method, beginning with the fastest method.
 
+    A method computes the token vectors of a batch of texts. "packed" joins all texts into one row,
+    "padded" pads all texts to the same length, and "rows" batches only texts of equal lengths.
     Before a function is yielded, the model gets the attention implementation that the function
     needs. The caller must therefore test a function before it requests the next function. When the
     caller stops, the model is ready for the function that was yielded last.
 
     Mutates: the model's attention implementation.
     """
-    if encoder.accepts_hook:
+    if encoder.accepts_nereid_attention:
         # Packed texts need Nereid's attention, because the model's own attention would mix texts.
         encoder.model.set_attn_implementation(hook.name)
-        for first_position in _possible_first_positions(encoder):
-            yield "packed", PackedForward(encoder, hook, first_position, is_causal)
+        # The caller of a model with packed texts must pass position ids, and some models do not
+        # begin to count at 0. "packed" is therefore yielded once for each possible first id.
+        for first_position_id in _possible_first_position_ids(encoder):
+            yield "packed", PackedForward(encoder, hook, first_position_id, is_causal)
         encoder.model.set_attn_implementation(encoder.own_attention)
     yield "padded", PaddedForward(encoder)
     yield "rows", RowsForward(encoder)
@@ -188,7 +200,7 @@ def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
     return None
 
 
-def _possible_first_positions(encoder: Encoder) -> list[int]:
+def _possible_first_position_ids(encoder: Encoder) -> list[int]:
     """Return the possible position ids of a text's first token, beginning with the most likely id.
 
     In some models, the first position follows the index of the padding embedding. Example: a table
@@ -259,12 +271,13 @@ def _lens_beyond_windows(
     """Return the lengths of further test texts, which are longer than the model's sliding windows.
 
     For each sliding window, the result contains the length of a text that is longer than the
-    window. A length is left out if `batch` already contains such a text, or if the length exceeds
-    the limit. Example: for windows of 8 and 64 tokens, and texts of at most 20 tokens, the result
-    is [70].
+    window. A length is left out if `batch` already contains a text that is at least as long, or if
+    the length exceeds `max_len` or `_LONGEST_TEXT`. Example: the windows have 8 and 64 tokens, and
+    the longest text in `batch` has 20 tokens. The result is [70].
 
-    The list is empty if the model cannot compute packed batches. All other methods use the model's
-    own attention, so the sliding windows need not be tested.
+    Only packed batches are computed with Nereid's attention, in which a sliding window could be
+    wrong. If the model cannot compute packed batches, `_sliding_windows` finds no windows, and the
+    result is empty.
     """
     windows = _sliding_windows(encoder, hook, batch, is_causal)
     longest_allowed = min(_LONGEST_TEXT, max_len)
@@ -282,7 +295,7 @@ def _sliding_windows(
     # Each attention layer passes the size of its sliding window to `attention`. One packed forward
     # pass is run to collect these sizes. The vectors that it computes are not used.
     attention = PackedAttention(batch.groups(), is_causal)
-    forward = PackedForward(encoder, hook, _possible_first_positions(encoder)[0], is_causal)
+    forward = PackedForward(encoder, hook, _possible_first_position_ids(encoder)[0], is_causal)
     encoder.model.set_attn_implementation(hook.name)
     try:
         forward.run(batch, attention)

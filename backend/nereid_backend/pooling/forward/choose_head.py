@@ -89,9 +89,13 @@ def _find_output_error(
 
 
 def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
-    """Run the whole model on each text alone, and return the logits.
+    """Run the whole model on each text alone with the model's own attention. Return the logits.
 
-    The model uses its own attention.
+    Args:
+        encoder: the model.
+        chosen: the method of computing token vectors. If this method uses Nereid's attention, the
+            model uses its own attention only until this function returns.
+        batch: the texts.
 
     Shapes: returns float32 [num_texts, num_labels], or [num_tokens, num_labels] if the head
     classifies single tokens.

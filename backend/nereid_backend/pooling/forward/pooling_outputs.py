@@ -182,8 +182,8 @@ def sparse_output(
     """Return the weights of a text's tokens, as a dict from token ids to weights.
 
     If a token occurs several times, its largest weight is returned. Example: the tokens [7, 9, 7]
-    with the weights [0.2, 0.5, 0.3] return {7: 0.3, 9: 0.5}. Special tokens (`layers.skipped`) are
-    left out. Return None if a weight is not finite.
+    with the weights [0.2, 0.5, 0.3] return {7: 0.3, 9: 0.5}. Special tokens are left
+    out (`layers.ids_without_output`). Return None if a weight is not finite.
 
     Args:
         token_vectors: [num_tokens, hidden_size] float32.
@@ -196,7 +196,8 @@ def sparse_output(
         return None
     weight_of_token: dict[int, float] = {}
     for token_id, weight in zip(token_ids, weights.tolist(), strict=True):
-        if weight > weight_of_token.get(token_id, 0.0) and token_id not in layers.skipped:
+        largest_weight = weight_of_token.get(token_id, 0.0)
+        if weight > largest_weight and token_id not in layers.ids_without_output:
             weight_of_token[token_id] = weight
     return weight_of_token
 
@@ -207,19 +208,21 @@ def multi_vector_output(
     """Return the token vectors of a text, float32 [n, dimension]; None if a vector is not finite.
 
     n can be less than the number of tokens, because some tokens get no vector, such as punctuation
-    in a document for ColBERT.
+    in a document for ColBERT (`layers.ids_without_output`).
 
     Args:
-        token_vectors: [num_tokens, hidden_size] float32.
+        token_vectors: [num_tokens, hidden_size] float32. If the checkpoint contains a layer that
+            scales token vectors to length 1, this layer has already been applied.
         prepared: the text.
         layers: the layers of the model.
     """
     if layers.multi_vector is not None:
+        # The model also has dense output, and a separate layer computes the multi-vector output.
         # Leave out the vector of the first token, because this vector describes the whole text,
         # like the dense vector.
         vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
     elif prepared.skips_words:
-        vectors = _without_tokens(token_vectors, prepared.token_ids, layers.skipped)
+        vectors = _without_tokens(token_vectors, prepared.token_ids, layers.ids_without_output)
     else:
         vectors = token_vectors
     dimensions = prepared.item.dimensions
@@ -229,15 +232,15 @@ def multi_vector_output(
 
 
 def _without_tokens(
-    token_vectors: Tensor, token_ids: list[int], skipped: Collection[int]
+    token_vectors: Tensor, token_ids: list[int], removed_ids: Collection[int]
 ) -> Tensor:
-    """Return the vectors of all tokens whose ids are not in `skipped`.
+    """Return the vectors of all tokens whose ids are not in `removed_ids`.
 
-    Example: the vectors [a, b, c] of the tokens [7, 9, 7] and the skipped id 9 return [a, c].
+    Example: the vectors [a, b, c] of the tokens [7, 9, 7] and the removed id 9 return [a, c].
     """
-    if not skipped:
+    if not removed_ids:
         return token_vectors
-    kept = [index for index, token_id in enumerate(token_ids) if token_id not in skipped]
+    kept = [index for index, token_id in enumerate(token_ids) if token_id not in removed_ids]
     return token_vectors[torch.tensor(kept, dtype=torch.int64, device=token_vectors.device)]
 
 

@@ -146,7 +146,9 @@ class ItemChecker:
                 "prompt: the request has both prompt and prompt_name. Send only one of them."
             )
         can_have_prompt = has_text(item) or (self._is_vision_language and item.image is not None)
-        if not can_have_prompt and (item.prompt or item.prompt_name is not None):
+        # An empty `prompt` is allowed for each input, because it adds no text.
+        has_prompt = bool(item.prompt) or item.prompt_name is not None
+        if has_prompt and not can_have_prompt:
             raise RequestError(
                 "prompt: a prompt can precede only a text or a pair of texts, but the input is a "
                 "list of token ids or an image."

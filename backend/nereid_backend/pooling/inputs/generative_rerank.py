@@ -63,8 +63,9 @@ class GenerativeReranker:
 
         Args:
             tokenizer: the tokenizer of the checkpoint, with its chat template.
-            answers: the token ids of "yes" and "no" in the checkpoint's files. None means that the
-                files contain no such token ids. The vocabulary then determines the token ids.
+            answers: the token ids of "yes" and "no" in the checkpoint's files. The second id is
+                None if the score is the logit of "yes" alone. If the files contain no token ids,
+                `answers` is None, and the ids of "yes" and "no" in the vocabulary are used.
             template_kwargs: the variables of the chat template.
             has_parts: whether the content of a message must be a list of parts. Templates of
                 vision-language models expect such a list.
@@ -79,19 +80,24 @@ class GenerativeReranker:
         # Only checkpoints for sentence-transformers contain the token ids of "yes" and "no" in
         # their files.
         self._format = self._choose_format(is_for_sentence_transformers=answers is not None)
+        # A pair is truncated by the tokenizer. In the other formats, `tokens` itself shortens the
+        # document at its end.
         self.truncation_side = tokenizer.truncation_side if self._format == "pair" else "right"
 
     def _choose_format(self, *, is_for_sentence_transformers: bool) -> _Format:
         """Return the format in which prompts contain the query and the document.
 
-        The format depends on the chat template, and on the library for which the checkpoint was
-        made.
+        "roles" means that the chat template renders two messages with the roles "query" and
+        "document". "user message" means that one message contains an instruction, the query and the
+        document; without a chat template, the texts of the messages are joined. "pair" means that
+        there is no prompt, and the tokenizer joins the query and the document.
         """
         if not self._tokenizer.chat_template:
             return "pair" if is_for_sentence_transformers else "user message"
         # For its own checkpoints, sentence-transformers always uses the roles "query" and
-        # "document". It is then sufficient that the template accepts these two roles, even if the
-        # template accepts any other role, too.
+        # "document", so it is sufficient that the template renders them. For other checkpoints, the
+        # roles are used only if the template was written for these two roles. A template that
+        # renders any role is not enough.
         must_be_known = not is_for_sentence_transformers
         return "roles" if self._renders_roles(must_be_known=must_be_known) else "user message"
 
@@ -176,6 +182,8 @@ class GenerativeReranker:
         """
         if self._format == "roles":  # The template supports the roles "query" and "document".
             return _role_messages(_ROLES, query, document, instruction), self._template_kwargs
+        # This format and the variables of the chat template are those of the model card of
+        # Qwen3-Reranker. The variables in the checkpoint's files are meant for the two roles.
         text = (
             f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
         )

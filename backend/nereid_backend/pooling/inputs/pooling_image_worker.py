@@ -16,7 +16,10 @@ from nereid_backend.vision.image_worker import Prepare, run_worker
 
 
 def _load(folder: Path) -> Prepare:
-    """Load the processor of a checkpoint, and return a function that prepares an image file."""
+    """Load the processor of a checkpoint, and return a function that prepares an image file.
+
+    The function returns the message that this process sends: ["done", token ids, packed images].
+    """
     # These modules are not imported at the top of the file, because `declare_operators` must run
     # before transformers is imported. `declare_operators` makes torchvision usable without CUDA.
     # `importing` makes the import of torch and transformers faster.
@@ -45,11 +48,16 @@ def _load(folder: Path) -> Prepare:
 
     def prepare(text: str, images: list[bytes]) -> list[Any]:  # noqa: ARG001 - the parameters of all workers
         (data,) = images  # A request contains one image.
+        # The caller's list and `data` are the only references to the file. They are removed, so
+        # that the memory of the file is freed before the image is prepared.
         images.clear()
         image = decode_image(data, "image", ImageLimits())
-        del data  # The memory of the file is freed before the image is prepared.
+        del data
         token_ids, arguments = process(image)
-        return ["done", token_ids, pack_images(ImageInputs(arguments, b"", 0))]
+        # The digest and the first token are only needed for a prefix cache, which models that embed
+        # or rerank do not have.
+        image_inputs = ImageInputs(arguments, digest=b"", first_token=0)
+        return ["done", token_ids, pack_images(image_inputs)]
 
     return prepare
 

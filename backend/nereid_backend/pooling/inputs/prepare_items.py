@@ -258,7 +258,9 @@ class ItemPreparer:
     def _rerank_tokens(
         self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
     ) -> Iterator[_Tokens]:
-        """Yield the token ids of the prompt for each item. This method is for generative rerankers.
+        """Yield the index, the token ids and the type ids of each item, for a generative reranker.
+
+        The tokens are those of the prompt, which contains the query and the document.
 
         Args:
             reranker: builds the prompt that contains the query, the document and an instruction.
@@ -274,7 +276,9 @@ class ItemPreparer:
             # If the item has no instruction, its prompt (from the request or the checkpoint) is
             # used as the instruction.
             instruction = item.instruction or item.prompt
-            yield index, reranker.tokens((query, document), instruction, limit), None
+            token_ids = reranker.tokens((query, document), instruction, limit)
+            type_ids = None  # The prompt is one text, so all tokens have the default type.
+            yield index, token_ids, type_ids
 
     def _prepare_text(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> Prepared:
         """Prepare an item that is a text or a pair.

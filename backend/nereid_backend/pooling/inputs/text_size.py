@@ -50,10 +50,10 @@ class TextLimit:
     @property
     def max_text_bytes(self) -> int:
         """The largest number of bytes of a text. A larger text is not tokenised."""
-        return max(self.max_model_len * self._token_bytes, _MIN_TEXT_BYTES)
+        return max(self.max_model_len * self._max_bytes_per_token, _MIN_TEXT_BYTES)
 
     @property
-    def queue_length(self) -> int:
+    def default_max_num_waiting(self) -> int:
         """The default of the setting max_num_waiting.
 
         Longer inputs need more memory, so the default is smaller if max_model_len is larger.
@@ -63,12 +63,13 @@ class TextLimit:
         return min(max(_QUEUE_BYTES // input_bytes, _MIN_QUEUE_LENGTH), _MAX_QUEUE_LENGTH)
 
     @property
-    def _token_bytes(self) -> int:
+    def _max_bytes_per_token(self) -> int:
+        """The number of text bytes that count as one token; see `_MIN_TOKEN_BYTES`."""
         return max(self.max_token_bytes, _MIN_TOKEN_BYTES)
 
     def fits(self, text: str) -> bool:
         """Return whether a text has at most `max_text_bytes` bytes in UTF-8."""
-        return self._least_bytes(text) <= self.max_text_bytes
+        return self._min_num_bytes(text) <= self.max_text_bytes
 
     def check(self, subject: str, text: str | bytes, remedy: str = "Send a shorter text.") -> None:
         """Raise a RequestError if a text has more than `max_text_bytes` bytes.
@@ -81,15 +82,17 @@ class TextLimit:
         Raises:
             RequestError: the text has more than `max_text_bytes` bytes in UTF-8.
         """
-        num_bytes = len(text) if isinstance(text, bytes) else self._least_bytes(text)
+        # For a very long string, `_min_num_bytes` returns a lower bound, the number of characters,
+        # because encoding the string would take long.
+        num_bytes = len(text) if isinstance(text, bytes) else self._min_num_bytes(text)
         if num_bytes > self.max_text_bytes:
             # The error message gives the size of the text in tokens, because `max_model_len` is a
-            # number of tokens. This size is rounded down. If the rounded size does not exceed the
-            # limit, the message contains the limit plus 1 instead.
-            least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
+            # number of tokens. The division rounds down, so its result can equal the limit. The
+            # message must give a number above the limit, which is at least the limit plus 1.
+            min_num_tokens = max(num_bytes // self._max_bytes_per_token, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "
-                f"{least_tokens} tokens, but the limit is {self.max_model_len} (max_model_len). "
+                f"{min_num_tokens} tokens, but the limit is {self.max_model_len} (max_model_len). "
                 f"{remedy}"
             )
 
@@ -112,7 +115,7 @@ class TextLimit:
             encoded = text[:limit].encode("utf-8", "surrogatepass")[:limit]
         return encoded.decode("utf-8", "ignore")
 
-    def _least_bytes(self, text: str) -> int:
+    def _min_num_bytes(self, text: str) -> int:
         """Return the number of bytes of a text in UTF-8. For a large text, return a lower bound.
 
         The lower bound is the number of characters. It is returned if it exceeds `max_text_bytes`.

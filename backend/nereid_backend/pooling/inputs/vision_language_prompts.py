@@ -50,8 +50,10 @@ class ChatPrompts:
         self.process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
         self._processor = ChatProcessor(spec.folder, spec.config)
         self._reranker = reranker
-        # sentence-transformers appends the beginning of an answer to the prompt only if the
-        # checkpoint's files set `add_generation_prompt`.
+        # A generation prompt is the beginning of an answer at the end of the prompt. For
+        # checkpoints with a modules.json, sentence-transformers adds a generation prompt only if
+        # the checkpoint's files set `add_generation_prompt`. A checkpoint without this file is an
+        # ordinary chat model, whose prompts end with a generation prompt.
         self._variables = {"add_generation_prompt": not spec.has_modules, **spec.template_kwargs}
         if reranker is not None and not self._processor.has_template:
             raise ModelError(
@@ -107,6 +109,8 @@ class ChatPrompts:
         if image is None:
             return self._processor.prepare_with_media(messages, [], variables)
         text = self._processor.render(messages, variables)
+        # The process also prepares the images of chats, which clients send in base64, so it expects
+        # base64.
         token_ids, images = prepare_images(self.process, text, [base64.b64encode(image)])
         return ImagePrompt(token_ids, images, text)
 

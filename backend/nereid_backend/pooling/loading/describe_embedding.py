@@ -17,7 +17,7 @@ from nereid_backend.pooling.loading.checkpoint_spec import (
 )
 from nereid_backend.pooling.loading.late_interaction_files import (
     STANFORD_ARCHITECTURE,
-    is_pylate,
+    has_pylate_model_type,
     read_late_interaction,
 )
 from nereid_backend.pooling.loading.sentence_modules import (
@@ -127,7 +127,7 @@ def _describe_multi_vector(
     The list is empty for a checkpoint in the format of Stanford's ColBERT.
     """
     saved = read_json(root / SAVED_FILE)
-    is_colbert = base.architecture == STANFORD_ARCHITECTURE or is_pylate(saved)
+    is_colbert = base.architecture == STANFORD_ARCHITECTURE or has_pylate_model_type(saved)
     _check_multi_vector_modules(root, later_modules, is_colbert=is_colbert)
     token_modules = base.token_modules
     if is_colbert:
@@ -136,15 +136,16 @@ def _describe_multi_vector(
         dense = tuple(module for module in later_modules if module.kind == "Dense")
         token_modules = (*dense, ModuleSpec("Normalize", root, {}))
     settings = read_settings(base.folder)
-    # The rules for queries and documents: markers such as "[Q] ", and separate length limits.
+    # The rules for queries and documents. A marker, such as "[Q] ", is added to the prompt of each
+    # query. The longest limit is the larger of the length limits of queries and documents.
     rules = read_late_interaction(root, base.architecture, settings, saved, later_modules)
     return replace(
         base,
         kinds=("multi_vector",),
         token_modules=token_modules,
         late_interaction=rules,
-        prompts=rules.mark(base.prompts),
-        max_seq_length=rules.longest(base.max_seq_length),
+        prompts=rules.with_markers(base.prompts),
+        max_seq_length=rules.longest_limit(base.max_seq_length),
     )
 
 

@@ -162,17 +162,21 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
         retrieval_class = getattr(transformers, spec.architecture, None)
         if retrieval_class is None:
             raise ValueError(f"transformers has no class {spec.architecture}")
-        return partial(retrieval_class.from_pretrained)
+        return retrieval_class.from_pretrained  # type: ignore[no-any-return]
     auto_class = _AUTO[spec.loader]
+    load_with_auto_class = partial(auto_class.from_pretrained, trust_remote_code=False)
     has_head = spec.loader != BASE
-    # An auto class cannot leave out the pooler of a model, and cannot load weights from a dict. If
-    # the model has no head, or if the weights are in a dict, find the class of the model itself.
-    can_use_auto_class = has_head and reads_folder
-    model_class = None if can_use_auto_class else _model_class(auto_class, spec)
-    if model_class is None:  # The auto class can be used, or the class of the model is not known.
-        return partial(auto_class.from_pretrained, trust_remote_code=False)
+    if has_head and reads_folder:
+        return load_with_auto_class
+    # An auto class cannot leave out the pooler of a model, and cannot load weights from a dict. For
+    # these two purposes, the class of the model itself is needed.
+    model_class = _model_class(auto_class, spec)
+    if model_class is None:
+        # The auto class has no class for this config. It then raises a ValueError, which lists the
+        # supported configs.
+        return load_with_auto_class
     if has_head:
-        return partial(model_class.from_pretrained)
+        return model_class.from_pretrained  # type: ignore[no-any-return]
     return _loading_function_without_head(spec, model_class)
 
 
@@ -183,16 +187,22 @@ def _loading_function_without_head(
     """Return a function that loads a model without a head and without a pooler.
 
     A pooler is a layer that follows the token vectors. Nereid does not use the pooler, and the
-    weights of a pooler are often untrained.
+    weights of a pooler are often untrained. Of an encoder-decoder model, only the encoder is
+    loaded, because the encoder computes the token vectors.
+
+    Args:
+        spec: the description of the checkpoint.
+        model_class: the transformers class of the whole model.
+
+    Raises:
+        UnsupportedModelError: transformers has no class for the encoder of the model.
     """
-    # If an encoder-decoder model has no classification head, only the encoder is loaded. The
-    # encoder computes the token vectors.
-    if getattr(spec.config, "is_encoder_decoder", False):
-        model_class = _encoder_alone(spec, model_class)
-    has_pooler = "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+    is_encoder_decoder = getattr(spec.config, "is_encoder_decoder", False)
+    loaded_class = _encoder_class(spec, model_class) if is_encoder_decoder else model_class
+    has_pooler = "add_pooling_layer" in inspect.signature(loaded_class.__init__).parameters
     if has_pooler:
-        return partial(model_class.from_pretrained, add_pooling_layer=False)
-    return partial(model_class.from_pretrained)
+        return partial(loaded_class.from_pretrained, add_pooling_layer=False)
+    return loaded_class.from_pretrained  # type: ignore[no-any-return]
 
 
 def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - classes of transformers
@@ -209,9 +219,12 @@ def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - clas
     return classes[0]
 
 
-def _encoder_alone(spec: CheckpointSpec, whole: type) -> Any:  # noqa: ANN401 - a model class
-    """Return the class of the encoder of an encoder-decoder model."""
-    name = whole.__name__.removesuffix("Model") + "EncoderModel"
+def _encoder_class(spec: CheckpointSpec, model_class: type) -> Any:  # noqa: ANN401 - a model class
+    """Return the transformers class of the encoder of an encoder-decoder model.
+
+    Example: the class T5Model returns T5EncoderModel.
+    """
+    name = model_class.__name__.removesuffix("Model") + "EncoderModel"
     encoder_class = getattr(transformers, name, None)
     if encoder_class is None:
         raise UnsupportedModelError(

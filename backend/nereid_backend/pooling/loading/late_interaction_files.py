@@ -95,7 +95,7 @@ class LateInteraction:
         """
         return self.query_length if role == QUERY else self.document_length
 
-    def longest(self, max_seq_length: int | None) -> int | None:
+    def longest_limit(self, max_seq_length: int | None) -> int | None:
         """Return the larger of two length limits: the limit of queries and the limit of documents.
 
         Args:
@@ -107,7 +107,7 @@ class LateInteraction:
             return None
         return max(document_length, self.query_length or 0)
 
-    def mark(self, prompts: Mapping[str, str]) -> dict[str, str]:
+    def with_markers(self, prompts: Mapping[str, str]) -> dict[str, str]:
         """Prepend the markers, such as "[Q] ", to the prompts for queries and documents.
 
         Example: the prompts {"query": "find: "} and the marker "[Q] " of queries return
@@ -190,7 +190,7 @@ def _sentence_transformers_values(
     return values
 
 
-def is_pylate(saved: Mapping[str, Any]) -> bool:
+def has_pylate_model_type(saved: Mapping[str, Any]) -> bool:
     """Return whether PyLate saved the checkpoint.
 
     The modules.json of such a checkpoint names no MultiVectorMask and no Normalize, although the
@@ -203,19 +203,24 @@ def is_pylate(saved: Mapping[str, Any]) -> bool:
 
 
 def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rules for queries and documents from config_sentence_transformers.json.
+    """Convert the rules in PyLate's config_sentence_transformers.json to names of the library.
 
-    PyLate writes its rules into this file. The keys of the result are the names that
-    sentence-transformers uses for the same rules. Example: {"query_prefix": "[Q] ",
-    "do_query_expansion": False} returns the markers [("query", "[Q] "), ("document", "")], and None
-    for the length limits, the query expansion and the words without vectors (skiplist_words).
+    PyLate is a library for ColBERT models. The keys of the result are the names that
+    sentence-transformers uses for the same rules. Rules that the file does not contain are None.
+
+    Example: {"query_prefix": "[Q] ", "query_length": 48} returns the query_length 48, the markers
+    [("query", "[Q] "), ("document", "")], and a query_expansion to 48 tokens. The document_length
+    and the words without vectors (skiplist_words) are None.
     """
     values = {name: saved.get(name) for name in (*_SETTINGS, "skiplist_words")}
-    if is_pylate(saved) and values["skiplist_words"] is None:
-        # By default, PyLate returns no vectors for punctuation.
+    # A file with PyLate's model type follows PyLate's defaults. By default, PyLate returns no
+    # vectors for punctuation.
+    if has_pylate_model_type(saved) and values["skiplist_words"] is None:
         values["skiplist_words"] = list(string.punctuation)
-    has_pylate_rules = not _PYLATE_KEYS.isdisjoint(saved)
-    if has_pylate_rules:
+    # A file can contain PyLate's keys without PyLate's model type, or have the model type and no
+    # such key. The following keys have a meaning only if at least one key of PyLate is present.
+    has_pylate_keys = not _PYLATE_KEYS.isdisjoint(saved)
+    if has_pylate_keys:
         # A marker precedes each query or document. An empty text means that there is no marker.
         values["markers"] = [
             (QUERY, saved.get("query_prefix") or ""),
@@ -272,6 +277,10 @@ def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _expansion(root: Path, value: Any) -> QueryExpansion | None:  # noqa: ANN401 - JSON
     """Convert a rule for expanding queries from its JSON format to a QueryExpansion.
+
+    A query is expanded by mask tokens at its end. With the strategy "fixed", each query gets
+    exactly `length` tokens, so longer queries are truncated (is_limit). With the strategy "min",
+    longer queries keep their length. `attend` states whether tokens attend to the mask tokens.
 
     Example: {"strategy": "fixed", "length": 32} returns QueryExpansion(length=32, is_limit=True,
     is_attended=False).

@@ -39,8 +39,8 @@ class Encoder:
         tokenizer: the tokenizer of the checkpoint.
         device: the device of the weights.
         own_attention: the name of the attention implementation with which the model was loaded.
-        accepts_hook: whether the model accepts Nereid's attention implementation. Even then, the
-            code of the model may ignore this implementation.
+        accepts_nereid_attention: whether the model accepts Nereid's attention implementation. Even
+            then, the code of the model may ignore this implementation.
     """
 
     model: PreTrainedModel
@@ -48,7 +48,7 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     own_attention: str
-    accepts_hook: bool
+    accepts_nereid_attention: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,7 +80,9 @@ def load_encoder(
         spec: the description of the checkpoint.
         dtype: the setting `dtype`.
         device: the device for the weights.
-        attention: the name of Nereid's attention in transformers' attention interface.
+        attention: the name under which Nereid's attention function is registered in transformers.
+            The function only tests whether the model accepts this name. The model keeps its own
+            attention.
         progress: called with one line for each slow operation.
 
     Raises:
@@ -96,7 +98,8 @@ def load_encoder(
         progress(f"copying the weights to {device}")
         model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
     model.train(False)
-    if spec.loader == SEQUENCE:
+    if spec.loader == SEQUENCE:  # a head that classifies whole texts
+        # Only such a head may need the padding token, to find the last token of a text.
         _set_missing_padding_token(model)
     own_attention = str(model.config._attn_implementation)
     return Encoder(
@@ -105,7 +108,7 @@ def load_encoder(
         tokenizer=load_tokenizer(spec),
         device=device,
         own_attention=own_attention,
-        accepts_hook=_accepts_attention(model, attention, own_attention),
+        accepts_nereid_attention=_accepts_attention(model, attention, own_attention),
     )
 
 

@@ -9,7 +9,10 @@ from nereid_backend.pooling.loading.checkpoint_spec import TOKENS, CheckpointSpe
 
 
 def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the checkpoint.
+    """Load the tokenizer of the checkpoint, and adapt it to the rules of the checkpoint.
+
+    If the checkpoint requires it, the tokenizer converts texts to lower case. The tokenizer also
+    converts each marker, such as "[unused0] " before the queries of ColBERT, to one token.
 
     Raises:
         ModelError: the tokenizer is missing or broken.
@@ -32,7 +35,7 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
             f"{spec.architecture} requires a tokenizer that reports the characters of each token, "
             f"but {type(tokenizer).__name__} does not. Add a tokenizer.json to {spec.folder}."
         )
-    _register_markers(tokenizer, spec)
+    _add_markers_as_tokens(tokenizer, spec)
     return tokenizer
 
 
@@ -50,7 +53,7 @@ def _convert_to_lower_case(tokenizer: PreTrainedTokenizerBase) -> None:
     backend.normalizer = Sequence(parts)
 
 
-def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) -> None:
+def _add_markers_as_tokens(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) -> None:
     """Change a tokenizer so that the tokenizer converts each marker to one token.
 
     A marker, such as "[unused0] ", precedes each query or document of a model such as ColBERT.

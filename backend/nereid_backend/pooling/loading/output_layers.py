@@ -37,15 +37,15 @@ class OutputLayers:
             a weight.
         multi_vector: for a model with dense and multi-vector output, the layer that converts token
             vectors to the output vectors.
-        skipped: the ids of the tokens that have no weight in the sparse output, and no vector in a
-            multi-vector output (see LateInteraction.skip_roles).
+        ids_without_output: the ids of the tokens that have no weight in the sparse output, and no
+            vector in a multi-vector output (see LateInteraction.skip_roles).
     """
 
     tokens: list[Layer] = field(default_factory=list)
     vector: list[Layer] = field(default_factory=list)
     sparse: Layer | None = None
     multi_vector: Layer | None = None
-    skipped: frozenset[int] = frozenset()
+    ids_without_output: frozenset[int] = frozenset()
 
 
 def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> OutputLayers:
@@ -71,16 +71,19 @@ def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> Ou
     # If the model has only multi-vector output, the token vectors themselves are the output.
     has_multi_vector_layer = "multi_vector" in spec.kinds and "dense" in spec.kinds
     multi_vector = load_linear(root / MULTI_VECTOR_FILE, device) if has_multi_vector_layer else None
+    # Some tokens have no weight in the output of the sparse layer, and no vector in a multi-vector
+    # output.
+    ids_without_output = _ids_without_output(spec, encoder, has_sparse_layer=has_sparse_layer)
     return OutputLayers(
         tokens=token_layers,
         vector=[load_layer(module, device) for module in spec.vector_modules],
         sparse=sparse,
         multi_vector=multi_vector,
-        skipped=_skipped_tokens(spec, encoder, has_sparse_layer=has_sparse_layer),
+        ids_without_output=ids_without_output,
     )
 
 
-def _skipped_tokens(
+def _ids_without_output(
     spec: CheckpointSpec, encoder: Encoder, *, has_sparse_layer: bool
 ) -> frozenset[int]:
     """Return the ids of the tokens that the sparse and multi-vector outputs leave out.
@@ -88,12 +91,12 @@ def _skipped_tokens(
     If the model has a sparse layer, the result contains special tokens. If the files of a
     multi-vector model name further tokens, such as punctuation, the result contains these tokens.
     """
-    skipped: set[int] = set()
+    ids_without_output: set[int] = set()
     if has_sparse_layer:
         special_ids = (getattr(encoder.tokenizer, name, None) for name in _TOKENS_WITHOUT_WEIGHT)
-        skipped = {token_id for token_id in special_ids if token_id is not None}
+        ids_without_output = {token_id for token_id in special_ids if token_id is not None}
     words = spec.late_interaction.skip_words
     if words:
         vocabulary = encoder.tokenizer.get_vocab()
-        skipped |= {vocabulary[word] for word in words if word in vocabulary}
-    return frozenset(skipped)
+        ids_without_output |= {vocabulary[word] for word in words if word in vocabulary}
+    return frozenset(ids_without_output)

@@ -229,12 +229,13 @@ def _takes_messages(
 ) -> bool:
     """Return whether a checkpoint is a vision-language model whose inputs are chat messages.
 
-    In the settings of sentence-transformers, `modality_config` names the kinds of inputs. If this
-    entry is missing, the rule of sentence-transformers applies: inputs are chat messages if the
-    checkpoint has an image processor and a chat template.
+    Such a checkpoint is a generative model for images with a processor and a chat template. Its
+    settings for sentence-transformers must not exclude chat messages: if they contain the entry
+    `modality_config`, which names the kinds of inputs, the entry must name "message".
     """
     modalities = settings.get("modality_config")
-    if modalities is not None and "message" not in modalities:
+    excludes_messages = modalities is not None and "message" not in modalities
+    if excludes_messages:
         return False
     has_images = getattr(config, "vision_config", None) is not None
     # A model with separate encoders for texts and images is not generative. The class name of such

@@ -156,7 +156,11 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _activation(module: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
-    """Return the activation of a module of the kind "Dense"; None for the identity."""
+    """Return the activation of a module of the kind "Dense"; None for the identity.
+
+    The config contains the full name of a torch class, such as "torch.nn.modules.linear.Identity".
+    If the config contains no name, the activation is Tanh, the default of sentence-transformers.
+    """
     name = str(module.config.get("activation_function") or "torch.nn.modules.activation.Tanh")
     package, _, class_name = name.rpartition(".")
     activation_class: Any = None

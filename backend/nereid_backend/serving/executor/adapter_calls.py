@@ -143,7 +143,8 @@ class AdapterCalls:
     def record_refusal(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
         """Record that an engine process has refused to change its adapters or weights.
 
-        The docstring of `record_answer` describes the result.
+        If all engine processes have answered now, return the client's response. Otherwise, return
+        None.
         """
         change = self._waiting.get(call_id)
         if change is None:
@@ -300,7 +301,7 @@ def _read_text(parameters: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def is_adapter_call(parameters: Mapping[str, Any]) -> bool:
+def is_adapter_or_weights_call(parameters: Mapping[str, Any]) -> bool:
     """Return whether a request with these parameters is about adapters or new weights."""
     return any(name in parameters for name in (_LOAD, _UNLOAD, _LIST, _RELOAD))
 

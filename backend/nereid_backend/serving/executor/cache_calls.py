@@ -111,7 +111,8 @@ class CacheCalls:
     def record_refusal(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
         """Record that an engine process has refused a request about the prefix cache.
 
-        The docstring of `record_answer` describes the result.
+        If all engine processes have answered now, return the client's response. Otherwise, return
+        None.
         """
         call = self._waiting.get(call_id)
         if call is None:

@@ -7,7 +7,7 @@ from typing import Any
 from nereid_backend.errors import CapacityError, NereidError
 from nereid_backend.serving import tensors
 from nereid_backend.serving.executor import adapter_calls
-from nereid_backend.serving.executor.adapter_calls import AdapterCalls, is_adapter_call
+from nereid_backend.serving.executor.adapter_calls import AdapterCalls, is_adapter_or_weights_call
 from nereid_backend.serving.executor.cache_calls import CacheCalls, is_cache_call
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.tensors import Tensors
@@ -49,10 +49,14 @@ class EngineCalls:
         Return True if the request was queued. If the parameters belong to a request that generates
         text, do nothing and return False.
 
+        Args:
+            parameters: the parameters of the request.
+            sender: the server's object that sends the response of the request.
+
         Raises:
             RequestError: a parameter is missing or wrong.
         """
-        if is_adapter_call(parameters):
+        if is_adapter_or_weights_call(parameters):
             self._adapter_calls.put(parameters, sender)
             return True
         if is_cache_call(parameters):

@@ -103,6 +103,9 @@ class EngineMetrics:
     def __init__(self, executor: str = _EXECUTOR, num_engines: int = 1) -> None:
         """Create the metrics in Triton server. The initial value of each metric is 0.
 
+        All metrics have the label `model_name`. Its value is the name of the model that clients
+        request: the ensemble, which connects the tokenizer, the executor and the postprocessor.
+
         The order of the metrics on the page /metrics is the order in which they are created here.
         """
         labels = {"model_name": _ensemble_of(executor)}
@@ -122,6 +125,8 @@ class EngineMetrics:
         self._num_calls = 0
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = _create_histograms(families, labels)
+        # Each update of a sequence adds a value to this histogram. Passing each value to the server
+        # would take too much time, so the executor counts the values, and publishes the counts.
         self._token_gaps = families.histogram_counters(
             "inter_token_latency_seconds", "Time between two updates of a sequence", labels
         )

@@ -68,7 +68,7 @@ class EngineService:
         self._send = send
         self._stats_due = 0.0
         # The number of unfinished sequences of each request, by request id.
-        self._running: dict[str, int] = {}
+        self._num_unfinished_sequences: dict[str, int] = {}
         # A replacement of the weights that was requested, but must wait until all running requests
         # have ended; None if there is none. While a replacement waits, new messages are added to
         # `_held_messages` as pairs of a kind and a list of values.
@@ -91,7 +91,7 @@ class EngineService:
         The weights can be replaced only when no request runs. Until then, store all messages for
         later, except messages that abort a running request.
         """
-        aborts_running_request = kind == "abort" and values[0] in self._running
+        aborts_running_request = kind == "abort" and values[0] in self._num_unfinished_sequences
         if self._reload is not None and not aborts_running_request:
             self._held_messages.append((kind, values))
         elif kind == "abort":
@@ -118,8 +118,12 @@ class EngineService:
     def _pass_to_engine(self, kind: str, values: list[Any]) -> None:
         """Call the engine's method for a message of the kind `kind`, and send the result.
 
-        The message "add" has no result, because `advance` sends updates for the new request. The
-        methods of StepEngine document the errors.
+        The message "add" has no result, because `advance` sends updates for the new request. A
+        message "cache" calls one of the operations "statistics", "extend" and "drop", which report,
+        extend or delete the cached prefixes of a client's sessions (conversations).
+
+        Raises:
+            RequestError, CapacityError: the engine refuses the request.
         """
         engine = self._engine
         match kind, *values:
@@ -168,7 +172,7 @@ class EngineService:
 
             images = unpack_images(packed_images)
         self._engine.add_request(request_id, prompt, params, images)
-        self._running[request_id] = num_sequences
+        self._num_unfinished_sequences[request_id] = num_sequences
 
     def _begin_reload(self, reload: _Reload) -> None:
         """Replace the weights as soon as no request runs. Until then, hold back new messages."""
@@ -180,7 +184,7 @@ class EngineService:
     def _refuse_running_requests(self) -> None:
         """End all running requests with an error, because the weights are replaced."""
         message = "the weights of the model are being replaced. Try again."
-        for request_id in self._running:
+        for request_id in self._num_unfinished_sequences:
             self._send(["refused", request_id, CapacityError.__name__, message])
             self._engine.abort(request_id)
 
@@ -194,7 +198,6 @@ class EngineService:
             return
         reload = self._reload
         self._reload = None
-        self._running.clear()
         self._replace_weights(reload)
         # Start a new list before the messages are handled, because a message can request another
         # replacement of the weights. `handle` then stores all later messages in the new list.
@@ -243,11 +246,11 @@ class EngineService:
 
     def _note_end_of_sequence(self, request_id: str) -> None:
         """Record that a sequence has ended. A request runs until all its sequences have ended."""
-        num_unfinished = self._running.get(request_id, 0) - 1
+        num_unfinished = self._num_unfinished_sequences.get(request_id, 0) - 1
         if num_unfinished > 0:
-            self._running[request_id] = num_unfinished
+            self._num_unfinished_sequences[request_id] = num_unfinished
         else:
-            self._running.pop(request_id, None)
+            self._num_unfinished_sequences.pop(request_id, None)
 
 
 def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoReturn:
@@ -264,7 +267,13 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
     def load(
         settings: dict[str, Any], send: Send, progress: Callable[[str], None]
     ) -> EngineService:
-        """Load the model. The type `MakeService` describes the arguments and the result."""
+        """Load the model, and return the object that handles the messages of this process.
+
+        Args:
+            settings: the settings of the engine, and the number of this process ("replica").
+            send: sends a message to the stub.
+            progress: reports a slow operation with a line of text.
+        """
         # EngineConfig has no field for the number of the process, so the number is removed from
         # `settings`. All other settings are fields of EngineConfig.
         replica = settings.pop("replica", 0)

@@ -62,10 +62,16 @@ class ExecutorModel(SupervisedModel[Stream]):
     title = "executor"
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the engine processes, and wait until their models are loaded."""
+        """Start the engine processes, and wait until their models are loaded.
+
+        Afterwards, start the loop: the thread that sends all responses. `args` is the server's
+        description of this Triton model.
+        """
         try:
             self._settings, config = read_settings(args)
             settings = self._settings
+            # The memory in which the postprocessor reports disconnected clients and processed
+            # messages.
             self._feedback = FeedbackReader(settings.max_streams)
             self.processes = start_engines(settings, config)
         except NereidError as error:
@@ -77,6 +83,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._selector = ReplicaSelector(len(self.processes))
         # `_engine_calls` handles the requests about adapters, weights and the prefix cache. If no
         # engine process runs, it refuses these requests with the error message `self.outage`.
+        # `super().respond` does not count these requests in the statistics.
         self._engine_calls = EngineCalls(self.processes, super().respond, lambda: self.outage)
         self._init_loop_state(args.get("model_name", "executor"))
         self.start_loop()
@@ -145,7 +152,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _select_replica(self, token_ids: bytes, num_sequences: int) -> int:
         """Select an engine process for a new request, and return the number of the process.
 
-        The docstring of replica_selector.py describes the selection.
+        A process is preferred if its cache probably contains a prefix of the prompt, unless another
+        process has much less work.
 
         Raises:
             CapacityError: no engine process runs.
@@ -160,7 +168,11 @@ class ExecutorModel(SupervisedModel[Stream]):
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:
         """Handle a message of an engine process.
 
-        The docstring of engine_process.py describes the messages.
+        The kinds are: "updates" (new tokens of sequences), "started" (requests that have left the
+        queue), "compiled" (times of grammar compilations), "stats" (statistics of the engine),
+        "refused" (an error for a request), "adapters" (an answer to a request about adapters or
+        weights) and "cache" (an answer to a request about the prefix cache). The engine process
+        sends no other kind.
         """
         match kind, *values:
             case "updates", rows:
@@ -191,10 +203,13 @@ class ExecutorModel(SupervisedModel[Stream]):
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect_all_streams(now)
-        # Streams without unsent tokens are handled only by `_inspect_all_streams`. For such
-        # streams, the next inspection is needed when a heartbeat is due or a time limit expires
-        # (`_next_timed_event`).
-        next_call = min(now + _IDLE_POLL_S, max(self._next_inspection, self._next_timed_event))
+        # Streams without unsent tokens are handled only by `_inspect_all_streams`. For them, the
+        # loop need not wake up before a heartbeat is due or a time limit expires
+        # (`_next_timed_event`), and not before the next inspection is allowed
+        # (`_next_inspection`). The later of these two times counts.
+        next_inspection = max(self._next_inspection, self._next_timed_event)
+        next_call = min(now + _IDLE_POLL_S, next_inspection)
+        # Each stream with unsent tokens has its own time of the next check.
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
                 stream.next_check = self._send_if_due(stream, now)
@@ -221,8 +236,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         postprocessor gets a heartbeat, it checks whether the client is still connected.
 
         Returns:
-            The time of the next call of this method, as a value of time.monotonic(). If the stream
-            gets new output, this method is called earlier.
+            The time at which this method must be called again if the stream gets no new output, as
+            a value of time.monotonic(). After a step was sent, this is the time of the next
+            heartbeat. New output causes an earlier call.
         """
         num_streams = len(self.requests)
         # The shortest time between two steps with output, and the shortest time between two
@@ -230,8 +246,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
         # The number of steps that the postprocessor has not processed is limited for each stream.
-        # Therefore, first remove the steps that the postprocessor has processed since the last
-        # check.
+        # The detector of lost clients lists these steps in `stream.unconsumed`. Remove the steps
+        # that the postprocessor has processed since the last check.
         self._lost_clients.remove_consumed_steps(stream)
         due = stream.due_at(interval_s, heartbeat_s)
         if due > now:
@@ -422,13 +438,15 @@ class ExecutorModel(SupervisedModel[Stream]):
         state = stream.take_step(now)
         self._unsent.pop(stream.request_id, None)
         self._statistics.note_step(has_output=bool(state.deltas))
-        self._lost_clients.record(stream)
+        # If the postprocessor processes a newer step, but never this step, then the client has
+        # disconnected. The detector of lost clients therefore records each step before it is sent.
+        self._lost_clients.record_sent_step(stream)
         message = self._feedback.sign(state.pack())
         reply = tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
         tensors.send(stream.sender, reply, final=state.is_last)
         if not state.is_last:
             return
-        if stream.is_finished:
+        if stream.has_finished_sequence:  # The last step also ends streams that were aborted.
             # The engine process has finished a request, so the process works. The setting
             # max_engine_restarts limits only the restart attempts since the last finished request,
             # so reset the counter.

@@ -43,7 +43,7 @@ class LostClientDetector:
         self._newest_consumed = 0
         self._last_observed = 0.0
 
-    def record(self, stream: Stream) -> None:
+    def record_sent_step(self, stream: Stream) -> None:
         """Give the next message of `stream` a number. Call this before sending the message."""
         stream.unconsumed_steps.append(next(self._step_numbers))
 

@@ -204,7 +204,7 @@ class Stream:
         return all(sequence.ending is not None for sequence in self.sequences)
 
     @property
-    def is_finished(self) -> bool:
+    def has_finished_sequence(self) -> bool:
         """Whether the engine has finished at least one sequence that was not aborted."""
         endings = [sequence.ending for sequence in self.sequences if sequence.ending is not None]
         return any(ending.finish_reason != "abort" for ending in endings)

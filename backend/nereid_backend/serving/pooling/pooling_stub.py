@@ -356,7 +356,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self.processes = [worker]
         # If the setting max_num_waiting is missing, the limit on the number of inputs depends on
         # the model's length limit, which the worker has reported.
-        self._max_inputs = config.max_num_waiting or self.text_limit.queue_length
+        self._max_inputs = config.max_num_waiting or self.text_limit.default_max_num_waiting
         self._check_task(worker, config.model)
 
     def _check_task(self, worker: SupervisedProcess, checkpoint: str) -> None:

@@ -21,7 +21,7 @@ class Line:
 
     def send(self, stream):
         stream.take_step(self.now)
-        self.delivery.record(stream)
+        self.delivery.record_sent_step(stream)
 
     def consume(self, stream, step):
         self.writer.report(stream.slot, stream.serial, step)

@@ -292,7 +292,7 @@ class DraftModel:
         incomplete = drafts
         while incomplete:
             incomplete = self._run_pass(incomplete)
-        self._proposals = {draft.target: draft.tokens for draft in drafts}
+        self._proposals = {draft.target: draft.draft_tokens for draft in drafts}
         num_tokens = sum(len(tokens) for tokens in self._proposals.values())
         if is_timed and num_tokens:
             seconds = time.perf_counter() - start
@@ -369,7 +369,7 @@ class DraftModel:
         Raises:
             ModelError: if the logits contain NaN or infinity.
         """
-        positions = [Position(draft.target, draft.tokens) for draft in drafts]
+        positions = [Position(draft.target, draft.draft_tokens) for draft in drafts]
         sampled = self._sampler.sample(logits, positions)
         if NOT_FINITE in sampled.errors.values():
             raise ModelError(NOT_FINITE)

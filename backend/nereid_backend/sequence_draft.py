@@ -30,7 +30,7 @@ class SequenceDraft:
     is_new: bool = True
 
     @property
-    def tokens(self) -> list[int]:
+    def draft_tokens(self) -> list[int]:
         """The draft tokens for the next forward pass of the large model."""
         return self.sequence.token_ids[self.num_known :]
 
@@ -56,14 +56,15 @@ class SequenceDraft:
 
         Mutates: `num_known`, and the tokens and `num_computed_tokens` of `sequence`.
         """
-        own = self.sequence
-        # The tokens that the large model has chosen since the last update.
+        own = self.sequence  # the known tokens, followed by the draft tokens
+        # The tokens that the large model has chosen since the last update. `own` can begin at a
+        # later token than `target`, so `start_in_target` is added to the index.
         chosen_tokens = self.target.token_ids[self.start_in_target + self.num_known :]
         # The draft model's KV cache stays valid for this number of tokens at the beginning of the
         # sequence.
         num_reusable = self.num_known
         if keeps_accepted:
-            num_reusable += common_prefix_len(self.tokens, chosen_tokens)
+            num_reusable += common_prefix_len(self.draft_tokens, chosen_tokens)
         own.token_ids[self.num_known :] = chosen_tokens
         self.num_known = len(own.token_ids)
         # The last token is always computed again, because sampling needs its logits.

@@ -166,7 +166,7 @@ class AttentionBatch:
             the same length.
         prefills: the prefills, in the order of their tokens in the row.
         block_size: the number of tokens in one block.
-        device_rows: the same metadata in the form that the kernels of a device read. The first
+        kernel_metadata: the same metadata in the form that the kernels of a device read. The first
             layer computes this form and stores it here.
         other_groups: the metadata for the other groups of layers (`LayerGroups`). It differs only
             in the slots and blocks. Empty if all layers form one group.
@@ -177,7 +177,7 @@ class AttentionBatch:
     decodes: list[DecodeGroup]
     prefills: list[Prefill]
     block_size: int
-    device_rows: object | None = None
+    kernel_metadata: object | None = None
     other_groups: "tuple[AttentionBatch, ...]" = ()
     _store_rows: dict[int, Tensor] = field(default_factory=dict)
     _prefill_masks: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)

@@ -93,7 +93,7 @@ def _compile_and_check(
     compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
     check_path(path_for_check(chosen, compiled), chosen.trial, checkpoint.model.dtype)
     compiled.confirm()  # records the successful check next to the library on disk
-    path.use(compiled)
+    path.use_compiled(compiled)
     return compiled
 
 
@@ -104,7 +104,7 @@ def path_for_check(chosen: ChosenPath, compiled: CompiledForward) -> PackedPath:
     """
     path = chosen.spec.build(chosen.trial.sizes)
     assert isinstance(path, PackedPath)
-    path.use(compiled)
+    path.use_compiled(compiled)
     return path
 
 
@@ -303,7 +303,7 @@ def _check_piecewise_graphs(
     test_sizes = replace(chosen.trial.sizes, kv_cache_dtype=sizes.kv_cache_dtype)
     path = chosen.spec.build(test_sizes)
     assert isinstance(path, PackedPath)
-    path.use(compiled)
+    path.use_compiled(compiled)
     failures: list[str] = []  # messages about failed captures
     # `capture_pieces` captures one function call as several graphs.
     path.pieces = path.piecewise_graphs(capture.capture_pieces, test_sizes, failures.append)
@@ -344,7 +344,7 @@ def _check_graphs(
             "CUDA graphs require the forward path packed and the GPU kernels for attention"
         )
     if compiled is not None:
-        path.use(compiled)
+        path.use_compiled(compiled)
     messages: list[str] = []  # the messages about failed captures
     graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, messages.append)
     path.graphs = graphs

@@ -147,7 +147,7 @@ class ForwardSwap:
         path = path_for_check(self._chosen, compiled)
         yield from check_in_steps(path, self._chosen.trial, self._checkpoint.model.dtype)
         compiled.confirm()
-        self._path.use(compiled)
+        self._path.use_compiled(compiled)
         seconds = time.monotonic() - self._start_s
         self._progress(
             "the forward pass is compiled and used from now on. The compilation took "

@@ -9,6 +9,7 @@ gathered_cache.py     a cache of transformers that reads keys and values from bl
 padded.py             `padded`: models with their own attention code, which get a padded cache
 single_sequence.py    `single`: all other models, one sequence at a time
 step_batch.py         converts a step plan into tensors
+length_groups.py      divides the decodes of a step into groups of similar lengths
 block_table_rows.py   the block tables of running sequences as arrays
 model_call.py         functions that several paths use
 position_embeddings.py

@@ -109,10 +109,11 @@ def probe_cache(
 
 
 def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN401 - transformers is untyped
-    """Append the tensor shapes of a cache layer to `specs`. Return the indices of the new items.
+    """Append the tensor shapes of a cache layer to `specs`. Return a description of the layer.
 
     The layer contains one token. It can store keys and values, the keys of a sparse indexer (which
-    selects the tokens for sparse attention), or all of these.
+    selects the tokens for sparse attention), or all of these. The description contains the indices
+    of the appended shapes, and the number of token positions that the indexer stores for a token.
 
     Mutates: specs.
     """
@@ -124,9 +125,10 @@ def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN40
     if getattr(layer, "indexer_keys", None) is not None:
         indexer_index = len(specs)
         specs.append(_indexer_spec(layer))
+    # The indexer's positions are [num_positions, 1, 1], because the layer contains one token.
     positions = getattr(layer, "indexer_position_ids", None)
     num_positions = 0 if positions is None else positions.shape[0]
-    return LayerParts(keys_index, indexer_index, num_positions)
+    return LayerParts(keys=keys_index, indexer=indexer_index, num_positions=num_positions)
 
 
 def _check_class(layer: object, *, accepts_states: bool) -> None:
@@ -212,14 +214,16 @@ class GatheredStep:
         are 3 * 4 + 1 = 13 and 8 * 4 + 2 = 34. The positions are [0, 1, 2, 3, 4, 5] and
         [0, 0, 0, 0, 1, 2], and the mask of the second sequence is [0, 0, 0, 1, 1, 1].
         """
-        # values[0] is [num_blocks + 1, num_kv_heads, block_size, value_dim].
+        # The values of a layer are [blocks, num_kv_heads, block_size, value_dim].
         block_size = cache.values[0].shape[2]
         num_tokens = chunks[0].num_tokens
         starts = torch.tensor([chunk.start for chunk in chunks])
         longest = int(starts.max()) + num_tokens
         num_blocks = math.ceil(longest / block_size)
         blocks = _padded_block_tables(chunks, num_blocks, cache.null_block)
+        # [num_seqs, num_tokens], the positions of the new tokens. In the example: [[5], [2]].
         new_positions = starts[:, None] + torch.arange(num_tokens)
+        # The number of the block that contains each new token. In the example: [[3], [8]].
         new_blocks = blocks.gather(1, new_positions // block_size)
         slots = new_blocks * block_size + new_positions % block_size
         lens = starts[:, None] + num_tokens

@@ -71,16 +71,20 @@ class PackedPath:
         self._model = checkpoint.model
         # Whether the model can leave out the logits of tokens that are not in `logits_to_keep`.
         self._selects_logits = ModelCall(self._model).takes("logits_to_keep")
-        self._positions = PositionEmbeddings(self._model)
+        # Some models have embedding layers that derive the positions from the length of
+        # transformers' cache. This object passes the correct positions to these layers.
+        self._position_embeddings = PositionEmbeddings(self._model)
         self._adapters = checkpoint.adapters
         self._hook = hook
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        # The compiled forward pass that `use` has set; None if the model's own code is run.
+        # The path can already run. If the model and the device support the following optional
+        # parts, the caller adds them later: `_compiled` with the method `use_compiled`, and the
+        # other parts by an assignment.
+        # The compiled forward pass; None if the model's own code is run.
         self._compiled: CompiledForward | None = None
-        # The caller sets `graphs`, `pieces` and `images` if the model and the device support them.
-        # `graphs` contains the CUDA graphs of decode steps.
+        # The CUDA graphs of decode steps.
         self.graphs: DecodeGraphs | None = None
         # The CUDA graphs of steps with prefills.
         self.pieces: PiecewiseGraphs | None = None
@@ -102,7 +106,7 @@ class PackedPath:
         """Whether attention runs in the CPU kernels."""
         return isinstance(self._cache, CpuKVCache)
 
-    def use(self, compiled: CompiledForward) -> None:
+    def use_compiled(self, compiled: CompiledForward) -> None:
         """Run all later steps with `compiled`, a compiled forward pass of the same model."""
         self._compiled = compiled
 
@@ -175,7 +179,9 @@ class PackedPath:
         `attention` is the function that the model calls as the attention of each layer.
         """
         optional = {"logits_to_keep": batch.logits_index} if self._selects_logits else {}
-        with self._hook.serving(attention), self._positions.serving(batch.position_ids):
+        # Some embedding layers ignore the argument `position_ids`, and would derive the positions
+        # from the length of a cache. `_position_embeddings` makes these layers use `position_ids`.
+        with self._hook.serving(attention), self._position_embeddings.using(batch.position_ids):
             output = self._model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
@@ -198,7 +204,7 @@ class PackedPath:
 
         Args:
             capture: captures pieces of work; see `GraphCapture.capture_pieces`.
-            sizes: the sizes of the path.
+            sizes: the sizes of the KV cache, and the limits of a step.
             report: called with a line of text if steps are not replayed.
         """
         return PiecewiseGraphs(self.run, capture, self._layers, self._cache, sizes, report)

@@ -30,7 +30,7 @@ class PaddedPath:
         *,
         batches_sequences: bool,
     ) -> None:
-        """Create a path without sequences.
+        """Create a forward path, a way to run a model. No sequence has been computed yet.
 
         Args:
             checkpoint: the model.
@@ -39,7 +39,9 @@ class PaddedPath:
             batches_sequences: whether several sequences may share a forward pass.
         """
         self._call = ModelCall(checkpoint.model)
-        self._positions = PositionEmbeddings(checkpoint.model)
+        # Some models have embedding layers that derive the positions from the length of the cache.
+        # This object passes the correct positions to these layers.
+        self._position_embeddings = PositionEmbeddings(checkpoint.model)
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
         self._adapters = checkpoint.adapters
@@ -72,11 +74,13 @@ class PaddedPath:
     def _group_chunks(self, chunks: list[Chunk]) -> list[list[int]]:
         """Divide the chunks of a step into groups. One forward pass computes one group.
 
-        Each group is a list of indices of chunks. Decodes (chunks of one token) share a pass if
-        their positions have the same number of bits, so that padding at most doubles the work.
-        Every other chunk is a group of its own. Example: chunks of 1, 1, 1 and 4 tokens that start
-        at 5, 9, 7 and 0 give the groups [[0, 2], [1], [3]], because 5 and 7 have 3 bits, and 9 has
-        4 bits.
+        Each group is a list of indices of chunks. A decode is a chunk of one token that continues a
+        sequence. Decodes share a pass if their positions have the same number of bits, so that
+        padding at most doubles the work. Every other chunk is a group of its own. If the model
+        cannot compute several sequences in one pass, each decode is a group of its own, too.
+
+        Example: chunks of 1, 1, 1 and 4 tokens that start at 5, 9, 7 and 0 give the groups [[0, 2],
+        [1], [3]], because 5 and 7 have 3 bits, and 9 has 4 bits.
         """
         # Maps a number of bits to the decodes whose positions have this number of bits. The decodes
         # are given by their indices in `chunks`.
@@ -84,7 +88,8 @@ class PaddedPath:
         single_chunks: list[list[int]] = []
         for index, chunk in enumerate(chunks):
             is_decode = chunk.num_tokens == 1 and chunk.start > 0
-            if is_decode and self._batches_sequences:
+            can_share_pass = is_decode and self._batches_sequences
+            if can_share_pass:
                 decode_groups.setdefault(chunk.start.bit_length(), []).append(index)
             else:
                 single_chunks.append([index])
@@ -104,7 +109,9 @@ class PaddedPath:
         step = GatheredStep.from_chunks(chunks, self._cache)
         # Request the logits of at least one token, because the model never returns fewer.
         num_logits = max([1, *[chunk.num_logits for chunk in chunks]])
-        with self._adapters.serving(chunks), self._positions.serving(positions):
+        # Some embedding layers ignore the argument `position_ids`, and derive the positions from
+        # the length of the cache. `_position_embeddings` makes these layers use `positions`.
+        with self._adapters.serving(chunks), self._position_embeddings.using(positions):
             return self._call(
                 ids,
                 num_logits=num_logits,

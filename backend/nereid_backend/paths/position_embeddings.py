@@ -35,7 +35,7 @@ class PositionEmbeddings:
                 self._modules.append((module, names.index(_POSITIONS)))
 
     @contextmanager
-    def serving(self, position_ids: Tensor) -> Iterator[None]:
+    def using(self, position_ids: Tensor) -> Iterator[None]:
         """Return a context manager that passes `position_ids` [batch, num_tokens] to modules."""
         with ExitStack() as hooks:
             for module, num_before in self._modules:

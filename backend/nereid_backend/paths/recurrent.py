@@ -68,7 +68,7 @@ class RowsPath:
         computes_from_start: bool,
         replays_preempted: bool = False,
     ) -> None:
-        """Create a path without sequences.
+        """Create a forward path, a way to run a model. No sequence has a state yet.
 
         Args:
             checkpoint: the model.
@@ -84,7 +84,7 @@ class RowsPath:
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
         self._adapters = checkpoint.adapters
-        self._keys = keys
+        self._key_storage = keys
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
         # The recurrent state of each sequence. The key is the index of the sequence in the runner's
@@ -101,13 +101,18 @@ class RowsPath:
         self._snapshots: dict[int, State] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Return the logits of one step. `sampled` must be None; see `ForwardPath.forward`.
+        """Return the logits of one step, [num_logits, vocab_size]; see `ForwardPath.forward`.
 
         A snapshot is a copy of a sequence's recurrent state. Before the computation, new sequences
         with a cached prefix get the state of a snapshot. After the computation, the snapshots that
         the plan requires are saved.
+
+        Args:
+            plan: the tokens to compute.
+            sampled: must be None. Other paths get here the input tokens of chunks that were planned
+                before the tokens were sampled. Steps of this path are never planned so early.
         """
-        assert sampled is None, "only pending chunks need sampled tokens"
+        assert sampled is None, "every input token is in the plan"
         for chunk in plan.chunks:
             if chunk.is_first:
                 # An earlier sequence may have had the same row number. If the state of the earlier
@@ -152,7 +157,7 @@ class RowsPath:
     @property
     def kv_cache(self) -> KVCache | None:
         """The KV cache of this object; None if the model has no attention layers."""
-        return self._keys.kv_cache
+        return self._key_storage.kv_cache
 
     @property
     def snapshots(self) -> dict[int, State]:
@@ -163,8 +168,8 @@ class RowsPath:
         """Delete the state of a sequence and set its blocks to zero; see `ForwardPath.clear`."""
         if sequence.row is not None:
             self._delete_state(sequence.row)
-        if self._keys.kv_cache is not None:
-            self._keys.kv_cache.clear(sequence.all_blocks())
+        if self._key_storage.kv_cache is not None:
+            self._key_storage.kv_cache.clear(sequence.all_blocks())
 
     def state_bytes(self) -> int:
         """Return the size of one sequence's recurrent state in bytes.
@@ -230,6 +235,10 @@ class RowsPath:
         into the chunks 0 to 15 and 16 to 19. For the first chunk, the result is None. The second
         chunk is extended to the tokens 0 to 19, so that one pass computes the whole prompt.
 
+        A preempted sequence is computed again from its first token. Its first computation needed
+        one pass for the prompt and one pass for each output token. On some models, one pass for all
+        tokens gives different logits, so the passes are repeated one by one (`_replays_preempted`).
+
         Returns:
             Logits, [num_logits, vocab_size]. None if a later chunk computes the tokens.
         """
@@ -275,8 +284,11 @@ class RowsPath:
         prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_prompt_logits)
         parts = [self._continue_state(prompt)]
         for position in output_positions:
+            # `_decode` always returns the logits of its token, whatever `num_logits` is.
             decode = chunk._replace(start=position, num_tokens=1)
             parts.append(self._decode([decode])[0])
+        # The prompt gives `num_prompt_logits` rows, and each output token gives one row. Only the
+        # last `chunk.num_logits` rows are needed.
         logits = torch.cat(parts)
         return logits[len(logits) - chunk.num_logits :]
 
@@ -284,13 +296,16 @@ class RowsPath:
         """Compute the tokens of a chunk in one pass, and update the state of the sequence.
 
         The pass starts from the stored state, or from an empty state if the chunk contains the
-        first token.
+        first token. Afterwards, the new state is stored as a batch of one sequence, because the
+        cache that the model has filled has this form.
 
         Returns:
-            Logits, [num_logits, vocab_size].
+            Logits, [num_logits, vocab_size]; [0, vocab_size] if no logits are needed.
         """
         row = _row(chunk)
-        self._split_batch_cache()  # The states of the last batch return to `_states`.
+        # The states of the last batch are merged into one cache, which may contain the state of
+        # this sequence. Divide the cache, so that the state of each sequence is in `_states`.
+        self._split_batch_cache()
         # A forward pass that fails may leave a partly changed state. The state is therefore removed
         # from this object before the forward pass, and stored again only if the forward pass
         # succeeds.
@@ -327,7 +342,9 @@ class RowsPath:
         Returns:
             Logits, [num_chunks, num_logits, vocab_size].
         """
-        with self._keys.serving(chunks, cache) as mask, self._adapters.serving(chunks):
+        # The storage gives the attention layers access to the keys and values of these chunks. It
+        # also returns the attention mask; None if the model's attention needs no mask.
+        with self._key_storage.serving(chunks, cache) as mask, self._adapters.serving(chunks):
             return self._call(
                 ids,
                 num_logits=num_logits,
@@ -338,7 +355,7 @@ class RowsPath:
 
     def _merged_cache(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
         """Return a cache that merges the states of a batch of sequences. `states` may be empty."""
-        cache = self._keys.make_cache()
+        cache = self._key_storage.make_cache()
         if states:
             merge_states(cache, states)
         return cache

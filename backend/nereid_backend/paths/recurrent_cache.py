@@ -150,8 +150,11 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
     """Return the part of `value`, a layer's attribute, that belongs to one sequence.
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8]. A value that is
-    not divided into rows is copied.
+    not divided into rows is copied. If the batch has only one row, a tensor with rows is returned
+    itself, not a copy.
     """
+    # States have one row for each sequence of the batch. If another tensor had this size by chance,
+    # the logits would be wrong, and the test of the path when the model is loaded would find this.
     has_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
     if has_rows:
         if num_rows == 1:

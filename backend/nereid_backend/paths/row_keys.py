@@ -86,12 +86,18 @@ class HookedKeys:
 
     @contextmanager
     def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[None]:
-        """Return a context manager that lets Nereid's code compute the attention; see `RowKeys`.
+        """Return a context manager in which Nereid's code computes the attention of `chunks`.
 
-        Mutates: the lengths in the layers of `cache`.
+        The context yields None instead of an attention mask, because Nereid's code derives from the
+        lengths of the sequences to which tokens each token attends.
+
+        Args:
+            chunks: the chunks of the next forward pass, one for each row of the batch.
+            cache: the cache that is passed to the model. Mutated: the number of earlier tokens in
+                its attention layers.
         """
-        # The model derives the size of its attention mask from the number of earlier tokens. The
-        # mask must be large enough for every chunk, so use the largest number that a chunk has.
+        # The model asks the cache for the number of earlier tokens, and derives the size of its own
+        # mask from this number. The mask is not used, but it must be large enough for every chunk.
         num_past_tokens = max(chunk.start for chunk in chunks)
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):
@@ -163,7 +169,8 @@ class RowsForward:
         The batch is either one row of several tokens or several rows of one token. `_packed`
         computes the attention of tokens that are packed into one row. Several rows are therefore
         packed first ([num_rows, num_heads, 1, dim] becomes [1, num_heads, num_rows, dim]), and the
-        result is converted back.
+        result is converted back ([1, num_rows, num_heads, dim] becomes [num_rows, 1, num_heads,
+        dim]).
         """
         if query.shape[0] == 1:
             return self._packed(module, query, key, value, **kwargs)

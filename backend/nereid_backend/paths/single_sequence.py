@@ -44,7 +44,7 @@ class SinglePath:
     """Computes the forward pass of one sequence at a time, and stores each sequence's state."""
 
     def __init__(self, checkpoint: Checkpoint, *, uses_cache: bool) -> None:
-        """Create a path without sequences.
+        """Create a forward path, a way to run a model. No sequence has a state yet.
 
         Args:
             checkpoint: the model.
@@ -57,9 +57,10 @@ class SinglePath:
         self._adapters = checkpoint.adapters
         self._uses_cache = uses_cache
         self._has_encoder = bool(self._model.config.is_encoder_decoder)
-        self._generation = self._model.generation_config
+        self._generation_config = self._model.generation_config
         argument_names = inspect.signature(self._model.forward).parameters
-        # Whether the model gets the positions of the tokens as an argument.
+        # Whether the model gets the positions of the tokens as an argument. As in transformers'
+        # `generate`, encoder-decoder models get none.
         self._takes_positions = "position_ids" in argument_names and not self._has_encoder
         # The name of the model's argument for the cache.
         has_cache_params = "cache_params" in argument_names
@@ -97,6 +98,8 @@ class SinglePath:
         every model can continue its cache by several tokens. Example: a prompt is divided into the
         tokens 0 to 5 and 6 to 9. The first chunk gives None. For the second chunk, one call of the
         model computes all tokens from 0 to 9. The next chunk, token 10, continues the cache.
+
+        `row` is the number under which the state of the chunk's sequence is stored.
         """
         if chunk.num_logits == 0:
             return None
@@ -104,10 +107,11 @@ class SinglePath:
         # The lengths of the needed prefixes are first_len, first_len + 1, ..., last_len.
         last_len = chunk.start + chunk.num_tokens
         first_len = last_len - chunk.num_logits + 1
-        # The first call needs a state that covers exactly the first `first_len - 1` tokens. If the
-        # stored state covers another number of tokens, compute the state again.
-        if self._uses_cache and not self._covers(row, first_len - 1):
-            self._restore_state(row, chunk.sequence, first_len)
+        # The first call needs a state that covers all tokens of its prefix except the last token.
+        # If the stored state covers another number of tokens, compute the state again.
+        num_covered = first_len - 1
+        if self._uses_cache and not self._covers(row, num_covered):
+            self._restore_state(row, chunk.sequence, num_covered)
         return torch.stack(
             [
                 self._logits_after(row, chunk.sequence, prefix_len)
@@ -115,20 +119,18 @@ class SinglePath:
             ]
         )
 
-    def _restore_state(self, row: int, sequence: Sequence, end: int) -> None:
-        """Compute the first `end - 1` tokens of a preempted sequence again, to restore its state.
+    def _restore_state(self, row: int, sequence: Sequence, num_tokens: int) -> None:
+        """Compute the first `num_tokens` tokens of a preempted sequence again.
 
         The model is called as before the preemption: once for the prompt, and then once for each
         output token. On some models, one call for all tokens gives different logits. Example: for a
-        prompt of 5 tokens and the end 8, the calls compute the tokens 0 to 4, the token 5, and the
-        token 6. The caller then computes token 7.
+        prompt of 5 tokens and num_tokens=7, the calls compute the tokens 0 to 4, the token 5, and
+        the token 6. If `num_tokens` is less than the length of the prompt, nothing is computed,
+        because the next call of the model then computes the whole prompt.
 
-        Args:
-            row: the row of the sequence.
-            sequence: the sequence. If it has no output tokens before the end, nothing is computed.
-            end: the length of the next prefix, which the caller computes.
+        Mutates: the stored state of `row`.
         """
-        for prefix_len in range(sequence.num_prompt_tokens, end):
+        for prefix_len in range(sequence.num_prompt_tokens, num_tokens + 1):
             self._logits_after(row, sequence, prefix_len)
 
     def _covers(self, row: int, num_tokens: int) -> bool:
@@ -204,9 +206,9 @@ class SinglePath:
             return sequence.token_ids[:num_tokens]
         # The start token is `decoder_start_token_id` or, if this is None, `bos_token_id`.
         # transformers' `generate` uses the same token.
-        start_token = self._generation.decoder_start_token_id
+        start_token = self._generation_config.decoder_start_token_id
         if start_token is None:
-            start_token = self._generation.bos_token_id
+            start_token = self._generation_config.bos_token_id
         if start_token is None:
             raise UnfitError("its generation config has no decoder_start_token_id")
         return [start_token, *sequence.token_ids[sequence.num_prompt_tokens : num_tokens]]
@@ -245,15 +247,15 @@ class SinglePath:
         [1, num_tokens].
         """
         arguments = self._model._maybe_prepare_encoder_kwargs_for_generation(
-            ids, arguments, "input_ids", self._generation
+            ids, arguments, "input_ids", self._generation_config
         )
         if self._uses_cache:
-            # Let a method of the model create the cache, because this method omits the sliding
-            # window from the cache for cross-attention. `length` has an effect only on caches of a
-            # fixed size.
+            # The following method of transformers adds a new cache to the dict `arguments`. It
+            # omits the sliding window from the cache for cross-attention. `length` has an effect
+            # only on caches of a fixed size.
             batch_size = 1
             length = ids.shape[1]
             self._model._prepare_cache_for_generation(
-                self._generation, arguments, GenerationMode.GREEDY_SEARCH, batch_size, length
+                self._generation_config, arguments, GenerationMode.GREEDY_SEARCH, batch_size, length
             )
         return arguments

@@ -8,7 +8,6 @@ Attention computes the two decodes together and the prefill separately.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +18,7 @@ from nereid_backend.attention.gpu.gpu_batch import PackedRows, PrefillShape, Ste
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
 from nereid_backend.paths.block_table_rows import BlockTableRows
-
-# Decodes with at most `_SHORT_BLOCKS` blocks are always computed together and padded to the same
-# number of blocks. Computing the padding takes less time than a second attention call.
-_SHORT_BLOCKS = 16
+from nereid_backend.paths.length_groups import LengthGroup, group_by_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +51,6 @@ def tokens_of(chunk: Chunk) -> list[int]:
     sequence = chunk.sequence
     token_ids = sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
     return token_ids + sequence.draft_token_ids[: chunk.num_tokens - len(token_ids)]
-
-
-class _DecodeLengths(NamedTuple):
-    """A group of decodes with similar lengths. One call computes the attention of the whole group.
-
-    Attributes:
-        tokens: the indices of these decodes among all decodes of the step. The value is a slice if
-            all decodes of the step belong to this group.
-        lens: [num_decodes] int64, the number of tokens to which each decode attends.
-    """
-
-    tokens: Integers | slice
-    lens: Integers
 
 
 @dataclass(slots=True)  # not frozen, because frozen objects are slower to create
@@ -173,17 +156,17 @@ class BatchBuilder:
         Mutates: the block tables of the plan's sequences.
         """
         step = _PackedChunks.from_chunks(plan.chunks, self._tables.update(plan))
-        groups = self._group_by_length(step.positions[: step.num_decodes] + 1)
+        length_groups = group_by_length(step.positions[: step.num_decodes] + 1, self._block_size)
         arrays = [
             _input_ids(plan.chunks, step.num_decodes),
             step.positions,
             self._tables.slots(step.positions, step.token_rows),
             step.logits_index if len(step.logits_index) else np.zeros(1, np.int64),
             _pending_tokens(plan),
-            *self._decode_arrays(step, groups),
+            *self._decode_arrays(step, length_groups),
             *self._prefill_blocks(step),
-            *self._arrays_of_other_groups(step, groups),
-            *self._kernel_arrays(plan.chunks, groups),
+            *self._arrays_of_other_layer_groups(step, length_groups),
+            *self._kernel_arrays(plan.chunks, length_groups),
         ]
         # One operation copies all arrays to the device. Below, the tensors are taken from the
         # iterator in the order of the arrays.
@@ -192,15 +175,16 @@ class BatchBuilder:
         attention = AttentionBatch(
             slots=slots,
             num_decodes=step.num_decodes,
-            decodes=self._decode_groups(groups, tensors),
+            decodes=self._decode_groups(length_groups, tensors),
             prefills=_prefills(step.prefills, step.num_decodes, tensors),
             block_size=self._block_size,
         )
         attention.other_groups = tuple(
-            _with_blocks_of_group(attention, tensors) for _ in range(1, self._tables.num_groups)
+            _with_blocks_of_layer_group(attention, tensors)
+            for _ in range(1, self._tables.num_groups)
         )
         if self._layout is not None:
-            attention.device_rows = PackedRows(self._layout, list(tensors))
+            attention.kernel_metadata = PackedRows(self._layout, list(tensors))
         if plan.pending:
             assert sampled is not None, "a plan with pending tokens needs the sampled tokens"
             indices, sources = pending
@@ -213,64 +197,77 @@ class BatchBuilder:
             num_logits=len(step.logits_index),
         )
 
-    def _decode_arrays(self, step: _PackedChunks, groups: list[_DecodeLengths]) -> list[Integers]:
-        """Return the block tables, lengths and token indices of each group of decodes.
+    def _decode_arrays(
+        self, step: _PackedChunks, length_groups: list[LengthGroup]
+    ) -> list[Integers]:
+        """Return the block tables, lengths and indices of each group of decodes.
 
-        Each group has two or three arrays: the blocks, the lengths, and the token indices. If the
-        token indices are a slice, they are left out. `_decode_groups` reads the arrays.
+        Each group has two or three arrays: the block tables, the lengths, and the indices of its
+        decodes. If the indices are a slice (all decodes form one group), they are left out.
+        `_decode_groups` reads the arrays.
         """
         arrays = []
-        for tokens, lens in groups:
-            arrays += [self._tables.blocks(step.rows[tokens], lens.max()), lens]
-            if not isinstance(tokens, slice):
-                arrays.append(tokens)
+        for indices, lens in length_groups:
+            arrays += [self._tables.blocks(step.rows[indices], lens.max()), lens]
+            if not isinstance(indices, slice):
+                arrays.append(indices)
         return arrays
 
-    def _prefill_blocks(self, step: _PackedChunks, group: int = 0) -> list[Integers]:
-        """Return each prefill's block table, [1, num_blocks], for the group of layers `group`."""
-        return [
-            self._tables.blocks(step.rows[index : index + 1], chunk.start + chunk.num_tokens, group)
-            for index, chunk in enumerate(step.prefills, step.num_decodes)
-        ]
+    def _prefill_blocks(self, step: _PackedChunks, layer_group: int = 0) -> list[Integers]:
+        """Return each prefill's block table, [1, num_blocks], for one group of layers."""
+        block_tables = []
+        for index, chunk in enumerate(step.prefills, step.num_decodes):
+            rows = step.rows[index : index + 1]
+            num_tokens = chunk.start + chunk.num_tokens
+            block_tables.append(self._tables.blocks(rows, num_tokens, layer_group))
+        return block_tables
 
-    def _arrays_of_other_groups(
-        self, step: _PackedChunks, groups: list[_DecodeLengths]
+    def _arrays_of_other_layer_groups(
+        self, step: _PackedChunks, length_groups: list[LengthGroup]
     ) -> list[Integers]:
-        """Return the slots and blocks for each group of attention layers except the first group.
+        """Return the slots and block tables for each group of layers except the first group.
 
-        For each of these groups of layers, the arrays are the slots of the tokens, the blocks of
-        each group of decodes, and the blocks of each prefill. `_with_blocks_of_group` reads them.
+        In some models, the attention layers are divided into groups, and a sequence has other
+        blocks in each group of layers. For each of these layer groups, the arrays are the slots of
+        the tokens, the block tables of each length group, and the block table of each prefill.
+        `_with_blocks_of_layer_group` reads the arrays in this order.
 
         Args:
             step: the tokens of the step.
-            groups: the groups of decodes. The decodes in one group have similar lengths.
+            length_groups: the decodes of the step, in groups of similar lengths.
         """
         arrays = []
-        for group in range(1, self._tables.num_groups):
-            arrays.append(self._tables.slots(step.positions, step.token_rows, group))
-            for tokens, lens in groups:
-                arrays.append(self._tables.blocks(step.rows[tokens], lens.max(), group))
-            arrays += self._prefill_blocks(step, group)
+        for layer_group in range(1, self._tables.num_groups):
+            arrays.append(self._tables.slots(step.positions, step.token_rows, layer_group))
+            for indices, lens in length_groups:
+                arrays.append(self._tables.blocks(step.rows[indices], lens.max(), layer_group))
+            arrays += self._prefill_blocks(step, layer_group)
         return arrays
 
-    def _kernel_arrays(self, chunks: list[Chunk], groups: list[_DecodeLengths]) -> list[Integers]:
-        """Return the additional arrays that GPU kernels read; [] if no GPU kernel is used.
+    def _kernel_arrays(
+        self, chunks: list[Chunk], length_groups: list[LengthGroup]
+    ) -> list[Integers]:
+        """Return the additional arrays that only GPU kernels read; [] if no GPU kernel is used.
 
-        `StepLayout.arrays` computes the arrays from the shapes of the decodes and the prefills.
+        The arrays describe where the kernels find the block tables of the decodes, where the tokens
+        of the prefills are, and how the prefills are divided into tiles. `StepLayout.arrays`
+        computes them, and `PackedRows` reads them in the same order.
 
         Args:
             chunks: the chunks of the step. The decodes come before the prefills.
-            groups: the groups of decodes. The decodes in one group have similar lengths.
+            length_groups: the decodes of the step, in groups of similar lengths.
         """
         if self._layout is None:
             return []
         # For each group of decodes: the number of decodes, and the largest number of blocks of a
         # decode.
-        decode_shapes = [(len(lens), self._num_blocks(int(lens.max()))) for _, lens in groups]
+        decode_shapes = [
+            (len(lens), self._num_blocks(int(lens.max()))) for _, lens in length_groups
+        ]
         # Each decode has one token, and the decodes come before the prefills. The number of decodes
         # is therefore also the index of the first prefill in the chunks, and the index of the first
         # prefill token in the tokens of the step.
-        num_decodes = sum(len(lens) for _, lens in groups)
+        num_decodes = sum(len(lens) for _, lens in length_groups)
         token_index = num_decodes
         prefills = []
         for chunk in chunks[num_decodes:]:
@@ -284,50 +281,23 @@ class BatchBuilder:
         return (num_tokens + self._block_size - 1) // self._block_size
 
     def _decode_groups(
-        self, groups: list[_DecodeLengths], tensors: Iterator[Tensor]
+        self, length_groups: list[LengthGroup], tensors: Iterator[Tensor]
     ) -> list[DecodeGroup]:
-        """Build one `DecodeGroup` for each item of `groups`. A decode adds one token to a sequence.
+        """Build one `DecodeGroup` for each group of decodes, from tensors on the device.
 
-        `tensors` yields tensors on the device, in the order of the arrays that `_decode_arrays`
-        returns: for each group the blocks, the lengths and the token indices. If the token indices
-        are a slice (all decodes form one group), they have no tensor.
+        `tensors` yields the tensors in the order of the arrays that `_decode_arrays` returns: for
+        each group the block tables, the lengths and the indices of its decodes. If the indices are
+        a slice (all decodes form one group), they have no tensor.
         """
         decode_groups = []
-        for tokens, _ in groups:
+        for indices, _ in length_groups:
             blocks = next(tensors)
             lens = next(tensors)
-            token_index = None if isinstance(tokens, slice) else next(tensors)
+            # The decodes are the first tokens of a step, so the index of a decode is also the index
+            # of its token.
+            token_index = None if isinstance(indices, slice) else next(tensors)
             decode_groups.append(DecodeGroup(token_index, blocks, lens, self._block_size))
         return decode_groups
-
-    def _group_by_length(self, lens: Integers) -> list[_DecodeLengths]:
-        """Divide the decodes of this step into groups whose sequences have similar lengths.
-
-        In one group, each sequence reads as many blocks of the KV cache as the longest sequence;
-        the surplus blocks are padding. Because of the groups, padding at most doubles the number of
-        blocks that long sequences read.
-
-        Example: with 16 tokens in a block, the lengths [20, 30, 9000] give the groups [0, 1] and
-        [2], because 9000 tokens need many more blocks than 30.
-
-        Args:
-            lens: [num_decodes] int64, the number of tokens that each sequence attends to.
-        """
-        if not len(lens):
-            return []
-        num_blocks = (lens + self._block_size - 1) // self._block_size
-        max_blocks = num_blocks.max()
-        num_blocks_of_one_group = len(lens) * max_blocks
-        is_padding_small = num_blocks_of_one_group <= 2 * num_blocks.sum()
-        if max_blocks <= _SHORT_BLOCKS or is_padding_small:
-            all_decodes = slice(len(lens))
-            return [_DecodeLengths(all_decodes, lens)]
-        # Decodes with at most `_SHORT_BLOCKS` blocks have the lowest level. At a higher level n,
-        # each decode has more than 2^(n-1) and at most 2^n blocks. The longest decode of such a
-        # level therefore has less than twice as many blocks as the shortest decode.
-        levels = np.ceil(np.log2(num_blocks.clip(min=_SHORT_BLOCKS))).astype(np.int64)
-        groups = [np.flatnonzero(levels == level) for level in np.unique(levels)]
-        return [_DecodeLengths(group, lens[group]) for group in groups]
 
 
 def _joined_ranges(starts: Integers, counts: Integers) -> Integers:
@@ -371,18 +341,24 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     return np.array(token_ids, dtype=np.int64)
 
 
-def _with_blocks_of_group(attention: AttentionBatch, tensors: Iterator[Tensor]) -> AttentionBatch:
-    """Return a copy of `attention` with the slots and blocks of another group of layers.
+def _with_blocks_of_layer_group(
+    attention: AttentionBatch, tensors: Iterator[Tensor]
+) -> AttentionBatch:
+    """Return a copy of `attention` with the slots and block tables of another group of layers.
 
     Each group of attention layers has its own block tables and slots. All other metadata is equal
-    in all groups, and is taken from the first group, `attention`. `tensors` yields the slots of the
-    tokens, the blocks of each group of decodes, and the blocks of each prefill;
-    `BatchBuilder._arrays_of_other_groups` has created these tensors' arrays in the same order.
+    in all groups of layers.
+
+    Args:
+        attention: the metadata for the first group of layers.
+        tensors: yields the slots of the tokens, then the block tables of each item of
+            `attention.decodes`, and then the block table of each prefill.
     """
     slots = next(tensors)
+    # Each item of `attention.decodes` contains decodes of similar lengths.
     decodes = [
-        DecodeGroup(group.tokens, next(tensors), group.lens, group.block_size)
-        for group in attention.decodes
+        DecodeGroup(decodes.tokens, next(tensors), decodes.lens, decodes.block_size)
+        for decodes in attention.decodes
     ]
     prefills = [replace(prefill, blocks=next(tensors)) for prefill in attention.prefills]
     return AttentionBatch(slots, attention.num_decodes, decodes, prefills, attention.block_size)

@@ -10,7 +10,7 @@ from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.paths import step_batch as batches
+from nereid_backend.paths import length_groups
 from nereid_backend.paths.step_batch import BatchBuilder
 
 BLOCK = 4
@@ -63,7 +63,7 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 def test_packed_attention_equals_its_definition(spec, short_blocks, monkeypatch):
     # At 1, decodes of different lengths are computed in groups.
-    monkeypatch.setattr(batches, "_SHORT_BLOCKS", short_blocks)
+    monkeypatch.setattr(length_groups, "_SHORT_BLOCKS", short_blocks)
     torch.manual_seed(0)
     pool = list(range(60))
     random.Random(0).shuffle(pool)

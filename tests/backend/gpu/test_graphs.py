@@ -18,7 +18,11 @@ from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model import accelerate_path, path_variants, startup
 from nereid_backend.paths import packed
 from nereid_backend.paths.cuda_graphs.cuda_capture import GraphMemoryError, capture_on, is_lost
-from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs, StaticStep, row_counts
+from nereid_backend.paths.cuda_graphs.decode_graphs import (
+    DecodeGraphs,
+    StaticStep,
+    graph_batch_sizes,
+)
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.paths.step_batch import BatchBuilder
 
@@ -169,7 +173,7 @@ def test_a_step_leaves_nothing_of_the_one_before_it(many, device):
 def test_what_kernels_read_begins_at_aligned_addresses(rows, device):
     step = StaticStep(rows, sizes_of(33), device)
     batch = step.batch()
-    decodes = batch.attention.device_rows.decodes
+    decodes = batch.attention.kernel_metadata.decodes
     read = [batch.input_ids, batch.position_ids, batch.attention.slots, batch.logits_index]
     read += [decodes.table, decodes.table_starts, decodes.tokens, decodes.lens]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in read)
@@ -377,14 +381,14 @@ def test_one_graph_serves_sequences_of_all_lengths(engine_of):
 
 
 def test_there_is_a_number_of_rows_for_every_step_and_little_padding():
-    assert row_counts(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert graph_batch_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
     for most in (1, 3, 7, 100, 256, 500):
-        counts = row_counts(most)
+        counts = graph_batch_sizes(most)
         assert counts[-1] >= most > (counts[-2] if len(counts) > 1 else 0)
         for count in range(9, most):
             rows = next(n for n in counts if n >= count)
             assert rows - count < max(8, count / 4 + 1)
-    assert row_counts(10_000)[-1] == 512
+    assert graph_batch_sizes(10_000)[-1] == 512
 
 
 @pytest.mark.parametrize(
@@ -393,7 +397,7 @@ def test_there_is_a_number_of_rows_for_every_step_and_little_padding():
 def test_parts_of_a_captured_launch_depend_on_no_length_and_fill_the_gpu(window, monkeypatch):
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
     nothing = torch.zeros(1, dtype=torch.int64)
-    for count in row_counts(256):
+    for count in graph_batch_sizes(256):
         rows = DecodeRows(count, [(count, 32768)], *[nothing] * 4, longest=nothing)
         parts = decode_splits.captured_splits(rows, window, 8, 64, CPU)
         limit = 32768 if window.limit is None else window.limit + 64

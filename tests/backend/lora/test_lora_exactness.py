@@ -85,7 +85,7 @@ def test_steps_whose_adapters_need_hooks_do_not_use_the_compiled_forward_pass(ll
         num_compiled.append(batch.num_logits)
         return path._run_model(batch, attention)
 
-    path.use(compiled)
+    path.use_compiled(compiled)
     wide = dataclasses.replace(PARAMS, lora_name="wide")
     assert engine.generate([PROMPTS[0]], wide)[0].outputs[0].token_ids == expected[1][0]
     assert not num_compiled

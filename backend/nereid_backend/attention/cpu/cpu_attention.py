@@ -364,11 +364,11 @@ def native_rows(tensor: Tensor) -> NativeRows:
 def _native_step(batch: AttentionBatch) -> _NativeStep:
     """Return C structs that describe the tokens and sequences of a step to the CPU kernels.
 
-    The first call builds the structs and stores them in `batch.device_rows`.
+    The first call builds the structs and stores them in `batch.kernel_metadata`.
     """
-    step = batch.device_rows
+    step = batch.kernel_metadata
     if not isinstance(step, _NativeStep):
-        step = batch.device_rows = _make_native_step(batch)
+        step = batch.kernel_metadata = _make_native_step(batch)
     return step
 
 

@@ -226,11 +226,11 @@ def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
     """Return a step's metadata for GPU kernels. The first call for a step builds the metadata."""
-    rows = batch.device_rows
+    rows = batch.kernel_metadata
     if isinstance(rows, PackedRows):
-        rows = batch.device_rows = rows.unpack(batch)
+        rows = batch.kernel_metadata = rows.unpack(batch)
     if not isinstance(rows, GpuBatch):
-        rows = batch.device_rows = GpuBatch.of(batch)
+        rows = batch.kernel_metadata = GpuBatch.of(batch)
     return rows
 
 

@@ -10,7 +10,7 @@ other arrays of the step in one copy.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,15 @@ class DecodeRows:
     lens: Tensor
     longest: Tensor | None = None
     _workspaces: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def for_capture(self, longest: Tensor) -> "DecodeRows":
+        """Return a copy of the metadata for a forward pass that is captured as a CUDA graph.
+
+        The copy has no workspaces yet. The kernels therefore allocate their workspaces during the
+        capture, in the memory that all graphs share. `longest` is [1] int64, the length of the
+        longest sequence, which the graph computes itself.
+        """
+        return replace(self, longest=longest, _workspaces={})
 
     def workspace(self, shape: tuple[int, ...]) -> Tensor:
         """Return a float32 tensor for the intermediate results of one layer.

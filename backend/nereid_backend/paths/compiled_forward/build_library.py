@@ -168,19 +168,22 @@ def _constants_of_code(
     Example: the code contains `torch.tensor([1.0, 0.5])`.
 
     Args:
-        constants: all constants of the trace, by name.
+        constants: all constants of the trace, by name. torch also lists objects of C++ classes
+            here, which a library cannot contain.
         model_tensors: the model's parameters and buffers, by name.
 
     Raises:
-        UnfitError: if a tensor is so large that it probably comes from the checkpoint.
+        UnfitError: if a constant is not a tensor, or if a tensor is so large that it probably comes
+            from the checkpoint.
     """
     literals = {}
-    for name, tensor in constants.items():
+    for name, constant in constants.items():
         if name in model_tensors:
             continue
-        if not isinstance(tensor, Tensor) or tensor.numel() > MAX_LITERAL_ELEMENTS:
+        is_small_tensor = isinstance(constant, Tensor) and constant.numel() <= MAX_LITERAL_ELEMENTS
+        if not is_small_tensor:
             raise UnfitError(NO_PARAMETER.format(name=name))
-        literals[name] = tensor.detach().clone().contiguous()
+        literals[name] = constant.detach().clone().contiguous()
     return literals
 
 

@@ -36,7 +36,7 @@ _MAX_FAILED_CHECKS = 3
 # checkpoints.
 _MAX_INLINED_ELEMENTS = 8
 # The source files of this package that affect a compiled library.
-_SOURCES = (
+_SOURCES_OF_LIBRARY = (
     "paths/compiled_forward/build_library.py",
     "paths/compiled_forward/library_files.py",
     "linear/native_linear.py",
@@ -55,7 +55,7 @@ def library_folder(model: PreTrainedModel, *, is_native: bool) -> Path:
 
     The arguments are those of `compile_forward`.
     """
-    return cache_folder() / "compiled" / _fingerprint(model, shims_of(model.device, is_native))
+    return cache_folder() / "compiled" / _hash_of_library(model, shims_of(model.device, is_native))
 
 
 def has_library(folder: Path) -> bool:
@@ -161,13 +161,19 @@ def shims_of(device: torch.device, is_native: bool) -> Shims:
     return shims
 
 
-def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
-    """Return a hash that changes whenever the library of a model must be compiled again.
+def _hash_of_library(model: PreTrainedModel, shims: Shims) -> str:
+    """Return a hash that changes whenever a model must be compiled again.
 
-    The hash depends on everything that affects compiled code: the versions of the libraries, the
-    source code, the config and the modules of the model, the shapes of the weights, and the
-    hardware. The compiler writes the values of very short vectors into the library, so the hash
-    depends on these values, too. It does not depend on the values of other weights.
+    A library is the compiled code of a model. The hash depends on everything that affects this
+    code: the versions of torch and transformers, the source code, the config and the modules of the
+    model, the shapes of the weights, and the hardware. The compiler writes the values of very short
+    vectors into the library, so the hash depends on these values, too. It does not depend on the
+    values of other weights.
+
+    Args:
+        model: the model.
+        shims: maps each of Nereid's operators that compiled code calls as a C function to the C
+            declaration of this function, a list of strings.
     """
     config = {
         name: value
@@ -179,12 +185,12 @@ def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
     modules = [(name, type(module).__name__) for name, module in model.named_modules()]
-    package = Path(__file__).parents[2]
+    package = Path(__file__).parents[2]  # the folder nereid_backend
     model_source = Path(inspect.getfile(type(model)))
     parts = [
         version("torch"),
         version("transformers"),
-        *((package / source).read_text(encoding="utf-8") for source in _SOURCES),
+        *((package / source).read_text(encoding="utf-8") for source in _SOURCES_OF_LIBRARY),
         model_source.read_text(encoding="utf-8"),
         json.dumps(config, sort_keys=True, default=str),
         repr(modules),

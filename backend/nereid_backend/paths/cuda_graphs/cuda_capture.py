@@ -170,12 +170,14 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN40
         graph.capture_end()
     except RuntimeError:
         device = torch.cuda.current_device()
-        # If the allocator has already ended the capture, the following two calls raise a
-        # RuntimeError.
+        # If the allocator has already ended the capture, the next call raises a RuntimeError. The
+        # rest of this block is then not needed.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
-            _failed_captures.append(graph)  # The graph must stay alive.
+            # capture_end has stopped halfway, so torch's allocator of pinned memory still uses the
+            # graph. Python code cannot change this, so the graph must never be freed.
+            _failed_captures.append(graph)
         raise
 
 

@@ -77,8 +77,8 @@ class DecodeGraphs:
         Args:
             run: computes a packed step and returns its logits, [num_logits, vocab_size].
             capture: captures the GPU work of a function call as a CUDA graph.
-            sizes: the sizes of the path.
-            device: the device of the path.
+            sizes: the sizes of the KV cache, and the limits of a step.
+            device: the device on which the model runs.
             report: called with a line of text if steps are no longer replayed, or if no more graphs
                 are captured.
         """
@@ -87,14 +87,12 @@ class DecodeGraphs:
         self._sizes = sizes
         self._device = device
         self._report = report
-        # The batch sizes (numbers of sequences) for which CUDA graphs can be captured, in ascending
-        # order.
-        self._row_counts = row_counts(sizes.max_num_seqs)
-        # Maps a batch size (a number of sequences) to the captured CUDA graph for batches of this
-        # size.
+        # The batch sizes (numbers of sequences) for which graphs are captured, in ascending order.
+        self._batch_sizes = graph_batch_sizes(sizes.max_num_seqs)
+        # Maps each of these batch sizes to its graph, after the graph has been captured.
         self._graphs: dict[int, _DecodeGraph] = {}
-        # The tensor into which all graphs write their logits, [max_rows, vocab_size]. The first
-        # capture creates the tensor.
+        # The tensor into which all graphs write their logits, [largest batch size, vocab_size]. The
+        # first capture creates the tensor.
         self._logits: Tensor | None = None
         # Whether further graphs can be captured. False after a capture has failed, or if too little
         # memory is free.
@@ -110,7 +108,7 @@ class DecodeGraphs:
 
         The largest graph comes first, because the smaller graphs can then use its memory.
         """
-        for num_rows in reversed(self._row_counts):
+        for num_rows in reversed(self._batch_sizes):
             if num_rows not in self._graphs:
                 self._try_capture(num_rows)
 
@@ -147,7 +145,7 @@ class DecodeGraphs:
         is_decode_step = num_decodes > 0 and not batch.attention.prefills
         if not is_decode_step or batch.num_logits != num_decodes:
             return None
-        for num_rows in self._row_counts:  # in ascending order
+        for num_rows in self._batch_sizes:  # in ascending order
             if num_rows >= num_decodes:
                 return num_rows
         return None
@@ -206,7 +204,7 @@ class DecodeGraphs:
         # because the replay stores the same keys and values in the KV cache as this run.
         expected = self._run(step.batch())
         if self._logits is None:
-            self._logits = expected.new_empty(self._row_counts[-1], expected.shape[1])
+            self._logits = expected.new_empty(self._batch_sizes[-1], expected.shape[1])
         logits = self._logits[:num_rows]
 
         def compute_step() -> None:
@@ -245,8 +243,8 @@ class StaticStep:
 
         Args:
             num_rows: the number of sequences, which is also the number of tokens.
-            sizes: the sizes of the path. The block after the last block is the null block, whose
-                content is always zero.
+            sizes: the sizes of the KV cache. Its blocks are numbered from 0, and the block with the
+                number `num_blocks` is the null block, whose content is always zero.
             device: the device on which the tensors are created.
         """
         self._num_rows = num_rows
@@ -265,9 +263,9 @@ class StaticStep:
         self._table = torch.full((num_rows, max_blocks), self._null_block, device=device)
         # Each sequence has one new token, and the logits of each new token are needed.
         self._logits_index = torch.arange(num_rows, device=device)
-        # The metadata that the GPU kernels read. The metadata is copied to the GPU before a CUDA
-        # graph is captured, because the graph cannot contain the copy from the CPU.
-        self._device_rows = gpu_batch(self._attention())
+        # The attention metadata in the form that the GPU kernels read. It is copied to the GPU
+        # before a CUDA graph is captured, because the graph cannot contain the copy from the CPU.
+        self._kernel_metadata = gpu_batch(self._attention_metadata())
 
     def fill(self, batch: StepBatch) -> None:
         """Copy a step's inputs into the tensors. Fill the remaining elements with padding.
@@ -298,34 +296,42 @@ class StaticStep:
         The inputs are the tensors of this object. A replay of the captured run therefore reads the
         values that `fill` has copied into these tensors.
         """
-        tokens, positions, _, lens = self._numbers
-        device_decodes = self._device_rows.decodes
-        assert device_decodes is not None, "every row is a decode"
-        attention = self._attention()
-        attention.device_rows = replace(
-            self._device_rows,
-            decodes=replace(
-                device_decodes,
-                # The graph itself computes the length of the longest sequence from `lens`. Each
-                # replay therefore uses the longest length in the replayed step.
-                longest=lens.amax(0, keepdim=True),
-                # The empty dict makes the kernels allocate new tensors for their intermediate
-                # results. These tensors are in the memory that all graphs share.
-                _workspaces={},
-            ),
+        # The cache slots are not needed here, because `attention` contains them.
+        token_ids, positions, _slots, lens = self._numbers
+        attention = self._attention_metadata()
+        decodes = self._kernel_metadata.decodes
+        assert decodes is not None, "each row is a decode (a sequence with one new token)"
+        # This operation becomes part of the graph. Each replay therefore computes the length of the
+        # longest sequence in the replayed step.
+        longest = lens.amax(0, keepdim=True)
+        attention.kernel_metadata = replace(
+            self._kernel_metadata, decodes=decodes.for_capture(longest)
         )
         return StepBatch(
-            tokens[None], positions[None], attention, self._logits_index, self._num_rows
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            attention=attention,
+            logits_index=self._logits_index,
+            num_logits=self._num_rows,
         )
 
-    def _attention(self) -> AttentionBatch:
+    def _attention_metadata(self) -> AttentionBatch:
         """Return attention metadata that refers to the tensors of this object."""
-        _, _, slots, lens = self._numbers
-        decodes = DecodeGroup(None, self._table, lens, self._block_size)
-        return AttentionBatch(slots, self._num_rows, [decodes], [], self._block_size)
+        _token_ids, _positions, slots, lens = self._numbers
+        # All decodes form one group. With tokens=None, the decodes have the order of the rows.
+        decodes = DecodeGroup(
+            tokens=None, blocks=self._table, lens=lens, block_size=self._block_size
+        )
+        return AttentionBatch(
+            slots=slots,
+            num_decodes=self._num_rows,
+            decodes=[decodes],
+            prefills=[],
+            block_size=self._block_size,
+        )
 
 
-def row_counts(max_rows: int) -> list[int]:
+def graph_batch_sizes(max_rows: int) -> list[int]:
     """Return the batch sizes for which CUDA graphs are captured: 1, 2, 4, 8, 16, 24, ..., 64, 80.
 
     A step uses the graph with the next larger number of rows, and fills the rest with padding. Up

@@ -89,8 +89,8 @@ class PiecewiseGraphs:
             capture: captures the GPU work of a function call as several CUDA graphs; see
                 `GraphCapture.capture_pieces`.
             layers: the attention layers of the model.
-            cache: the KV cache of the path.
-            sizes: the sizes of the path.
+            cache: the KV cache.
+            sizes: the sizes of the KV cache, and the limits of a step.
             report: called with a line of text if steps are not replayed.
         """
         self._run = run
@@ -107,8 +107,11 @@ class PiecewiseGraphs:
         # Maps (num_heads, key_dim, value_dim) to the buffers that all layers of this shape share;
         # see `buffers`.
         self._buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
-        # The attention metadata of the current step; empty before the first step.
-        self._attention = AttentionBatch(torch.empty(0), 0, [], [], sizes.block_size)
+        # The attention metadata of the current step. Before the first step, the metadata describes
+        # no token and no sequence.
+        self._attention = AttentionBatch(
+            torch.empty(0), num_decodes=0, decodes=[], prefills=[], block_size=sizes.block_size
+        )
         # The reason why a capture has failed; None if no capture has failed.
         self.failure: str | None = None
         self.num_captures = 0
@@ -169,8 +172,10 @@ class PiecewiseGraphs:
     def _capture_and_check(self, num_tokens: int) -> "_StepGraphs":
         """Capture the CUDA graphs for steps of `num_tokens` tokens, and check the graphs' logits.
 
-        The graphs must compute the same logits as the same step without graphs. The captured step
-        consists of padding, for which no attention is computed.
+        The forward pass is cut at the attention of each layer: a cut ends the capture of one graph
+        and begins the capture of the next graph, so no graph contains attention. The captured step
+        consists of padding, for which no attention is computed. The graphs must compute the same
+        logits as the same step without graphs.
 
         Raises:
             GraphMemoryError: if too little memory is free.
@@ -180,7 +185,8 @@ class PiecewiseGraphs:
         # The metadata describes no sequence, so `attend` returns immediately while the graphs are
         # captured.
         self._attention = static.attention()
-        # This run is not captured. The captured graphs must compute the same logits as this run.
+        # This run is not captured, so there are no graphs to cut. The captured graphs must compute
+        # the same logits as this run.
         expected = self._run(static.batch(), self._attention_between_graphs(static, _without_cut))
         # This tensor is created for the largest graph, which is captured first. The tensor is
         # therefore large enough for all graphs.
@@ -207,11 +213,14 @@ class PiecewiseGraphs:
         """Return the tensors through which graphs and attention exchange queries and results.
 
         All layers with the shapes in `spec` share these tensors. The first call creates them, with
-        the data type and the device of `like`.
+        the data type and the device of `like`. The query is [num_heads, n, key_dim], and the result
+        of attention is [n, num_heads, value_dim], where n is the largest number of tokens.
         """
         shape = (spec.num_heads, spec.key_dim, spec.value_dim)
         if shape not in self._buffers:
             num_tokens = TOKEN_COUNTS[-1]  # the largest number of tokens in a captured step
+            # Attention expects the heads in the first dimension of the query. In memory, the query
+            # is stored token by token, in the order in which the model computes it.
             query = like.new_zeros(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
             out = like.new_zeros(num_tokens, spec.num_heads, spec.value_dim)
             self._buffers[shape] = AttentionBuffers(query, out)
@@ -282,7 +291,7 @@ class StaticTokens:
 
         Args:
             num_tokens: the number of tokens, including padding.
-            sizes: the sizes of the path.
+            sizes: the sizes of the KV cache, and the limits of a step.
             device: the device on which the tensors are created.
         """
         self.num_logits = min(num_tokens, sizes.max_num_seqs)
@@ -318,7 +327,10 @@ class StaticTokens:
 
         Keys and values are therefore stored, but no attention is computed.
         """
-        return AttentionBatch(self._numbers[2], 0, [], [], self._block_size)
+        _token_ids, _positions, slots = self._numbers
+        return AttentionBatch(
+            slots=slots, num_decodes=0, decodes=[], prefills=[], block_size=self._block_size
+        )
 
 
 class _AttentionBetweenGraphs(PagedForward):
@@ -339,9 +351,12 @@ class _AttentionBetweenGraphs(PagedForward):
         Args:
             layers: the attention layers of the model, in order.
             cache: the KV cache.
-            batch: attention metadata that contains only the slots of the step's tokens.
+            batch: attention metadata that contains only the cache slots of the step's tokens. The
+                graphs store keys and values in these slots. They need no block tables and lengths,
+                because no graph computes attention.
             graphs: the owner of the tensors that graphs and attention share.
-            cut: ends a graph, and begins the next graph; see `GraphCapture.capture_pieces`.
+            cut: a function that ends the capture of a graph, and begins the capture of the next
+                graph. Its argument is a function that each replay calls between the two graphs.
         """
         super().__init__(layers, cache, batch)
         self._graphs = graphs
@@ -358,16 +373,15 @@ class _AttentionBetweenGraphs(PagedForward):
     ) -> Tensor:
         """Compute one layer's attention. Each call ends one CUDA graph and begins the next graph.
 
-        The graph that ends here stores the keys and values of the layer, and copies the query into
-        a buffer. Each replay then computes the attention, which no graph contains. The graph that
-        begins here reads the result from another buffer. The arguments and the result are those of
-        `PagedForward.attend`.
+        The work of a layer becomes three parts of a replay: the graph that ends here stores keys
+        and values and copies the query into a buffer, then `attend_between_graphs` computes the
+        attention, and then the next graph reads the result from another buffer. The arguments and
+        the result are those of `PagedForward.attend`.
         """
         spec = self._layers[number]
         layer = (number, spec)
-        choose_backend.store_layer(
-            key.squeeze(0), value.squeeze(0), layer, self._cache, self._batches[0]
-        )
+        (batch,) = self._batches  # All layers form one group with the same cache slots.
+        choose_backend.store_layer(key.squeeze(0), value.squeeze(0), layer, self._cache, batch)
         buffers = self._graphs.buffers(spec, query)
         num_tokens = query.shape[2]
         buffers.query[:, :num_tokens].copy_(query.squeeze(0))
@@ -382,8 +396,8 @@ class _AttentionBetweenGraphs(PagedForward):
 
 
 def _without_cut(between: Callable[[], None]) -> None:
-    """Compute the attention of a layer by calling `between`. Do not split a CUDA graph.
+    """Call `between`, which computes the attention of a layer. Do not split a CUDA graph.
 
-    This function replaces `cut` in runs that are not captured, because no graph ends there.
+    This function replaces `cut` in a run that is not captured, because no graph ends there.
     """
     between()

@@ -129,11 +129,11 @@ def test_a_library_serves_only_checkpoints_with_equal_short_vectors(checkpoint):
     # torch's compiler writes such vectors into the code, such as these sinks of four heads.
     model = AutoModelForCausalLM.from_pretrained(checkpoint("gpt_oss"))
     layer = model.model.layers[0]
-    name = library_files._fingerprint(model, {})
+    name = library_files._hash_of_library(model, {})
     torch.nn.init.normal_(layer.self_attn.q_proj.weight)
-    assert library_files._fingerprint(model, {}) == name
+    assert library_files._hash_of_library(model, {}) == name
     torch.nn.init.normal_(layer.self_attn.sinks)
-    assert library_files._fingerprint(model, {}) != name
+    assert library_files._hash_of_library(model, {}) != name
 
 
 @pytest.mark.usefixtures("folder")

@@ -25,13 +25,13 @@ def model(tmp_path, monkeypatch):
 @pytest.fixture
 def analyses(monkeypatch):
     """The arguments of each analysis."""
-    calls, analyse = [], chat_format._analyse
+    calls, analyse = [], chat_format._derive_without_cache
 
     def count(*args):
         calls.append(args)
         return analyse(*args)
 
-    monkeypatch.setattr(chat_format, "_analyse", count)
+    monkeypatch.setattr(chat_format, "_derive_without_cache", count)
     return calls
 
 

@@ -203,10 +203,10 @@ def has_pylate_model_type(saved: Mapping[str, Any]) -> bool:
 
 
 def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the rules in PyLate's config_sentence_transformers.json to names of the library.
+    """Read the rules for queries and documents that PyLate, a library for ColBERT, has saved.
 
-    PyLate is a library for ColBERT models. The keys of the result are the names that
-    sentence-transformers uses for the same rules. Rules that the file does not contain are None.
+    `saved` is the content of config_sentence_transformers.json. The keys of the result are the
+    names that sentence-transformers uses for the same rules. A missing rule is None.
 
     Example: {"query_prefix": "[Q] ", "query_length": 48} returns the query_length 48, the markers
     [("query", "[Q] "), ("document", "")], and a query_expansion to 48 tokens. The document_length

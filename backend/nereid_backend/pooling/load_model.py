@@ -84,7 +84,11 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
     device = choose_device(config.device)
     with gpu_share(device, config.gpu_memory_utilization):
         encoder = load_encoder(
-            spec, dtype=config.dtype, device=device, attention=hook.name, progress=progress
+            spec,
+            dtype=config.dtype,
+            device=device,
+            nereid_attention=hook.name,
+            progress=progress,
         )
     store_as_integers(encoder, config.weight_dtype, spec.architecture, progress)
     max_len = length_limit(config, spec, encoder)

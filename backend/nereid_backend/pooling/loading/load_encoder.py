@@ -71,7 +71,7 @@ def load_encoder(
     *,
     dtype: str,
     device: torch.device,
-    attention: str,
+    nereid_attention: str,
     progress: Callable[[str], None],
 ) -> Encoder:
     """Load the weights and the tokenizer of a checkpoint.
@@ -80,9 +80,9 @@ def load_encoder(
         spec: the description of the checkpoint.
         dtype: the setting `dtype`.
         device: the device for the weights.
-        attention: the name under which Nereid's attention function is registered in transformers.
-            The function only tests whether the model accepts this name. The model keeps its own
-            attention.
+        nereid_attention: the name under which Nereid's attention function is registered in
+            transformers. `load_encoder` only tests whether the model accepts this name. The model
+            keeps its own attention.
         progress: called with one line for each slow operation.
 
     Raises:
@@ -101,6 +101,7 @@ def load_encoder(
     if spec.loader == SEQUENCE:  # a head that classifies whole texts
         # Only such a head may need the padding token, to find the last token of a text.
         _set_missing_padding_token(model)
+    # The name of the attention implementation that transformers has chosen for the model.
     own_attention = str(model.config._attn_implementation)
     return Encoder(
         model=model,
@@ -108,7 +109,7 @@ def load_encoder(
         tokenizer=load_tokenizer(spec),
         device=device,
         own_attention=own_attention,
-        accepts_nereid_attention=_accepts_attention(model, attention, own_attention),
+        accepts_nereid_attention=_accepts_attention(model, nereid_attention, own_attention),
     )
 
 

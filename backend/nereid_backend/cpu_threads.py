@@ -18,8 +18,9 @@ import torch
 # The number of threads changes at most once in this number of seconds. The kernel counts CPU time
 # in ticks of 1 to 10 ms, so a much shorter time would not be measured precisely.
 _WINDOW_S = 1.0
-# After a pause of this number of seconds between two steps, the last measurement is out of date.
-_MAX_WINDOW_S = 2.0
+# If this process used less than this fraction of a CPU since the last measurement, it has hardly
+# computed steps, so the measurement says little about the CPUs during the next steps.
+_MIN_OWN_USE = 0.25
 
 
 def usable_cpus() -> int:
@@ -57,6 +58,7 @@ class CpuThreads:
         max_threads: int,
         num_cpus: int,
         cpu_time_of_others: Callable[[], float | None],
+        own_cpu_time: Callable[[], float] = time.process_time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start to measure the CPU time of other processes.
@@ -66,22 +68,25 @@ class CpuThreads:
             num_cpus: the number of CPUs that this process may use.
             cpu_time_of_others: returns the CPU time in seconds that other processes have used on
                 these CPUs, since an arbitrary start; None if the time is unknown.
+            own_cpu_time: returns the CPU time in seconds that this process has used.
             clock: returns the present time in seconds.
         """
         self._max_threads = max_threads
         self._num_cpus = num_cpus
         self._cpu_time_of_others = cpu_time_of_others
+        self._own_cpu_time = own_cpu_time
         self._clock = clock
-        # The time of the last measurement, and the CPU time that others had used at that time.
+        # The time of the last measurement, and the CPU times at that time.
         self._last_time = clock()
         self._last_cpu_time = cpu_time_of_others()
+        self._last_own_cpu_time = own_cpu_time()
 
     def adjust(self) -> None:
         """Set the number of threads with which a step is expected to be fastest.
 
         The thread that computes the steps calls this method before each step. Most calls return
         immediately, because the number of threads changes at most once per second. After a pause
-        without steps, the largest number of threads is used until other processes have been
+        with hardly any steps, the largest number of threads is used until other processes have been
         measured again. If their CPU time is unknown, the number of threads does not change.
         """
         now = self._clock()
@@ -89,13 +94,16 @@ class CpuThreads:
         if elapsed < _WINDOW_S:
             return
         cpu_time = self._cpu_time_of_others()
-        if elapsed > _MAX_WINDOW_S:
+        own_cpu_time = self._own_cpu_time()
+        own_use = (own_cpu_time - self._last_own_cpu_time) / elapsed
+        if own_use < _MIN_OWN_USE:
             _change_num_threads(self._max_threads)
         elif cpu_time is not None and self._last_cpu_time is not None:
             used_by_others = (cpu_time - self._last_cpu_time) / elapsed
             _change_num_threads(suitable_threads(self._max_threads, self._num_cpus, used_by_others))
         self._last_time = now
         self._last_cpu_time = cpu_time
+        self._last_own_cpu_time = own_cpu_time
 
 
 def _change_num_threads(num_threads: int) -> None:

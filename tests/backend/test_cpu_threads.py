@@ -50,38 +50,49 @@ def _two_threads():
     torch.set_num_threads(before)
 
 
+class Load:
+    """The time, and the CPU times of this process and of other processes, under a made-up load."""
+
+    def __init__(self):
+        self.now = self.own = self.others = 0.0
+        self.threads = CpuThreads(
+            2, 2, lambda: self.others, lambda: self.own, clock=lambda: self.now
+        )
+
+    def threads_after(self, seconds, *, own, others):
+        """Return the number of threads after some seconds in which this many CPUs were used."""
+        self.now += seconds
+        self.own += own * seconds
+        self.others += others * seconds
+        self.threads.adjust()
+        return torch.get_num_threads()
+
+
 @pytest.mark.usefixtures("_two_threads")
 def test_the_number_of_threads_follows_the_load_of_the_last_second():
-    now, used = 0.0, 0.0
-    threads = CpuThreads(2, 2, lambda: used, lambda: now)
-    seen = []
-    for seconds, load in [(0.5, 1.0), (0.6, 1.0), (1.0, 0.9), (1.0, 0.1)]:
-        now += seconds
-        used += seconds * load
-        threads.adjust()
-        seen.append(torch.get_num_threads())
+    load = Load()
+    loads = [(0.5, 1.0), (0.6, 1.0), (1.0, 0.9), (1.0, 0.1)]
+    seen = [load.threads_after(seconds, own=1.0, others=others) for seconds, others in loads]
     assert seen == [2, 1, 1, 2]
 
 
 @pytest.mark.usefixtures("_two_threads")
 def test_the_load_during_a_pause_without_steps_has_no_effect():
-    now, used = 0.0, 0.0
-    threads = CpuThreads(2, 2, lambda: used, lambda: now)
-    now, used = 1.5, 1.5
-    threads.adjust()
-    assert torch.get_num_threads() == 1
-    now, used = 31.5, 31.5
-    threads.adjust()
-    assert torch.get_num_threads() == 2
+    load = Load()
+    assert load.threads_after(1.5, own=0.5, others=1.0) == 1
+    assert load.threads_after(30, own=0.01, others=1.0) == 2
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_the_load_during_a_long_step_counts():
+    assert Load().threads_after(20, own=1.0, others=1.0) == 1
 
 
 @pytest.mark.usefixtures("_two_threads")
 def test_without_a_measurement_the_number_of_threads_does_not_change():
-    now = 0.0
-    threads = CpuThreads(2, 2, lambda: None, lambda: now)
-    now = 1.5
-    threads.adjust()
-    assert torch.get_num_threads() == 2
+    load = Load()
+    load.threads = CpuThreads(2, 2, lambda: None, lambda: load.own, clock=lambda: load.now)
+    assert load.threads_after(1.5, own=1.0, others=1.0) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -114,8 +114,10 @@ def _whole_pages(address: int, num_bytes: int) -> range:
 def _are_unchanged_file_pages(pages: range) -> bool:
     """Return whether all pages belong to mapped files and are unchanged by this process.
 
-    A page that is not in memory counts as unchanged. `pages` contains the numbers of the pages: the
-    addresses divided by the size of a page.
+    If this process changes a page of a file, the operating system replaces the page by a copy,
+    which does not belong to the file. A page that is neither in memory nor in the swap space counts
+    as unchanged. `pages` contains the numbers of the pages: the addresses divided by the size of a
+    page.
     """
     try:
         # The file contains 8 bytes of flags for each page of this process.
@@ -124,6 +126,7 @@ def _are_unchanged_file_pages(pages: range) -> bool:
             flags = np.frombuffer(file.read(8 * len(pages)), np.uint64)
     except OSError:
         return False  # Only Linux has this file.
-    # A changed page of a mapped file is a copy, which does not belong to the file.
     is_copy = (flags & _IS_PRESENT != 0) & (flags & _IS_FILE_PAGE == 0)
-    return len(flags) == len(pages) and not is_copy.any() and not (flags & _IS_SWAPPED).any()
+    # Only copies are written to the swap space. An unchanged page can be read from its file again.
+    is_swapped_copy = flags & _IS_SWAPPED != 0
+    return len(flags) == len(pages) and not is_copy.any() and not is_swapped_copy.any()

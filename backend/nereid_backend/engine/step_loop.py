@@ -75,10 +75,9 @@ class StepLoop:
         self._is_async = is_async
         # The number of consecutive failed steps.
         self._num_failures = 0
-        # The time at which the method `step` last started a step, as a value of
-        # time.perf_counter(). The time is used to measure the cost of draft tokens. A step that is
-        # started during the previous step has no draft tokens, so the start time of such a step is
-        # not stored.
+        # The time at which `_run` last started a step, as a value of time.perf_counter(). The
+        # scheduler measures the cost of draft tokens with this time. With async scheduling, there
+        # are no draft tokens, so `_start_next` need not store the start times of its steps.
         self._start_time = 0.0
         # With async scheduling, a step can still be running when the method `step` returns. This
         # attribute contains the running step. If it is None, the next call of `step` plans a step.
@@ -86,6 +85,9 @@ class StepLoop:
 
     def step(self) -> list[RequestUpdate]:
         """Finish the running step. If no step is running, plan, run and finish a new step.
+
+        With async scheduling, `_finish` also starts the next step. This step is still running when
+        the method returns, and the next call finishes this step.
 
         If a step fails, its sequences end with an error, and the loop can continue.
 
@@ -149,7 +151,11 @@ class StepLoop:
         except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
             return self._fail(step.plan, error), None
         self._num_failures = 0
-        self._scheduler.add_time(step.plan, time.perf_counter() - self._start_time)
+        # The scheduler computes the cost of draft tokens from the durations of steps. With async
+        # scheduling, `_start_time` can be too old, but the scheduler then ignores the duration,
+        # because there are no draft tokens.
+        duration = time.perf_counter() - self._start_time
+        self._scheduler.add_time(step.plan, duration)
         return self._scheduler.commit(step.plan, result), result
 
     def _start_next(self, step: RunningStep) -> _NextStep | None:

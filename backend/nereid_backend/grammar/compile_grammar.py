@@ -116,7 +116,7 @@ def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled
     """
     try:
         check_cost("ebnf", source, libraries.vocabulary.size, limit_s)
-    except RequestError:
+    except RequestError:  # only if xgrammar would be too slow, because the check parses no grammar
         return libraries.llguidance.compile("ebnf", source)
     return libraries.xgrammar.compile("ebnf", source)
 

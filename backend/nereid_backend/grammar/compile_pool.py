@@ -109,11 +109,9 @@ class CompilePool(Generic[T]):
         except RuntimeError:  # the executor is shut down
             _set_error(result, _closing_error())
             return
-        # If the requests cancel `result`, cancel the job, too. `result` stays cancelled, and no
-        # error is stored in it.
+        # If the requests cancel `result`, the job is cancelled, too.
         _forward_cancellation(source=result, target=job)
-        # If `close` cancels the job before it starts, the requests that wait for `result` must get
-        # an error.
+        # If `close` cancels the job, the requests still wait for `result` and must get an error.
         job.add_done_callback(partial(_fail_if_pool_closed, result))
 
 

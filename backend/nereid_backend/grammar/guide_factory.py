@@ -94,12 +94,15 @@ class Guides:
         # The compiled grammars, and the token masks that were computed from these grammars.
         self._cache: ByteCache[_CompiledSpec] = ByteCache(cache_bytes)
         self._rules: ByteCache[GuideRules] = ByteCache(_NUM_CACHED_RULES)
-        # The grammar libraries, and the pool that uses the libraries to compile grammars. The first
-        # call of `warm_up` sets `_libraries`. Later, `_load_libraries` sets `_pool`.
+        # The grammar libraries, which the first call of `warm_up` starts to load. The lock ensures
+        # that only one of several threads starts to load the libraries.
         self._libraries: Future[Libraries] | None = None
-        self._pool: CompilePool[_CompiledSpec] | None = None
-        # Protects `_libraries`, which several threads use.
         self._lock = threading.Lock()
+        # The threads and processes that compile grammars. `_load_libraries` sets this attribute
+        # before any compilation can start, so it needs no lock.
+        self._pool: CompilePool[_CompiledSpec] | None = None
+        # The compilations that are running. A request with a grammar that is already being compiled
+        # waits for the running compilation.
         self._compilations: SharedCompilations[_CompiledSpec] = SharedCompilations()
 
     def warm_up(self) -> "Future[Libraries]":
@@ -148,9 +151,9 @@ class Guides:
             _set_error(pending.future, size_error)
             return pending.future
 
-        loading = self.warm_up()
+        future_libraries = self.warm_up()
         create_guide = partial(self._create_guide_when_compiled, pending)
-        _continue_with(loading, pending.future, create_guide)
+        _continue_with(future_libraries, pending.future, create_guide)
         return pending.future
 
     def close(self) -> None:
@@ -213,7 +216,7 @@ class Guides:
         # `key` omits the field `spec.after`, because the compiled grammar does not depend on this
         # field.
         key = GrammarSpec(spec.kind, spec.source)
-        compiled_spec = self._cache.get(key)
+        compiled_spec = self._cache.get(key)  # Each finished compilation fills the cache.
         if compiled_spec is not None:
             self._create_guide(pending, libraries, compiled_spec)
             return
@@ -245,13 +248,16 @@ class Guides:
             compiled_spec: the compiled grammar; None if the request has only a thinking budget.
         """
         params = pending.params
-        matcher = None
-        special_ids: frozenset[int] = frozenset()
+        matcher = None  # tracks the position of the answer in the grammar
+        # A grammar forbids all special tokens (such as "<tool_call>") that it does not contain.
+        special_ids_in_grammar: frozenset[int] = frozenset()
         if compiled_spec is not None:
             matcher = compiled_spec.compiled.matcher()
-            special_ids = compiled_spec.special_ids
+            special_ids_in_grammar = compiled_spec.special_ids
         marker = params.grammar.after if params.grammar is not None else ""
-        rules = self._cached_rules(libraries.vocabulary, pending.stop_ids, special_ids, marker)
+        rules = self._cached_rules(
+            libraries.vocabulary, pending.stop_ids, special_ids_in_grammar, marker
+        )
         thinking = Thinking(params.thinking) if params.thinking is not None else None
         _set_guide(pending.future, TokenGuide(rules, matcher, thinking))
 

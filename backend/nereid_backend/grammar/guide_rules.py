@@ -86,9 +86,10 @@ def rules_for(
     grammar_mask = free_mask & ~forbidden_mask
     # White space is allowed between the marker and the text of the grammar.
     white_space_mask = mask_of(vocabulary.white_space_ids - stop_ids, size)
+    # White space around the marker is not required, because models generate it irregularly.
+    marker_bytes = marker.strip().encode()
     # A single token can contain the end of the marker and the beginning of the grammar's text, such
     # as the token `>{`. The guide must check the part of such a token after the marker.
-    marker_bytes = marker.strip().encode()
     spanning = _spanning_tokens(vocabulary, marker_bytes)
     return GuideRules(
         vocabulary=vocabulary,
@@ -96,7 +97,7 @@ def rules_for(
         stop_mask=stop_mask,
         free_mask=free_mask,
         grammar_mask=grammar_mask,
-        grammar_bits=grammar_mask.tobytes(),
+        grammar_bits=grammar_mask.tobytes(),  # for fast tests of single tokens
         white_space_mask=white_space_mask,
         marker=marker_bytes,
         spanning=spanning,

@@ -39,7 +39,7 @@ def replace_exclusive_bounds(schema: object) -> None:
     If an exclusive bound is an integer and the opposite bound is less than 1 away, llguidance
     allows the excluded number. Example: with "exclusiveMinimum": 3 and "maximum": 3.6, llguidance
     allows 3. This function replaces the exclusive bound by the inclusive bound
-    "minimum": 3.000000001.
+    "minimum": 3.000000001. If the schema also has a stricter "minimum", it is kept.
 
     Mutates: schema.
     """
@@ -52,12 +52,13 @@ def replace_exclusive_bounds(schema: object) -> None:
         upper_bounds = _numbers(part, ("maximum", "exclusiveMaximum"))
         if not lower_bounds or not upper_bounds:
             continue
+        # `elif` is enough: if both conditions are true, the schema allows no number anyway.
         if _allows_excluded_minimum(excluded_minimum, min(upper_bounds)):
-            part["minimum"] = max(*lower_bounds, part.pop("exclusiveMinimum") + _BOUND_DISTANCE)
-        # If the conditions of the `if` and the `elif` are both true, the schema allows no number.
-        # It is then enough to replace the minimum.
+            new_minimum = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
+            part["minimum"] = max(*lower_bounds, new_minimum)
         elif _allows_excluded_maximum(excluded_maximum, max(lower_bounds)):
-            part["maximum"] = min(*upper_bounds, part.pop("exclusiveMaximum") - _BOUND_DISTANCE)
+            new_maximum = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
+            part["maximum"] = min(*upper_bounds, new_maximum)
 
 
 def _numbers(schema: Mapping[str, object], keywords: Sequence[str]) -> list[float]:

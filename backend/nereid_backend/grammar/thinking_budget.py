@@ -53,6 +53,7 @@ class Thinking:
         _check_end_tokens(spec)
         self._spec = spec
         # The markers are stored as bytes, because a token can end in the middle of a character.
+        # White space around a marker, such as the newline of "<think>\n", is not required.
         self._start_marker = spec.start.strip().encode()
         self._end_marker = spec.end.strip().encode()
         # Whether the next token comes before, in or after the reasoning.

@@ -71,13 +71,16 @@ class TokenGuide:
         self._rules = rules
         self._matcher = matcher
         self._thinking = thinking
+        # The phase is used only if the request has a grammar.
         self._phase = Phase.BEFORE_MARKER if rules.marker else Phase.GRAMMAR
         # The last bytes of the answer in the phase BEFORE_MARKER. They may be the beginning of the
         # marker, after which the grammar applies.
         self._tail = b""
         # The number of bytes of white space that have followed the marker in the phase WHITE_SPACE.
-        self._num_white_space = 0
-        # The last tokens of the answer. The method `forced` needs them.
+        # It is limited, so that the model does not generate only white space.
+        self._num_white_space_after_marker = 0
+        # The last tokens of the answer. `forced` tokenises the text that must come next together
+        # with these tokens, because the tokens of a text depend on the preceding text.
         self._recent_ids: deque[int] = deque(maxlen=_NUM_RECENT)
 
     # ---- tokens of the answer --------------------------------------------------------------------
@@ -96,8 +99,8 @@ class TokenGuide:
             return
         # Only the grammar restricts the tokens here, because there is no thinking budget. Most
         # tokens arrive in the phase GRAMMAR. For these tokens, the first branch of the loop has the
-        # same effect as `_accept_token`, but takes less time. The bit of a token in `grammar_bits`
-        # is set if a grammar may allow the token.
+        # same effect as `_accept_token`, but takes less time. The bits of `grammar_bits` exclude
+        # the stop tokens and the forbidden special tokens, for which `_accept_token` does more.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
             if self._phase is Phase.GRAMMAR and _has_bit(grammar_bits, token_id):
@@ -155,8 +158,8 @@ class TokenGuide:
         if self._phase is Phase.BEFORE_MARKER:
             return self._advance_before_marker(matcher, data)
         is_white_space = bool(data) and not data.strip(WHITE_SPACE)
-        if is_white_space and self._may_continue_white_space():
-            self._num_white_space += len(data)
+        if is_white_space and self._allows_white_space_after_marker():
+            self._num_white_space_after_marker += len(data)
             return True
         # The token belongs to the text that must match the grammar.
         self._phase = Phase.GRAMMAR
@@ -169,10 +172,14 @@ class TokenGuide:
         self._phase = Phase.ENDED
         return True
 
-    def _may_continue_white_space(self) -> bool:
-        """Return whether another token of white space may follow the marker."""
+    def _allows_white_space_after_marker(self) -> bool:
+        """Return whether another token of white space may follow the marker.
+
+        The answer must be in the phase WHITE_SPACE, and the white space after the marker must have
+        less than `_MAX_WHITE_SPACE` bytes so far.
+        """
         is_after_marker = self._phase is Phase.WHITE_SPACE
-        return is_after_marker and self._num_white_space < _MAX_WHITE_SPACE
+        return is_after_marker and self._num_white_space_after_marker < _MAX_WHITE_SPACE
 
     def _may_end(self, matcher: Matcher) -> bool:
         """Return whether the answer may end here.
@@ -207,7 +214,8 @@ class TokenGuide:
             return True
         self._tail = b""
         grammar_text = after_marker.lstrip(WHITE_SPACE)
-        self._num_white_space = len(after_marker) - len(grammar_text)
+        # The number is limited, so that the model does not generate only white space.
+        self._num_white_space_after_marker = len(after_marker) - len(grammar_text)
         if not grammar_text:
             self._phase = Phase.WHITE_SPACE
             return True
@@ -262,6 +270,8 @@ class TokenGuide:
         for matcher_class, guide_rows in by_class.items():
             matchers = [guide_row.matcher for guide_row in guide_rows]
             matcher_class.fill_all(matchers, rows, [guide_row.place for guide_row in guide_rows])
+            # The library does not apply the rules for special tokens, for stop tokens, and for
+            # white space before the text of the grammar.
             for guide, matcher, place in guide_rows:
                 guide._complete_mask(matcher, rows[place])
         return are_limited
@@ -342,7 +352,7 @@ class TokenGuide:
                 "here."
             )
             row |= rules.stop_mask
-        if self._may_continue_white_space():
+        if self._allows_white_space_after_marker():
             row |= rules.white_space_mask
 
     def _is_stuck(self, matcher: Matcher) -> bool:
@@ -366,7 +376,8 @@ class TokenGuide:
             return []
         forced_bytes = self._matcher.forced()
         if len(forced_bytes) < _MIN_FORCED_BYTES:
-            return []  # The text has only one token, and the last token is always left out.
+            return []  # A single byte has only one token, and the last token is always left out.
+        # The recent tokens are needed, because the tokens of a text depend on the preceding text.
         token_ids = self._rules.vocabulary.encode_forced(list(self._recent_ids), forced_bytes)
         are_allowed = all(_has_bit(self._rules.grammar_bits, token_id) for token_id in token_ids)
         return token_ids if are_allowed else []
@@ -378,7 +389,7 @@ class TokenGuide:
         copy = TokenGuide(self._rules, matcher, thinking)
         copy._phase = self._phase
         copy._tail = self._tail
-        copy._num_white_space = self._num_white_space
+        copy._num_white_space_after_marker = self._num_white_space_after_marker
         copy._recent_ids = self._recent_ids.copy()
         return copy
 

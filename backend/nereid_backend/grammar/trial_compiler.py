@@ -137,7 +137,7 @@ class TrialCompiler:
             The connection to the process.
 
         Raises:
-            OSError: if the process cannot be started, or if the compiler is closed.
+            OSError: if `_start_process` cannot start the process, or if the connection is broken.
         """
         connection, child_end = Pipe()
         process = self._start_process(child_end.fileno())

@@ -134,8 +134,9 @@ class Vocabulary:
         """Return the tokens that the tokenizer would choose for `data`, which must come next.
 
         The grammar allows no other bytes next. The last token is left out, because it may merge
-        with the text that follows. Only a marker, such as </think>, is never left out. Return no
-        tokens if the bytes would merge with the recent tokens.
+        with the text that follows. A marker, such as </think>, is not left out: the tokenizer
+        separates markers from the rest of a text, so a marker never merges. Return no tokens if the
+        bytes would merge with the recent tokens.
 
         Example: the recent tokens spell `{`, and the bytes are `"name": `. If the tokenizer splits
         `{"name": ` into `{`, `"`, `name`, `":` and ` `, the result is the tokens `"`, `name` and
@@ -276,7 +277,8 @@ def _token_bytes(
     Args:
         backend: a `Tokenizer` of the library tokenizers.
         ids: maps the text of each token to its id.
-        vocab_size: the length of the result. It may exceed the number of tokens.
+        vocab_size: the number of the model's logits, which is the length of the result. The model
+            cannot generate tokens with larger ids, so these tokens are ignored.
     """
     # `backend.to_str()` returns the content of tokenizer.json. The field "decoder" shows how
     # vocabulary entries represent bytes.

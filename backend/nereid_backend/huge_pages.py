@@ -81,7 +81,7 @@ def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
     """
     storage = tensors[0].untyped_storage()
     # If only `tensors` refer to the storage, nothing else reads the old memory. The copy can then
-    # free the old memory page by page.
+    # free the old memory page by page. The number does not include the local variable `storage`.
     can_discard = _num_references(storage) <= len(tensors)
     _copy_storage(storage, mapped[start:], can_discard=can_discard)
     for tensor in tensors:
@@ -135,12 +135,12 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
 
     Args:
         tensor: a tensor whose storage was copied to `mapped[start:]`.
-        mapped: bytes, uint8.
+        mapped: bytes, uint8. It begins at the start of a memory page.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
     # `set_` needs the index of the new tensor's first item in the whole storage of `mapped`, which
-    # may begin before `mapped`. Example: an item has 4 bytes, `mapped` begins at byte 32 of its
-    # storage, and `start` is 64. The copy then begins at byte 96, which is item 24.
+    # may begin some pages before `mapped`. Example: an item has 4 bytes, `mapped` begins at byte
+    # 4096 of its storage, and `start` is 64. The copy then begins at byte 4160, which is item 1040.
     start_byte = mapped.storage_offset() + start  # `mapped` is uint8, so its offset is in bytes
     copy_start = start_byte // tensor.itemsize
     # torch distinguishes inference tensors (created in inference mode) from normal tensors. The new

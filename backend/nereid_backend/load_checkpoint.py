@@ -248,7 +248,9 @@ def _choose_dtype(
 ) -> torch.dtype:
     """Return the data type that the weights have in memory for the setting `dtype`.
 
-    A warning is logged if the setting is "bfloat16" on a CPU without a fast kernel for bfloat16.
+    "auto" selects the checkpoint's data type, or float32 if the config contains no data type or if
+    the device is slow with this type. A warning is logged if the setting is "bfloat16" on a CPU
+    without a fast kernel for bfloat16.
 
     Args:
         name: the setting `dtype`: "auto", "float32", "bfloat16" or "float16".

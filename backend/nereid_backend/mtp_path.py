@@ -162,7 +162,8 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
 
     The stored hidden states are divided into parts. A part is a tensor with the hidden states of
     consecutive tokens. If the last part is short, the new hidden states are appended to this part.
-    Otherwise, they become a new part.
+    Otherwise, they become a new part. If the new part and an earlier part contain a hidden state
+    for the same position (of a rejected token), readers use the later part.
 
     Example: the last part contains the positions 4 to 9, and the draft tokens at the positions 8
     and 9 were rejected. The new hidden states belong to the new tokens at 8 and 9. The last part
@@ -271,7 +272,10 @@ class MtpPath:
         for chunk, chunk_output in zip(plan.chunks, chunk_outputs, strict=True):
             self._last_outputs[chunk.sequence] = chunk_output[-1]
             rows_with_logits.append(chunk_output[chunk.num_tokens - chunk.num_logits :])
-        joined = join_logits(rows_with_logits, output.shape[-1])
+        # `join_logits` can join any rows, so it is used for hidden states here.
+        hidden_size = output.shape[-1]
+        joined = join_logits(rows_with_logits, hidden_size)
+        # transformers has no public method that applies only the output layer of an MTP model.
         logits: Tensor = self._model._project_to_logits(joined[None])
         return logits[0]
 
@@ -307,10 +311,13 @@ class MtpPath:
         is_draft_token = chunk.start >= num_known
         if is_draft_token:
             return self._last_outputs[chunk.sequence][None]  # [1, hidden_size]
-        # The hidden states have the data type and the device of this weight.
+        # `eh_proj` is the layer that combines the embedding of a token with a hidden state. The
+        # hidden states have the data type and the device of its weight.
         projection = self._model.layers[0].eh_proj.weight
         hidden_size = projection.shape[0]
         hidden_states: Tensor = projection.new_zeros(chunk.num_tokens, hidden_size)
+        # Token i of the MTP layer's sequence is token i + 1 of `target`, so the token before the
+        # chunk's first token has the index `chunk.start` in `target`.
         self.hidden.take(target, chunk.start, hidden_states)
         return hidden_states
 

@@ -91,7 +91,7 @@ class GroupedLinear(nn.Linear):
         weights [[1.5, -4]].
         """
         out_features, in_features = values.shape
-        _check(values, scales, zeros, group_size, bits)
+        _check_quantised_weight(values, scales, zeros, group_size, bits)
         # On the device `meta`, the constructor of nn.Linear allocates no memory for a weight.
         layer = cls(in_features, out_features, bias=False, device="meta")
         # The layer computes its output from the packed integers. The attribute `weight` only
@@ -372,12 +372,14 @@ def dequantise_rows(
         float32 [..., groups * group_size]. The last inputs may be padding.
     """
     panels, lanes = indices // LANES, indices % LANES  # a lane is the index of a row in its panel
+    # If a slice separates two index tensors, torch moves the indexed dimensions to the front.
     integers = values[panels, :, lanes]  # the bytes of each row, [..., num_bytes / 4, 4]
     if bits == 4:
         # Four bytes contain eight inputs: the inputs 0 to 3 in the lower halves, and the inputs 4
         # to 7 in the upper halves. Example: the bytes [0x51, 0x62, 0x73, 0x84] become [1, 2, 3, 4]
         # and [5, 6, 7, 8]. The result is [..., num_bytes / 2, 4].
-        integers = torch.stack((integers & 15, integers >> 4), dim=-2).flatten(-3, -2)
+        lower_halves, upper_halves = integers & 15, integers >> 4
+        integers = torch.stack((lower_halves, upper_halves), dim=-2).flatten(-3, -2)
     integers = integers.float().reshape(*indices.shape, -1, group_size)  # [..., groups, group_size]
     zero = 2.0 ** (bits - 1) if zeros is None else zeros[panels, :, lanes].float().unsqueeze(-1)
     rows: Tensor = (integers - zero) * scales[panels, :, lanes].float().unsqueeze(-1)
@@ -411,7 +413,8 @@ def _used_group_size(group_size: int, in_features: int) -> int:
         return min(_MAX_GROUP_SIZE, padded_row)
     num_parts = _divide_up(group_size, _MAX_GROUP_SIZE)
     # A group is divided into `num_parts` equal parts. Increase this number until the size of a part
-    # is a multiple of `UNIT` (8). The loop ends, because `_check` accepts only multiples of `UNIT`.
+    # is a multiple of `UNIT` (8). The loop ends, because `_check_quantised_weight` accepts only
+    # multiples of `UNIT`.
     while group_size % (num_parts * UNIT):
         num_parts += 1
     return group_size // num_parts
@@ -422,7 +425,7 @@ def _divide_up(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
 
 
-def _check(
+def _check_quantised_weight(
     values: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, bits: int
 ) -> None:
     """Raise a ValueError if the arguments of `GroupedLinear.from_quantised` are invalid."""
@@ -431,7 +434,10 @@ def _check(
     if values.dtype not in (torch.int8, torch.uint8):
         raise ValueError(f"values must be int8 or uint8, but the dtype is {values.dtype}.")
     out_features, in_features = values.shape
-    if group_size < in_features and group_size % UNIT:
+    # A kernel multiplies `UNIT` inputs at once, which must belong to one group. If a row has only
+    # one group, the row is padded, so any size is possible.
+    has_several_groups = group_size < in_features
+    if has_several_groups and group_size % UNIT:
         raise ValueError(f"group_size must be a multiple of {UNIT}, but the value is {group_size}.")
     num_groups = _divide_up(in_features, min(group_size, in_features))
     expected = (out_features, num_groups)

@@ -86,7 +86,8 @@ def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
     present = [[pair for pair in layer_pairs if pair is not None] for layer_pairs in pairs]
     joined_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
     joined_ups = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
-    # One `nn.Linear` for each matrix: first the joined `down`, then the joined `up` of each layer.
+    # Convert each matrix to an `nn.Linear`, which can be packed for fast products on a CPU. The
+    # first layer is the joined `down`, and the others are the joined `up` of each linear layer.
     down, *ups = _linears_of_weights([joined_down, *joined_ups])
     ranks = tuple(
         tuple(0 if pair is None else len(pair.down) for pair in layer_pairs)
@@ -129,12 +130,14 @@ class AdapterStep:
         Args:
             row_adapters: the adapter of each row, [num_rows] int64. A tensor with a single number
                 applies to all rows.
-            chunk_adapters: the adapter of each chunk, [num_chunks] int64.
+            chunk_adapters: the adapter of each chunk, [num_chunks] int64. Used for a layer that
+                computes another number of rows than `num_rows`: each chunk has an equal number of
+                these rows.
         """
         self._row_adapters = row_adapters
         self._chunk_adapters = chunk_adapters
-        # Caches the results of the method `mask` during one forward pass. The keys are the
-        # arguments of `mask`.
+        # Caches the boolean masks that the method `mask` returns during one forward pass. The keys
+        # are the arguments of `mask`.
         self._masks: dict[tuple[Ranks, int], Tensor] = {}
 
     def mask(self, ranks: Ranks, num_rows: int) -> Tensor:
@@ -153,7 +156,8 @@ class AdapterStep:
             num_rows: the number of rows that the layer computes.
 
         Returns:
-            Booleans, [num_rows or 1, sum of ranks].
+            Booleans, [num_rows, sum of ranks]. If one adapter applies to all rows, the shape is
+            [1, sum of ranks].
         """
         key = (ranks, num_rows)
         if key not in self._masks:
@@ -187,7 +191,8 @@ def masked_hidden(group: JoinedGroup, layer_input: Tensor, step: AdapterStep) ->
     """Multiply the input of a layer by the first matrices (lora_A) of several LoRA adapters.
 
     The layers of a group have the same input. Therefore, the product is computed only for the first
-    layer, and stored in `group` for the other layers.
+    layer, and stored in `group` for the other layers. `LoraLayers` deletes the stored product at
+    the end of each step, so it always belongs to `step`.
 
     Args:
         group: the layers, with their concatenated lora_A matrices. Mutated.

@@ -142,6 +142,7 @@ class LoraLayers:
         self._native.add(adapter, for_kernels)
         self._loaded[adapter] = _LoadedAdapter(
             weights=for_torch,
+            # The size of the adapter within the concatenated matrices, which `_ensure_joined` needs.
             total_rank=sum(len(pair.down) for pair in for_torch.values()),
             hooked_layers=[*for_torch, *kernel_hooks],
         )
@@ -187,7 +188,7 @@ class LoraLayers:
         loaded = [self._loaded[adapter] for adapter in distinct]
         if any(one.weights for one in loaded):
             # For some layers, torch computes the adapters' products. This requires the concatenated
-            # matrices of all adapters in the step.
+            # matrices of all adapters in the step. The forward hooks read `_step`.
             self._ensure_joined(distinct)
             self._step = self._make_step(chunk_adapters, chunk_lengths)
         try:
@@ -198,7 +199,7 @@ class LoraLayers:
 
     @contextmanager
     def serving_all(self, adapter: Adapter | None) -> Iterator[None]:
-        """Return a context manager in which each forward pass applies one adapter to all its rows.
+        """In the `with` block, let each forward pass apply one adapter to all its rows.
 
         If `adapter` is None, the forward passes apply no adapter.
         """
@@ -211,9 +212,8 @@ class LoraLayers:
         # to all rows.
         row_adapters = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._step = AdapterStep(row_adapters, np.zeros(1, dtype=np.int64))
-        # For the kernels, the step has one chunk. If a layer computes another number of rows than
-        # the given length 1, the kernels divide the rows equally over the chunks. The only chunk
-        # then gets all rows.
+        # For the kernels, the step has a single chunk. The given length of the chunk is not
+        # important, because the kernels assign all rows of a layer to this chunk.
         try:
             with self._native.serving([adapter], chunk_lengths=[1]):
                 yield
@@ -233,6 +233,7 @@ class LoraLayers:
         indices |= {adapter: index for index, adapter in enumerate(self._joined_adapters)}
         chunk_indices = np.array([indices[adapter] for adapter in chunk_adapters], dtype=np.int64)
         row_indices = chunk_indices.repeat(chunk_lengths)
+        # Almost all layers need only the index of each row on the device.
         return AdapterStep(upload(row_indices, self._device), chunk_indices)
 
     def _ensure_joined(self, adapters: tuple[Adapter, ...]) -> None:

@@ -183,13 +183,14 @@ def _merge(layers: list[nn.Linear]) -> None:
     """Merge the weights of layers with the same input, so that one product computes all layers.
 
     Afterwards, the first layer contains the merged weights, and the weight of each layer is a view
-    into the merged weights. The first layer computes the outputs of all layers, and each other
-    layer returns its own output. Mutates: the layers.
+    into the merged weights. The first layer (position 0) computes the outputs of all layers and
+    stores the outputs in the shared object `group`, from which each layer takes its own output.
+    Mutates: the layers.
     """
     is_native = isinstance(layers[0], NativeLinear)
     merged_class: type[_Merged] = MergedNativeLinear if is_native else MergedLinear
     group = _MergedGroup([layer.out_features for layer in layers], is_native=is_native)
-    weights = [_weight_of(layer) for layer in layers]
+    weights = [_weight_of(layer) for layer in layers]  # packed weights, if the layers are native
     merged = torch.cat(weights)
     merged_bias = _merged_bias(layers)
     views = torch.split(merged, [len(weight) for weight in weights])
@@ -240,6 +241,8 @@ def _call_recorder(
 ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
     """Return a forward hook that appends each call of a layer to `calls`.
 
+    A call with only keyword arguments is not recorded, so its layer is not merged.
+
     Args:
         calls: the recorded calls. The hook mutates this list.
         parent: the name of the module that contains the layer.
@@ -256,12 +259,14 @@ def _call_recorder(
 def _can_merge(first: _Call, second: _Call) -> bool:
     """Return whether the layers of two consecutive calls can be merged.
 
-    This is the case if the calls have the same input, and if the weight of the second layer can be
-    appended to the weight of the first layer.
+    This is the case if the calls have the same input, if the layers belong to the same module (such
+    as the attention of one layer), and if the weight of the second layer can be appended to the
+    weight of the first layer.
     """
     weight = _weight_of(first.layer)
     second_weight = _weight_of(second.layer)
-    have_same_input = first.parent == second.parent and first.input is second.input
+    have_same_parent = first.parent == second.parent
+    have_same_input = first.input is second.input
     have_same_type = (
         type(first.layer) is type(second.layer)
         and weight.dtype == second_weight.dtype
@@ -271,7 +276,7 @@ def _can_merge(first: _Call, second: _Call) -> bool:
     # only if the first weight ends at the end of a panel.
     is_packed = isinstance(first.layer, NativeLinear)
     ends_with_panel = not is_packed or first.layer.out_features % LANES == 0
-    return have_same_input and have_same_type and ends_with_panel
+    return have_same_parent and have_same_input and have_same_type and ends_with_panel
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:

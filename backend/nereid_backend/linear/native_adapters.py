@@ -82,14 +82,15 @@ class NativeAdapters:
         sizes = [_num_outputs(layer) for layer in layers.values()]
         self._layer_outputs = (ctypes.c_int64 * len(sizes))(*sizes)
         # A kernel finds the adapters' matrices of a layer by a key: the address of the layer's
-        # weight. If the kernels do not compute a layer, the layer needs a forward hook, which calls
-        # a kernel with an arbitrary key instead. This dict maps the names of these layers to the
-        # keys.
+        # weight. A layer that the kernels do not compute has no such address. It has an arbitrary
+        # key instead, which its forward hook passes to a kernel. This dict maps the names of these
+        # layers to their keys.
         self._hook_keys = {
             name: _product_key(layer)
             for name, layer in layers.items()
             if _weight_address(layer) is None
         }
+        # For the kernels: the matrix products of the layers, sorted by key.
         self._products = _matrix_products(groups)
         self._stored: dict[Adapter, _StoredAdapter] = {}
         # True if the matrices of the adapters are bfloat16, False if they are float32.
@@ -120,7 +121,7 @@ class NativeAdapters:
             output: [..., out_features].
         """
         del module
-        if not self._is_serving:
+        if not self._is_serving:  # no step with adapters is running
             return
         dtype = output.dtype if output.dtype in _DTYPES else torch.float32
         x = inputs[0].to(dtype).contiguous()
@@ -128,6 +129,7 @@ class NativeAdapters:
         num_inputs = x.shape[-1]
         num_outputs = out.shape[-1]
         num_rows = out.numel() // num_outputs
+        # The method `serving` has already passed the adapter of each row to the kernels.
         kernels().nereid_adapt(
             out.dtype == torch.bfloat16,
             self._hook_keys[name],
@@ -149,12 +151,13 @@ class NativeAdapters:
 
         Args:
             adapter: the adapter.
-            weights: the matrices of the adapter. This object must contain all their layers.
+            weights: the matrices of the adapter, by layer name. `name in self` must be True for
+                each name.
         """
         matrices = [_kernel_layout(pair) for pair in weights.values()]
         # One struct for each layer. If the adapter does not change a layer, all fields of the
         # layer's struct are zero.
-        structs = (NativeAdapterMatrices * len(self._layer_outputs))()
+        structs = (NativeAdapterMatrices * len(self._layer_numbers))()
         for name, pair in zip(weights, matrices, strict=True):
             structs[self._layer_numbers[name]] = NativeAdapterMatrices(
                 down=pair.down.data_ptr(), up=pair.up.data_ptr(), rank=len(pair.down)
@@ -234,10 +237,10 @@ class NativeAdapters:
         # The kernels use `owners` for a layer that computes one row for each token. If a layer
         # computes another number of rows, they are divided equally over `chunk_owners`.
         struct = NativeAdapterStep(
-            products=ctypes.addressof(self._products),
+            products=ctypes.addressof(self._products),  # which layers each matrix product computes
             num_products=len(self._products),
-            layer_outputs=ctypes.addressof(self._layer_outputs),
-            adapters=ctypes.addressof(pointers),
+            layer_outputs=ctypes.addressof(self._layer_outputs),  # the number of outputs of a layer
+            adapters=ctypes.addressof(pointers),  # the matrices of each adapter for each layer
             num_adapters=len(distinct),
             is_bfloat16=self._is_bfloat16,
             owners=row_owners.ctypes.data,
@@ -338,8 +341,8 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
                 )
             )
         first_number += len(layers)
-    # Sort the products by their keys, because the kernels use a binary search to find the product
-    # with a certain key.
+    # Sort the products by their keys (the field `weight`), because the kernels use a binary search
+    # to find the product with a certain key.
     products.sort(key=lambda product: product.weight)
     return (NativeAdaptedProduct * len(products))(*products)
 

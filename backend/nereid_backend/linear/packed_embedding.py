@@ -104,7 +104,8 @@ def pack_embedding(
     Args:
         model: the model. `prepack_linears` or `quantise_linears` has packed its linear layers.
             Mutated.
-        is_correct: runs the model, and returns whether the output contains no NaN.
+        is_correct: runs the model, and returns whether the output contains no NaN. The weight of
+            the embedding is replaced by NaN, so code that still reads this weight gives NaN.
         can_round: whether the weight of the embedding may be rounded.
 
     Returns:
@@ -139,7 +140,8 @@ def _packed_layer_for(
 
     The weights of the layer's output i are the embedding's row i. If the output layer shares its
     weight with the embedding, the result is the output layer. Otherwise, the result is a new layer,
-    whose weights are rounded to 8-bit integers. Return None if the embedding must stay unchanged.
+    whose weights are rounded to 8-bit integers. Return None if the embedding must stay unchanged,
+    because it may not or cannot be rounded.
     """
     weight = embedding.weight
     if embedding.max_norm is not None:
@@ -150,7 +152,8 @@ def _packed_layer_for(
     if not can_round or not can_quantise(weight):
         return None
     num_rows, dim = weight.shape
-    layer = nn.Linear(dim, num_rows, bias=False, device="meta")
+    layer = nn.Linear(dim, num_rows, bias=False, device="meta")  # has a shape, but no weights yet
+    # This call changes the class of `layer` to GroupedLinear.
     round_layer(layer, lambda start, end: weight[start:end], _EMBEDDING_BITS)
     return cast("GroupedLinear", layer)
 

@@ -159,6 +159,7 @@ def _pack_weight(weight: Tensor) -> tuple[type[nn.Linear], Tensor] | None:
     of the file are returned to the operating system, because they are no longer needed.
     """
     if native_linear.can_pack(weight):
+        # `pack` calls `discard_file_pages` with each slice of the weight that has been packed.
         return NativeLinear, native_linear.pack(weight, discard_file_pages)
     if _can_reorder(weight):
         # oneDNN optimises the layout for an input with this number of rows.

@@ -219,8 +219,8 @@ def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
 
     def read_rows(start: int, end: int) -> Tensor:
         rows = weight[start:end].float()
-        # These rows are not read again. If they are in a memory-mapped file, return their memory
-        # pages to the operating system.
+        # If these rows are in a memory-mapped file, return their memory pages to the operating
+        # system. If another layer shares the weight, its rows are read from the file again.
         discard_file_pages(weight[start:end])
         return rows
 

@@ -116,7 +116,8 @@ def _read(file: Path, max_bytes: int, *, file_to_memory_ratio: int = 1) -> bytes
 
     Args:
         file: the file.
-        max_bytes: the largest size of an adapter in memory (the setting lora_memory).
+        max_bytes: the setting lora_memory, which limits the memory of all adapters together. A
+            single adapter must fit into this memory, too.
         file_to_memory_ratio: the file may have this number times `max_bytes` bytes. A file with
             weights may be larger than the weights in memory, because its numbers can have a wider
             data type.

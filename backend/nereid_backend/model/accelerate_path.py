@@ -52,6 +52,7 @@ def use_compiled_forward(
         ConfigError: if the GPU cannot be used any more after the attempt.
     """
     try:
+        # If this call raises an error, it has not changed `path`.
         compiled = _compile_and_check(path, checkpoint, hook, chosen, progress)
     except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
         problem = "the compiled forward pass failed"
@@ -76,7 +77,7 @@ def _compile_and_check(
     The check runs a separate path, which computes test sequences with the compiled code.
 
     Args:
-        path: the forward path with the sizes of the engine. Mutated.
+        path: the forward path with the sizes of the engine. Mutated only after a successful check.
         checkpoint: the model.
         hook: Nereid's attention function, which transformers calls in each layer.
         chosen: the test sequences, and the logits of the unmodified model for these sequences.
@@ -90,6 +91,8 @@ def _compile_and_check(
             "torch.compile supports only the forward path packed, but this model uses the "
             f"forward path {chosen.spec.name}"
         )
+    # If attention runs in the CPU kernels (`is_native`), the compiled code calls them without
+    # Python.
     compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
     check_path(path_for_check(chosen, compiled), chosen.trial, checkpoint.model.dtype)
     compiled.confirm()  # records the successful check next to the library on disk
@@ -209,14 +212,16 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
     try:
         _check_piecewise_graphs(checkpoint, chosen, compiled, sizes, capture)
     except Exception as error:  # noqa: BLE001 - capturing a model's code can raise any exception
+        # A failed replay can make the GPU unusable. The user must then turn off cuda_graphs.
         problem = "replaying a captured part of a step failed"
         _raise_if_device_is_lost(checkpoint.device, error, "cuda_graphs", problem)
         progress(f"steps with prefills are not replayed from captured graphs: {first_line(error)}")
         return
     # `capture_pieces` captures one function call as several graphs.
     path.pieces = path.piecewise_graphs(capture.capture_pieces, sizes, progress)
+    # If the capture fails, `capture_all` reports the reason and deletes all graphs, so that
+    # `path.pieces` replays no step.
     path.pieces.capture_all()
-    # If the capture of the CUDA graphs fails, `capture_all` itself reports the reason.
     if path.pieces.failure is None:
         progress("the parts of steps with prefills are replayed from captured graphs")
 
@@ -272,7 +277,8 @@ def use_fastest_attention(
     except Exception as error:  # noqa: BLE001 - a library can raise any exception
         progress(f"attention libraries are not used: {first_line(error)}")
         return
-    # This call does not measure again, because the measurements of the test path are cached.
+    # This call does not measure again, because the measurements of the test path are cached. The
+    # result is 0 if the KV cache stores 8-bit numbers, which the libraries do not support.
     num_uses = path.choose_attention()
     progress(f"attention libraries compute {num_uses} pairs of a layer kind and a kind of step")
 
@@ -307,9 +313,10 @@ def _check_piecewise_graphs(
     failures: list[str] = []  # messages about failed captures
     # `capture_pieces` captures one function call as several graphs.
     path.pieces = path.piecewise_graphs(capture.capture_pieces, test_sizes, failures.append)
-    # Only the smallest graph is captured. The check needs no other graph, because each step of the
-    # check has fewer tokens than the smallest graph.
+    # Only the smallest graph is captured. Each step of the check has fewer tokens than this graph,
+    # so it is padded to the size of this graph and replayed.
     path.pieces.capture_all(TOKEN_COUNTS[:1])
+    # With an 8-bit KV cache, rounding changes the logits, so the check accepts larger differences.
     is_rounded = sizes.kv_cache_dtype != "auto"
     check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if path.pieces.num_replays == 0:
@@ -357,8 +364,8 @@ def _check_graphs(
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if messages:
         raise UnfitError(graphs.failure or messages[0])
-    # Each graph is replayed once for the step in which it was captured. More replays than captures
-    # mean that graphs were also replayed for later steps.
+    # Each capture is followed by one replay, for the step that was captured. Any further replay
+    # proves that a later step was computed by a graph of an earlier step.
     has_replayed_later_steps = graphs.num_replays > graphs.num_captures
     if not has_replayed_later_steps:
         raise UnfitError(graphs.failure or "the check had no decode step")

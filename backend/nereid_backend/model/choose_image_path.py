@@ -200,8 +200,9 @@ def _choose_candidate(
 ) -> _Choice | None:
     """Return the first candidate with correct logits, or None. A candidate is a way to run a model.
 
-    The kinds of media (images, videos and audio) are tried in the order of `trials`. The candidate
-    that is found for one kind is also used for the later kinds.
+    The kinds of media (images, videos and audio) are tried in the order of `trials`. The first
+    candidate that computes correct logits for a kind is chosen. The later kinds must use the same
+    candidate, so each of them is only checked and, if the logits are wrong, refused.
 
     Args:
         candidates: the candidates in order of preference.
@@ -219,8 +220,7 @@ def _choose_candidate(
                 f"no way to compute {kind} gives the same logits as transformers' generate: {error}"
             )
             continue
-        # For the kinds of media in `refused`, all candidates have already been tried, but none
-        # computed correct logits.
+        # The earlier kinds are in `refused`, because no candidate computes them.
         later_trials = {name: trials[name] for name in trials if name not in (kind, *refused)}
         return _check_other_kinds(choice, later_trials, refused, measure)
     return None
@@ -325,8 +325,12 @@ def _candidates(
     def add_packed(path: ForwardPath) -> ForwardPath:
         if not isinstance(path, PackedPath):
             raise UnfitError(f"the forward path of texts is {spec.name}")
+        # A `PackedPath` can compute texts and images itself, so no other path is needed.
         path.images = PackedImages(checkpoint.model, features, attention)
         return path
+
+    # A `SplitPath` computes sequences without images with its first argument. It computes sequences
+    # with images with its second argument, and meanwhile lets the model use its own attention.
 
     def add_single(path: ForwardPath) -> ForwardPath:
         single_path = SinglePath(checkpoint, uses_cache=True)

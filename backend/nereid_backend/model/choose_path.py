@@ -77,11 +77,13 @@ def choose_path(
     reasons: list[str] = []
     for name, variants in path_variants(checkpoint, hook, config.max_model_len):
         try:
+            # This call also sets the attention of the model.
             spec, difference = try_variants(checkpoint, variants, trials)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             reasons.append(f"{name}: {_reason(error)}")
             continue
         progress(_describe_choice(spec, reasons))
+        # The code of some models is correct only for shorter sequences if it computes a batch.
         limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
         # `try_variants` has already computed this trial (the test sequences and their logits), so
         # the trial comes from a cache.
@@ -208,8 +210,9 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
         trials: the test sequences, and the logits of the unmodified model.
 
     Returns:
-        A copy of `spec` with values that were measured during the check, and the difference of the
-        logits, relative to their standard deviation.
+        A copy of `spec` with values that were measured during the check (the memory of a sequence
+        and of a token outside of blocks, and whether snapshots of states work), and the difference
+        of the logits, relative to their standard deviation.
 
     Raises:
         Exception: of any class, if the logits are wrong, or if the model's code fails.
@@ -254,8 +257,8 @@ def _with_measurements(
         return spec  # A prompt is computed in one pass, so it cannot continue from a snapshot.
     if has_exact_snapshots(path, trial, difference, dtype):
         return replace(spec, has_snapshots=True)
-    # The log line about the path has one detail. The missing prefix cache is more important than
-    # the detail that the spec may already have.
+    # Without snapshots, there is no prefix cache. The log line about the path has only one detail,
+    # so this fact replaces a less important detail, such as "keys and values are copied".
     return replace(spec, detail=NO_SNAPSHOTS)
 
 

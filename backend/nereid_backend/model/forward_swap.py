@@ -146,7 +146,7 @@ class ForwardSwap:
         yield
         path = path_for_check(self._chosen, compiled)
         yield from check_in_steps(path, self._chosen.trial, self._checkpoint.model.dtype)
-        compiled.confirm()
+        compiled.confirm()  # records the successful check next to the library on disk
         self._path.use_compiled(compiled)
         seconds = time.monotonic() - self._start_s
         self._progress(

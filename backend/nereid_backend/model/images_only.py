@@ -82,5 +82,7 @@ def choose_images_only(
     limit = model_limit(checkpoint.text_config, is_batched=False)
     # Without texts, there are no test sequences.
     trial = Trial([], torch.empty(0, checkpoint.vocab_size), block_size)
+    # The forward path of this spec refuses texts. The difference is that of the logits for prompts
+    # with images.
     chosen = ChosenPath(_IMAGES_ONLY_SPEC, images.difference, limit, trial)
     return chosen, replace(images, needs_images=True)

@@ -200,8 +200,10 @@ def divide_layers(
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 
-    # Larger groups are tried first, so divisions into fewer groups come first in `candidates`.
+    # A single group may contain layers with different windows. It then needs all blocks that any of
+    # its layers needs.
     candidates = [single_group(layers)]
+    # Larger groups are tried first, so divisions into fewer groups come first in `candidates`.
     for max_group_len in range(len(layers), 0, -1):
         groups = _group_by_window(layers, max_group_len)
         if len(groups.windows) <= _MAX_GROUPS:
@@ -214,9 +216,9 @@ def divide_layers(
 def _group_by_window(layers: Sequence[LayerSpec], max_group_len: int) -> LayerGroups:
     """Divide attention layers into groups. All layers of one group have the same attention window.
 
-    The layers with one window are divided into groups of nearly equal size, each with at most
-    `max_group_len` layers, because a block has memory for this number of layers. The groups with
-    full attention come first. Example: max_group_len is 2, 2 layers have full attention, and 5
+    The layers with one window are divided into groups of nearly equal size. A group has at most
+    `max_group_len` layers, because a block has places for only this number of layers. The groups
+    with full attention come first. Example: max_group_len is 2, 2 layers have full attention, and 5
     layers have a window. The first group contains the 2 layers with full attention. The other
     groups contain 1, 2 and 2 layers with the window.
     """
@@ -237,6 +239,7 @@ def _group_by_window(layers: Sequence[LayerSpec], max_group_len: int) -> LayerGr
         for place, layer_index in enumerate(group)
     }
     return LayerGroups(
+        # Convert the common window of each group to the type that the block tables use.
         windows=tuple(attention_window_of([layers[index] for index in group]) for group in groups),
         places=tuple(places[layer_index] for layer_index in range(len(layers))),
     )

@@ -33,57 +33,49 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
     own_limit = _limit_in_config(config)
     if not is_batched:
         return own_limit
-    limits = [
-        own_limit,
-        *_rope_limits(config, own_limit),
-        *_attention_scaling_limits(config, own_limit),
-    ]
+    limits = [own_limit, *_rope_limits(config), *_attention_scaling_limits(config)]
     return min(limits, key=lambda limit: limit.num_tokens)
 
 
-def _attention_scaling_limits(
-    config: PretrainedConfig, own_limit: LengthLimit
-) -> list[LengthLimit]:
+def _attention_scaling_limits(config: PretrainedConfig) -> list[LengthLimit]:
     """Return the length limits of models that scale the attention depending on the position.
 
     The code of these models counts positions in the batch instead of the sequence, so the scale is
     wrong if several sequences share a batch. Below a threshold, the scale is the same at all
     positions, so the threshold is a limit. The threshold is the field floor_scale or
-    log_scaling_n_floor of the config. The result is empty for all other models.
-
-    Args:
-        config: the config of the decoder.
-        own_limit: the limit in this config, which applies if the config contains no threshold.
+    log_scaling_n_floor of the config. The result is empty if the config has no threshold.
     """
     reason = "because the model counts longer positions in the batch"
     limits = []
-    if getattr(config, "attn_temperature_tuning", None):
-        num_tokens = int(getattr(config, "floor_scale", None) or own_limit.num_tokens)
-        limits.append(LengthLimit(num_tokens, f"floor_scale, {reason}"))
-    floor = getattr(config, "log_scaling_n_floor", None)
-    if isinstance(floor, int):
-        limits.append(LengthLimit(floor, f"log_scaling_n_floor, {reason}"))
+    scales_attention = getattr(config, "attn_temperature_tuning", None)
+    floor_scale = getattr(config, "floor_scale", None)
+    if scales_attention and floor_scale:
+        limits.append(LengthLimit(int(floor_scale), f"floor_scale, {reason}"))
+    log_floor = getattr(config, "log_scaling_n_floor", None)
+    if isinstance(log_floor, int):
+        limits.append(LengthLimit(log_floor, f"log_scaling_n_floor, {reason}"))
     return limits
 
 
-def _rope_limits(config: PretrainedConfig, own_limit: LengthLimit) -> list[LengthLimit]:
+def _rope_limits(config: PretrainedConfig) -> list[LengthLimit]:
     """Return the length limits that follow from the rotary embeddings of a model.
 
     The types "longrope" and "dynamic" depend on the longest sequence in a batch: if this sequence
-    exceeds a threshold, the embeddings of all sequences change. The threshold is then a limit.
+    exceeds a threshold, the embeddings of all sequences change. The threshold is then a limit. If
+    the config contains no threshold, transformers uses the model's own limit as the threshold, and
+    no further limit follows.
     """
     limits = []
     for rope in _rope_parameters(config):
         rope_type = rope.get("rope_type")
-        if rope_type not in ("longrope", "dynamic"):
-            continue
         threshold = rope.get("original_max_position_embeddings")
-        num_tokens = threshold if isinstance(threshold, int) else own_limit.num_tokens
-        reason = (
-            f"original_max_position_embeddings of {rope_type} position embeddings, because a "
-            "longer request would change the output of the other requests in its batch"
-        )
-        limits.append(LengthLimit(num_tokens, reason))
+        depends_on_batch = rope_type in ("longrope", "dynamic")
+        if depends_on_batch and isinstance(threshold, int):
+            reason = (
+                f"original_max_position_embeddings of {rope_type} position embeddings, because a "
+                "longer request would change the output of the other requests in its batch"
+            )
+            limits.append(LengthLimit(threshold, reason))
     return limits
 
 

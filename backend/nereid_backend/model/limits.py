@@ -205,9 +205,10 @@ def _longest_request(
     configured_len = _configured_len(config, limit)
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
-    # If max_model_len is not set, it is enough if the memory can store the tokens of one block.
-    required_len = configured_len or config.block_size
-    if fitting_len < min(required_len, limit.num_tokens):
+    # If max_model_len is not set, the memory must be enough for one block of tokens, or for the
+    # model's own limit if this limit is shorter than a block.
+    required_len = configured_len or min(config.block_size, limit.num_tokens)
+    if fitting_len < required_len:
         # One more block is allocated, whose tokens pad the inputs of a step.
         num_needed_blocks = block.num_sequence_blocks(required_len) + 1
         needed_bytes = num_needed_blocks * block.num_bytes
@@ -234,9 +235,8 @@ def _plan_without_blocks(
     """Return the `MemoryPlan` of a model that stores no keys and values in blocks.
 
     The blocks of such a model need no memory, but the scheduler still assigns blocks to sequences.
-    The number of blocks is enough for `max_num_seqs` sequences of the largest length, but is at
-    most `_MAX_EMPTY_BLOCKS`. If a single sequence needs more blocks, it is the number of this
-    sequence's blocks.
+    The number of blocks is enough for `max_num_seqs` sequences of the largest length, but is
+    limited to `_MAX_EMPTY_BLOCKS`.
 
     Args:
         config: the settings.
@@ -246,6 +246,7 @@ def _plan_without_blocks(
     """
     max_model_len = _configured_len(config, limit) or limit.num_tokens
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size)
+    # A single sequence of the largest length must fit in any case.
     max_num_blocks = max(blocks_per_sequence, _MAX_EMPTY_BLOCKS)
     return MemoryPlan(
         num_blocks=min(max_num_seqs * blocks_per_sequence, max_num_blocks),

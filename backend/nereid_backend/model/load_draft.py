@@ -55,7 +55,9 @@ class OpenedDraft:
             progress: called with one line for each slow operation.
         """
         sizes = draft_sizes(config, memory, num_tokens, self.chosen.limit)
+        # The forward path needs only the sizes of the cache and of the block tables.
         path = self.chosen.spec.build(path_sizes(sizes))
+        # The default "auto" compiles only the large model, in the background.
         if config.compile_forward is True:
             use_compiled_forward(path, self.checkpoint, self.hook, self.chosen, progress)
         return DraftModel(path, sizes, self.hook)
@@ -108,7 +110,7 @@ def check_draft_folder(config: EngineConfig) -> None:
             "draft_model to the folder of a Hugging Face checkpoint."
         )
     # This check ignores a damaged config.json, because the function that loads the checkpoint
-    # reports the damage later.
+    # reports the damage later. A ConfigError belongs to none of these classes.
     with suppress(OSError, ValueError, AttributeError):
         model_config = json.loads(path.read_text(encoding="utf-8"))
         for architecture in model_config.get("architectures") or []:
@@ -152,7 +154,7 @@ def open_draft(
     """
     if config.draft_model is None or config.max_draft_tokens == 0:
         return None
-    _check_removes_tokens(target, target_spec)
+    _check_can_remove_draft_tokens(target, target_spec)
     draft_config = _draft_config(config, config.draft_model)
     hook = AttentionHook()
     # `hook` is the attention function that transformers calls for the draft model. It is removed
@@ -162,7 +164,7 @@ def open_draft(
         checkpoint = load_weights(draft_config, choose_device(config.device), hook, progress)
         _check_vocabulary(config, target, checkpoint)
         chosen = choose_path(checkpoint, hook, draft_config, progress)
-        _check_removes_tokens(checkpoint, chosen.spec)
+        _check_can_remove_draft_tokens(checkpoint, chosen.spec)
     except BaseException:
         hook.remove()
         raise
@@ -175,7 +177,8 @@ def open_draft(
 def _draft_config(config: EngineConfig, draft_folder: str) -> EngineConfig:
     """Return the engine's settings with the changes that are necessary to load the draft model.
 
-    The draft model itself has no draft model and no LoRA adapters, and runs in one process.
+    The draft model itself has no draft model and no LoRA adapters, and runs in one process. Its KV
+    cache stores unrounded keys and values.
     """
     return replace(
         config,
@@ -190,7 +193,7 @@ def _draft_config(config: EngineConfig, draft_folder: str) -> EngineConfig:
     )
 
 
-def _check_removes_tokens(checkpoint: Checkpoint, spec: PathSpec) -> None:
+def _check_can_remove_draft_tokens(checkpoint: Checkpoint, spec: PathSpec) -> None:
     """Raise a ConfigError if rejected draft tokens cannot be removed from the model's cache."""
     if not spec.removes_tokens:
         raise ConfigError(

@@ -63,6 +63,8 @@ def load_weights(
         checkpoint = _load_prepacked(config, device, hook, progress)
     else:
         checkpoint = _load_with_settings(config, device, hook, progress)
+    # No weight is replaced from now on. On a CPU, move the weights into huge pages of the memory,
+    # which are read faster.
     move_weights(checkpoint.model)
     return checkpoint
 
@@ -136,8 +138,10 @@ def _load_with_settings(
     number of bits while they are read.
     """
     # If quantised weights are stored in panels (blocks of a weight matrix), the CPU kernels compute
-    # directly with the integers of the weights. Other devices have no such kernels.
-    use_panels = device.type == "cpu" and (config.prepack or rounded_bits is not None)
+    # directly with the integers of the weights. Other devices have no such kernels. Weights that
+    # are rounded here are always stored in panels, because no other layout contains integers.
+    rounds_weights = rounded_bits is not None
+    use_panels = device.type == "cpu" and (config.prepack or rounds_weights)
     return load_checkpoint(
         config.model,
         dtype=config.dtype,
@@ -178,6 +182,7 @@ def _rearrange_and_merge(checkpoint: Checkpoint, progress: Progress) -> bool:
             )
             return False
         pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=False)
+    # Run the model once, so that `merge_linears` finds the layers that have the same input.
     merge_linears(checkpoint.model, lambda: _logits_of_test_tokens(checkpoint))
     if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
         separate_linears(checkpoint.model)
@@ -216,7 +221,8 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
     else:
         bits = 4 if weight_dtype == "int4" else 8
         num_layers = quantise_linears(checkpoint.model, bits, progress)
-        # If the embedding cannot be rounded, it stays unchanged, and needs more memory.
+        # If the embedding cannot be rounded, or if the logits are not finite afterwards, the
+        # embedding stays unchanged, and needs more memory.
         pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=True)
     after = _logits_of_test_tokens(checkpoint)
     # `before` or `after` is None if the model cannot be called or its logits are not finite, for

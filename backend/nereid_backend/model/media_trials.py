@@ -218,7 +218,7 @@ def _generate_answer(
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        **GENERATE_ARGUMENTS,
+        **GENERATE_ARGUMENTS,  # greedy search, NUM_STEPS + 1 tokens, with their logits
         suppress_tokens=sorted(placeholder_ids) or None,
         **prompt.images.arguments,
     )

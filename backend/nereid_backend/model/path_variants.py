@@ -84,12 +84,15 @@ def path_variants(
 ) -> list[tuple[str, Iterator[PathSpec]]]:
     """Return the name and the variants of each way to run a model, from the fastest to the slowest.
 
-    The names are packed, rows, padded and single. The caller tries the variants in this order.
+    The caller tries the variants in this order. A pass of `packed` has one row with the tokens of
+    all sequences. A pass of `rows` (for models with recurrent states) or of `padded` has one row
+    for each sequence. A pass of `single` usually computes one sequence.
 
     Args:
         checkpoint: a loaded model.
         hook: Nereid's attention function, which transformers calls in each layer.
-        max_model_len: the setting max_model_len; None if it is not set.
+        max_model_len: the setting max_model_len; None if it is not set. `packed` supports a model
+            with sparse attention only if this setting is small enough.
 
     Returns:
         Pairs of a name and an iterator. The iterator creates a variant when the caller requests
@@ -159,7 +162,7 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
         # Sparse attention attends to every token of a sequence within this limit, so no mask is
         # needed. However, the model's code requests a mask from transformers, which calls the mask
         # function that is registered under the name of the attention function. Therefore, register
-        # `_open_mask`, which hides no token.
+        # `_open_mask`, which hides no token. Nereid's attention function itself hides later tokens.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -204,7 +207,7 @@ def _rows_variants(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[Path
         blocks = make_blocks(checkpoint, layers, sizes) if layers else None
         return HookedKeys(checkpoint.model.config, hook, layers, blocks)
 
-    yield from _three_rows_variants(checkpoint, make_keys, layers, hook)
+    yield from _variants_with_chunked_or_whole_prompts(checkpoint, make_keys, layers, hook)
 
 
 def _rows_variants_with_own_attention(
@@ -221,11 +224,10 @@ def _rows_variants_with_own_attention(
     Raises:
         Exception: `hook_error`, if blocks cannot contain the keys and values of the model, or if
             the model has no recurrent state. A model without such a state can use the forward path
-            `padded`.
+            `padded`. The log then contains the reason against the faster variants, which use
+            Nereid's attention function.
     """
     set_attention(checkpoint, None)
-    # If these variants cannot be used, `hook_error` is raised, because the log should contain the
-    # reason against the faster variants (those with Nereid's attention function).
     try:
         token_id = plain_token_ids(checkpoint)[0]
         # Run the model with one token to find out what its cache stores.
@@ -240,10 +242,12 @@ def _rows_variants_with_own_attention(
         return GatheredKeys(checkpoint.model.config, layout, kv_cache)
 
     detail = "keys and values are copied from blocks"
-    yield from _three_rows_variants(checkpoint, make_keys, layout.layers, detail=detail)
+    yield from _variants_with_chunked_or_whole_prompts(
+        checkpoint, make_keys, layout.layers, detail=detail
+    )
 
 
-def _three_rows_variants(
+def _variants_with_chunked_or_whole_prompts(
     checkpoint: Checkpoint,
     make_keys: Callable[[Sizes], RowKeys],
     layers: list[LayerSpec],
@@ -252,9 +256,10 @@ def _three_rows_variants(
 ) -> Iterator[PathSpec]:
     """Yield three variants of `rows` (a way to run a model), from the fastest to the slowest.
 
-    The first variant divides prompts into chunks. The second variant processes each prompt in one
-    pass. The third variant also computes a preempted sequence again in the same passes as before
-    the preemption: first the prompt, then each output token.
+    A pass of `rows` has one row for each sequence. The first variant divides prompts into chunks.
+    The second variant processes each prompt in one pass (`computes_from_start`). The third variant
+    also computes a preempted sequence again in the same passes as before the preemption: first the
+    prompt, then each output token.
 
     Args:
         checkpoint: the model.
@@ -315,10 +320,13 @@ def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
         build_with_cache,
         layers=[],  # Nothing is stored in blocks.
         detail="with the model's own cache",
-        shares_blocks=False,
+        shares_blocks=False,  # There are no blocks that sequences could share.
         whole_prefill=True,  # A prompt is computed in one pass.
         is_batched=False,
-        uses_generated_trial=True,  # This path calls the model as transformers' generate does.
+        # This path calls the model as transformers' generate does: first with the prompt, then with
+        # one token at a time. Its logits must therefore equal those of generate, even if one pass
+        # over the whole sequence gives other logits.
+        uses_generated_trial=True,
     )
     yield with_cache
     detail = "each token requires a pass over its whole sequence"
@@ -368,6 +376,7 @@ def make_blocks(
         max_model_len=sizes.max_model_len,
         block_size=sizes.block_size,
         null_block=cache.null_block,
+        # How the GPU kernels divide prefills; None if no GPU kernels are used.
         layout=step_layout(cache, layers),
         num_groups=cache.num_groups,
     )
@@ -391,8 +400,9 @@ def cache_class(
     fastest_class = cache_type(block_size, dtype, checkpoint.device)
     # With "int8" or "fp8", this is a class that stores 8-bit numbers on the same device.
     stored_class = stored_type(fastest_class, kv_cache_dtype)
-    # A KV cache class with GPU kernels is used only if its results equal the results of the
-    # reference implementation.
+    # A class with GPU kernels is used only if its results equal the results of the reference
+    # implementation in plain torch. Otherwise, this call returns the class of the reference
+    # implementation.
     return tested_type(stored_class, layers, block_size, dtype, checkpoint.device)
 
 

@@ -47,6 +47,9 @@ class _AttentionRecorder:
         The pass computes one token, which attends only to itself. The result of each query head is
         therefore the value of the token.
 
+        If the call is not supported, store the reason in `unsupported`. `checked` raises the error
+        after the pass.
+
         Args:
             module: the attention layer.
             query: [1, num_heads, 1, key_dim].
@@ -59,7 +62,9 @@ class _AttentionRecorder:
         """
         if kwargs.get("position_bias") is not None:
             self.unsupported = "its attention adds a position bias"
-        if query.shape[0] != 1 or key.shape[2] != 1:
+        batch_size = query.shape[0]  # also the batch size of `key`
+        num_key_tokens = key.shape[2]
+        if batch_size != 1 or num_key_tokens != 1:
             self.unsupported = f"it calls attention with keys of shape {tuple(key.shape)}"
         spec = self._layer_spec(query, key, value, kwargs)
         self.layers.append(spec)
@@ -71,7 +76,8 @@ class _AttentionRecorder:
     ) -> LayerSpec:
         """Determine the properties of a layer from the arguments of its attention call.
 
-        The shapes are those of `__call__`, and `kwargs` contains transformers' other arguments.
+        `query`, `key` and `value` have the shape [1, number of heads, 1, size of a head], and
+        `kwargs` contains transformers' other arguments.
         """
         index = len(self.layers)  # This layer is the next one after the recorded layers.
         layer_type = self._layer_types[index] if index < len(self._layer_types) else ""
@@ -89,6 +95,7 @@ class _AttentionRecorder:
                 chunk=self._chunk if layer_type == "chunked_attention" else None,
             ),
             softcap=float(softcap) if isinstance(softcap, int | float) else None,
+            # transformers passes the attention sinks of a layer as `s_aux`.
             has_sinks=isinstance(kwargs.get("s_aux"), Tensor),
         )
 
@@ -121,8 +128,8 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
         "use_cache": False,
     }
     if ModelCall(checkpoint.model).takes("logits_to_keep"):
-        # The index of the token whose logits are needed. The index is passed as a tensor, because
-        # the forward path `packed` also passes a tensor of indices.
+        # The index of the token whose logits are needed. The index is passed as a tensor, as in the
+        # forward path `packed`, so that a model that accepts only a number already fails here.
         arguments["logits_to_keep"] = torch.zeros(1, dtype=torch.int64, device=checkpoint.device)
     layers = record_layers(checkpoint.text_config, hook, lambda: checkpoint.model(**arguments))
     if not layers:

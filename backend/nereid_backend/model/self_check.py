@@ -54,7 +54,7 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     sequence = trial.sequences[0]
     logits = path.forward(_whole_sequence_plan(sequence)).float()
     expected = trial.expected[: sequence.num_logits]
-    row_differences = _row_differences(logits, expected, trial)
+    row_differences = _row_differences(logits, expected, unit=trial.expected.std())
     # In a mixture of experts, rounding can change the experts of a few tokens. The logits of these
     # tokens then differ greatly, but the median of the differences stays small.
     difference = row_differences.median().item()
@@ -66,12 +66,12 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
         )
 
 
-def _row_differences(logits: Tensor, expected: Tensor, trial: Trial) -> Tensor:
-    """Return the root mean square difference of each row of logits.
+def _row_differences(logits: Tensor, expected: Tensor, *, unit: Tensor) -> Tensor:
+    """Return the root mean square difference of each row of logits, divided by `unit`.
 
-    The differences are relative to the standard deviation of the expected logits of `trial`.
+    `unit` is the standard deviation of all expected logits, a single number.
     """
-    return (logits - expected).square().mean(-1).sqrt() / trial.expected.std()
+    return (logits - expected).square().mean(-1).sqrt() / unit
 
 
 def _whole_sequence_plan(test_sequence: TrialSequence) -> StepPlan:
@@ -82,14 +82,14 @@ def _whole_sequence_plan(test_sequence: TrialSequence) -> StepPlan:
     tokens, prompt_len = test_sequence
     # The sequence can have one more token, so that it has not ended.
     sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
-    sequence.row = 0
+    sequence.row = 0  # The forward path stores the state of a sequence under the sequence's row.
     # The constructor counts all tokens as prompt tokens, but the later tokens are output tokens.
     sequence.num_prompt_tokens = prompt_len
     chunk = Chunk(
         sequence,
         start=0,
         num_tokens=len(tokens),
-        samples=True,
+        samples=True,  # as for every chunk that needs logits, although no token is sampled here
         is_first=True,
         num_logits=test_sequence.num_logits,
     )
@@ -160,7 +160,7 @@ def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool)
     these tokens then differ greatly, but the median does not. A wrong forward path changes the
     logits of most tokens, so the median still detects a wrong path.
     """
-    differences = _row_differences(logits, trial.expected, trial)
+    differences = _row_differences(logits, trial.expected, unit=trial.expected.std())
     if ignores_outliers:
         differences = differences.view(len(trial.sequences), -1).median(dim=1).values
     return differences.max().item()

@@ -155,7 +155,8 @@ def open_model(
     try:
         chosen = choose_path(checkpoint, hook, config, progress)
     except UnsupportedModelError as error:
-        # Some models process only prompts with images.
+        # Some models process only prompts with images. If this model does not process them either,
+        # the following call raises an error that contains the message of `error`.
         chosen, images = choose_images_only(checkpoint, folder, config.block_size, progress, error)
     else:
         images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)
@@ -280,8 +281,10 @@ def _plan_cache(
         progress: called with one line about the memory.
     """
     checkpoint, spec, limit = opened.checkpoint, opened.chosen.spec, opened.chosen.limit
-    step_bytes = _measure_step(config, opened, num_tokens)
-    num_bytes = opened.cache_budget(step_bytes or 0)
+    measured_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
+    step_bytes = measured_bytes or 0
+    cache_bytes = opened.cache_budget(step_bytes)
+    # Decide how the attention layers share blocks, and how much memory a block needs.
     max_model_len = config.max_model_len or limit.num_tokens
     groups, reason = choose_layer_groups(config, spec, checkpoint.device, max_model_len, num_tokens)
     block = block_shape(config, spec, groups, checkpoint.model.dtype, num_tokens, draft_bytes)
@@ -290,13 +293,13 @@ def _plan_cache(
         block,
         bytes_per_sequence=spec.bytes_per_sequence,
         limit=limit,
-        num_bytes=num_bytes,
+        num_bytes=cache_bytes,
         has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
     )
     windows = describe_windows(spec.layers, groups, reason)
     weights_bytes = checkpoint.weights_bytes
-    progress(describe_memory(memory, block, weights_bytes, step_bytes, num_tokens, windows))
-    return _CachePlan(memory, groups, step_bytes or 0)
+    progress(describe_memory(memory, block, weights_bytes, measured_bytes, num_tokens, windows))
+    return _CachePlan(memory, groups, step_bytes)
 
 
 def _compile_forward(
@@ -312,8 +315,8 @@ def _compile_forward(
 
     Args:
         config: the settings.
-        path: the forward path with the sizes of the engine. Mutated if the forward pass is
-            compiled now, or was compiled by an earlier process.
+        path: the forward path with the sizes of the engine. Mutated if the compiled forward pass
+            is available at once.
         opened: the model and its forward path.
         hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line about the result.
@@ -323,6 +326,8 @@ def _compile_forward(
         Each item is None if it does not exist.
     """
     if config.compile_forward == "auto":
+        # Load the compiled forward pass if an earlier process has stored it on disk. Otherwise,
+        # start the compilation in the background.
         swap = use_fast_forward(config, path, opened.checkpoint, hook, opened.chosen, progress)
         return None, swap
     if config.compile_forward:

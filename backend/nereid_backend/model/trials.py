@@ -116,8 +116,8 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
     logits in one pass than in token-by-token generation. The prompts are random.
 
     If `generate` raises an error, perhaps because a prompt is longer than a window, the trial
-    contains only short prompts. Long prompts then need no test, because requests with long prompts
-    fail with an error, and never get wrong logits.
+    contains only short prompts. Long prompts then need no test: the forward path runs the same code
+    of the model as `generate`, so a request with a long prompt also fails with this error.
     """
     try:
         prompts = _random_sequences(checkpoint, (), max_len)

@@ -21,13 +21,14 @@ _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 
 def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
-    """Check that the weights fit into the memory. Return True if they fit only after rounding.
-
-    The result is True if weight_dtype is int8 or int4, and only the rounded weights fit into the
-    free memory. The weights must then be rounded while they are read.
+    """Check that the weights fit into the free memory. Return whether they must be rounded first.
 
     Example of a message: "model: the weights need 128.0 GiB as 16-bit numbers, but only 20.1 GiB
     are free. Use a quantised checkpoint of the model, or a smaller model."
+
+    Returns:
+        False if the weights fit as they are. True if weight_dtype is int8 or int4, and only the
+        rounded weights fit, so that each weight must be rounded as soon as it is read.
 
     Raises:
         ConfigError: if neither the unrounded nor the rounded weights fit.
@@ -37,10 +38,10 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     if not (folder / "config.json").is_file():
         return False  # load_checkpoint reports what is missing
     counts = count_weights(folder)
-    # With prepack, the CPU kernels compute directly with the integers of quantised weights.
+    # With prepack, the CPU kernels compute directly with the integers of a quantised checkpoint.
     # Otherwise, the integers are converted to floating-point numbers.
     keeps_integers = config.prepack and device.type == "cpu"
-    number_bytes = _number_bytes(folder, config.dtype, device)
+    number_bytes = _number_bytes(folder, config.dtype, device)  # of one floating-point number
     needed_bytes = _weight_bytes(counts, number_bytes, keeps_integers=keeps_integers)
     # The main memory is checked even if the model runs on a GPU, because the weights are first read
     # into the main memory.
@@ -85,8 +86,10 @@ def _remedy(
     could_prepack = counts.num_quantised_linear > 0 and not config.prepack
     if could_prepack and packed_bytes <= free_bytes:
         return f"With prepack=true, they need {format_bytes(packed_bytes)}."
-    # weight_dtype=int8 and weight_dtype=int4 require a CPU. `keeps_integers` is True only on a CPU.
-    if keeps_integers:
+    # `keeps_integers` requires prepack and a CPU. The settings weight_dtype=int8 and
+    # weight_dtype=int4 require a CPU, too.
+    is_on_cpu = keeps_integers
+    if is_on_cpu:
         for weight_dtype in _ROUNDED_BYTES:
             rounded_bytes = _rounded_bytes(counts, weight_dtype, number_bytes)
             if rounded_bytes <= free_bytes:

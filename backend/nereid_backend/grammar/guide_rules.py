@@ -88,9 +88,6 @@ def rules_for(
     white_space_mask = mask_of(vocabulary.white_space_ids - stop_ids, size)
     # White space around the marker is not required, because models generate it irregularly.
     marker_bytes = marker.strip().encode()
-    # A single token can contain the end of the marker and the beginning of the grammar's text, such
-    # as the token `>{`. The guide must check the part of such a token after the marker.
-    spanning = _spanning_tokens(vocabulary, marker_bytes)
     return GuideRules(
         vocabulary=vocabulary,
         stop_ids=stop_ids,
@@ -100,7 +97,9 @@ def rules_for(
         grammar_bits=grammar_mask.tobytes(),  # for fast tests of single tokens
         white_space_mask=white_space_mask,
         marker=marker_bytes,
-        spanning=spanning,
+        # A single token can contain the end of the marker and the beginning of the grammar's text,
+        # such as the token `>{`. The guide must check the part of such a token after the marker.
+        spanning=_spanning_tokens(vocabulary, marker_bytes),
     )
 
 

@@ -325,8 +325,11 @@ def _with_definitions(
     """Return a part of a schema, with the definitions of the whole schema added.
 
     The part can then be compiled alone, although it may refer to the definitions. Example: the part
-    `{"$ref": "#/$defs/a"}` gives `{"$defs": {"a": {}}, "$ref": "#/$defs/a"}`. If the part itself is
-    in the definitions (its path begins with "$.$defs"), return it without the definitions.
+    `{"$ref": "#/$defs/a"}` gives `{"$defs": {"a": {}}, "$ref": "#/$defs/a"}`.
+
+    If the part itself is in the definitions (its path begins with "$.$defs"), return it without the
+    definitions. A definition that refers to another definition then fails with a different error,
+    so the search for the cause of an error finds the other definition itself.
 
     Args:
         part: the part.

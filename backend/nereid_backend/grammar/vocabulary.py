@@ -146,7 +146,7 @@ class Vocabulary:
             recent: the last tokens of the answer.
             data: the bytes that must follow.
         """
-        forced_ids = self._encode_after(recent, data)
+        forced_ids = self._encode_after(recent, data)  # [] if the bytes merge with `recent`
         if forced_ids and forced_ids[-1] not in self.marker_ids:
             forced_ids.pop()
         # If the tokenizer changes the text, for example by Unicode normalisation, the bytes of the

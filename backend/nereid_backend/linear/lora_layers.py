@@ -142,7 +142,7 @@ class LoraLayers:
         self._native.add(adapter, for_kernels)
         self._loaded[adapter] = _LoadedAdapter(
             weights=for_torch,
-            # The size of the adapter within the concatenated matrices, which `_ensure_joined` needs.
+            # The adapter's share of the concatenated matrices. `_ensure_joined` limits their size.
             total_rank=sum(len(pair.down) for pair in for_torch.values()),
             hooked_layers=[*for_torch, *kernel_hooks],
         )

@@ -259,9 +259,9 @@ def _call_recorder(
 def _can_merge(first: _Call, second: _Call) -> bool:
     """Return whether the layers of two consecutive calls can be merged.
 
-    This is the case if the calls have the same input, if the layers belong to the same module (such
-    as the attention of one layer), and if the weight of the second layer can be appended to the
-    weight of the first layer.
+    This is the case if the calls have the same input, and if the weight of the second layer can be
+    appended to the weight of the first layer. The layers must also belong to the same module, such
+    as the attention of one layer, because a model may call only one of two modules in a later pass.
     """
     weight = _weight_of(first.layer)
     second_weight = _weight_of(second.layer)

@@ -355,9 +355,9 @@ def _check_graphs(
     messages: list[str] = []  # the messages about failed captures
     graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, messages.append)
     path.graphs = graphs
-    # The first round captures each step as a graph, and also computes the step without the graph.
-    # The computation without the graph stores correct keys and values, which could hide an error of
-    # the graph. The second round therefore starts with an empty cache and only replays the graphs.
+    # The first round captures each step as a graph, and also computes the step without the graph,
+    # which stores correct keys and values and could hide an error of the graph. The second round
+    # therefore starts with an empty cache and only replays the graphs.
     is_rounded = sizes.kv_cache_dtype != "auto"
     for _ in range(2):
         path.empty()

@@ -173,7 +173,7 @@ def _rearrange_and_merge(checkpoint: Checkpoint, progress: Progress) -> bool:
         return True  # The model cannot be called now, so the layers stay as they are.
     if checkpoint.device.type == "cpu":
         num_packed = prepack_linears(checkpoint.model, copy_shared=True, progress=progress)
-        if num_packed == 0:
+        if num_packed == 0:  # The kernels support no layer, so all layers stay as they are.
             return True
         if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
             progress(

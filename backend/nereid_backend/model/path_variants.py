@@ -86,7 +86,7 @@ def path_variants(
 
     The caller tries the variants in this order. A pass of `packed` has one row with the tokens of
     all sequences. A pass of `rows` (for models with recurrent states) or of `padded` has one row
-    for each sequence. A pass of `single` usually computes one sequence.
+    for each sequence. A pass of `single` computes only one sequence.
 
     Args:
         checkpoint: a loaded model.

@@ -76,8 +76,8 @@ def _remedy(
         counts: the numbers of the checkpoint's weights.
         number_bytes: the size of an unquantised weight with these settings.
         free_bytes: the free memory.
-        keeps_integers: whether quantised weights stay integers in memory, because the CPU kernels
-            compute with them. If False, the weights are dequantised.
+        keeps_integers: whether the model runs on a CPU with prepack=true. Quantised weights then
+            stay integers in memory. Otherwise, they are converted to floating-point numbers.
     """
     halved_bytes = _weight_bytes(counts, _HALF_BYTES, keeps_integers=keeps_integers)
     if number_bytes > _HALF_BYTES and halved_bytes <= free_bytes:
@@ -86,10 +86,9 @@ def _remedy(
     could_prepack = counts.num_quantised_linear > 0 and not config.prepack
     if could_prepack and packed_bytes <= free_bytes:
         return f"With prepack=true, they need {format_bytes(packed_bytes)}."
-    # `keeps_integers` requires prepack and a CPU. The settings weight_dtype=int8 and
-    # weight_dtype=int4 require a CPU, too.
-    is_on_cpu = keeps_integers
-    if is_on_cpu:
+    # weight_dtype=int8 and weight_dtype=int4 require a CPU. `keeps_integers` is True only on a CPU.
+    recommends_rounding = keeps_integers
+    if recommends_rounding:
         for weight_dtype in _ROUNDED_BYTES:
             rounded_bytes = _rounded_bytes(counts, weight_dtype, number_bytes)
             if rounded_bytes <= free_bytes:

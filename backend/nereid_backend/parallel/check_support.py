@@ -40,7 +40,7 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
     # The keys are the names of unsupported settings. A value is True if the setting is used.
     unsupported_settings = {
         "weight_dtype": config.weight_dtype != "auto",
-        "compile_forward": config.compile_forward is True,
+        "compile_forward": config.compile_forward is True,  # the default "auto" compiles nothing
         "measure_attention": config.measure_attention,
         "async_scheduling": config.async_scheduling,
         "lora_adapters": bool(config.lora_adapters),
@@ -54,6 +54,7 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
     if device.type != "cpu":
         _check_gpus(config)
     elif torch.cuda.is_available():
+        # transformers would place the parts of the model on the GPUs, even if the device is a CPU.
         raise ConfigError(
             f"device: the value cpu cannot be combined with tensor_parallel_size={size} on a "
             "machine with GPUs. To use the CPU, hide the GPUs with an empty environment "
@@ -99,7 +100,10 @@ def check_checkpoint(config: EngineConfig) -> None:
     folder = Path(checkpoint_folder(config.model))
     check_files(folder)
     model_config = read_config(folder, config.trust_remote_code)
-    if (folder / GGUF_LINK).is_file() or quantisation_settings(model_config) is not None:
+    # The weights of a GGUF file are read as quantised weights. Other checkpoints contain settings
+    # of the quantisation in config.json.
+    is_gguf = (folder / GGUF_LINK).is_file()
+    if is_gguf or quantisation_settings(model_config) is not None:
         raise UnsupportedModelError(
             f"quantised weights cannot be combined with tensor_parallel_size={size}. Use a "
             "checkpoint that is not quantised, or set tensor_parallel_size=1."
@@ -177,12 +181,17 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
         size: the number of ranks, which compute the model together.
     """
     divided_layers = _layers_with_divided_outputs(plan)
+    # Such as {"q_proj", "k_proj"}. If one of these layers is divided, the query heads are divided.
+    divides_query_heads = bool(divided_layers & _LAYERS_OF_HEADS)
+    # Such as {"qkv_proj"}: layers that compute queries, keys and values together.
+    has_fused_layer = bool(divided_layers & _FUSED_LAYERS)
     divided_fields = []  # the fields of the config whose value must be a multiple of `size`
-    if divided_layers & _LAYERS_OF_HEADS:
+    if divides_query_heads:
         divided_fields.append("num_attention_heads")
-    if divided_layers & _FUSED_LAYERS:
+    if has_fused_layer:
         divided_fields.append("num_key_value_heads")
     for field in divided_fields:
+        # None if the config has no such field, or a separate number of heads for each layer.
         num_heads = number_of_heads(config, field)
         if num_heads is not None and num_heads % size != 0:
             raise ConfigError(

@@ -32,7 +32,7 @@ def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list
     Example: if some layers have 8 KV heads and all others have 2, the result is [2, 8]. Attention
     layers whose layer k_proj is not divided by `plan` are ignored.
     """
-    layers = _divided_attention(model, plan)
+    layers = _attention_with_style(model, plan, "colwise")
     return sorted({_num_kv_heads(attention) for _, attention in layers})
 
 
@@ -41,7 +41,9 @@ def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int
 
     A plan tells transformers how to divide each layer among the ranks (processes). With these
     changes, each rank loads the whole layers k_proj and v_proj, which compute the KV heads.
-    `keep_own_heads` then deletes the heads of other ranks.
+    `keep_own_heads` then deletes the heads of other ranks. The caller has refused a number of KV
+    heads that is neither a multiple nor a divisor of the number of ranks, such as 6 heads on 4
+    ranks.
 
     Args:
         model: the model without weights (on the device "meta").
@@ -57,7 +59,7 @@ def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int
     if has_enough_heads:
         return {}
     rules = {}
-    for attention_name, attention in _divided_attention(model, plan):
+    for attention_name, attention in _attention_with_style(model, plan, "colwise"):
         for projection_name, _layer in _projections(attention):
             rule = replace_layer_number_by_wildcard(f"{attention_name}.{projection_name}")
             rules[rule] = _REPLICATE
@@ -72,12 +74,14 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
 
     Args:
         model: the loaded model.
-        rules: the result of `replication_rules`.
+        rules: the result of `replication_rules`. If it is empty, nothing is deleted.
         rank: this process.
 
     Mutates: the layers k_proj and v_proj of `model`.
     """
-    for _name, attention in _divided_attention(model, rules, _REPLICATE):
+    # The layers to which `rules` gives the style "replicate" were loaded whole.
+    for _name, attention in _attention_with_style(model, rules, _REPLICATE):
+        # This number is a multiple or a divisor of the number of ranks.
         num_heads = _num_kv_heads(attention)
         # If there are fewer KV heads than ranks, several ranks compute the same head. Every rank
         # has at least one head.
@@ -100,10 +104,14 @@ def _keep_rows(layer: nn.Linear, start: int, num_rows: int) -> None:
     layer.out_features = num_rows
 
 
-def _divided_attention(
-    model: PreTrainedModel, plan: Mapping[str, str], style: str = "colwise"
+def _attention_with_style(
+    model: PreTrainedModel, plan: Mapping[str, str], style: str
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the attention layers (name, module) whose k_proj has the value `style` in `plan`."""
+    """Yield the attention layers (name, module) whose k_proj has the value `style` in `plan`.
+
+    The style determines how k_proj is divided among the ranks: "colwise" divides its outputs, and
+    "replicate" does not divide the layer.
+    """
     for name, layer in model.named_modules():
         if isinstance(getattr(layer, "k_proj", None), nn.Linear):
             rule = replace_layer_number_by_wildcard(f"{name}.k_proj")

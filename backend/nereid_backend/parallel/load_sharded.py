@@ -96,32 +96,33 @@ def load_sharded(
     device = choose_device(config.device)
     check_settings(config, device)
     check_checkpoint(config)
-    config_of_rank = _settings_of_ranks(config, device)
+    rank_config = _settings_of_one_rank(config, device)  # each rank gets a share of the memory
     # The undivided model is also loaded into the main memory, because its logits are compared with
     # the logits of the divided model.
-    check_weight_memory(config_of_rank, device)
+    check_weight_memory(rank_config, device)
     num_other_ranks = config.tensor_parallel_size - 1
     progress(f"tensor parallelism: starting {num_other_ranks} more processes")
-    ranks = Ranks(config_of_rank, device)
+    ranks = Ranks(rank_config, device)
     try:
         # `load` calls `open_model` to read the weights and to choose the forward path.
         open_model = partial(_open_sharded, ranks)
-        loaded = load(config_of_rank, hook, progress, open_model)
+        loaded = load(rank_config, hook, progress, open_model)
     except BaseException:
         ranks.close()
         raise
     return loaded, ranks
 
 
-def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Return the settings of each rank. Ranks are processes that together compute one model.
+def _settings_of_one_rank(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Return the settings of a rank. Ranks are processes that together compute one model.
 
-    The CPUs and the memory of the KV cache are divided among the ranks. Rearranged weights and LoRA
-    adapters are turned off, because they require undivided layers. CUDA graphs are turned off,
-    because all ranks would have to replay a graph at the same time.
+    Each rank gets an equal share of the setting kv_cache_memory. If num_threads is set, each rank
+    has this number of threads. Otherwise, each rank gets an equal share of the CPUs. Rearranged
+    weights and LoRA adapters are turned off, because they require undivided layers. CUDA graphs are
+    turned off, because all ranks would have to replay a graph at the same time.
     """
     num_ranks = config.tensor_parallel_size
-    kv_cache_bytes = config.kv_cache_bytes
+    kv_cache_bytes = config.kv_cache_bytes  # kv_cache_memory as a number; None if it is not set
     if kv_cache_bytes is not None:
         kv_cache_bytes = max(1, kv_cache_bytes // num_ranks)
     return replace(
@@ -144,7 +145,7 @@ def _open_sharded(
 
     Args:
         ranks: the processes of the other ranks. These processes load their parts at the same time.
-        config: the settings of each rank; see `_settings_of_ranks`.
+        config: the settings of a rank, with its share of the CPUs and of the memory.
         hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line of text at the start of each slow operation.
         clock: measures the stages of the start.
@@ -167,6 +168,7 @@ def _open_sharded(
             shard.checkpoint.model.config,
             f"images cannot be combined with tensor_parallel_size={ranks.rank.size}.",
         ),
+        # A function of one argument, the memory of a step. It asks all ranks for their free memory.
         cache_budget=partial(_smallest_budget, ranks, config),
     )
 
@@ -198,6 +200,7 @@ def _check_logits(
     spec = replace(shard.spec, build=build_on_all_ranks)
     progress("comparing the logits of the divided model with those of the undivided model")
     try:
+        # Load the undivided model for a short time, and compute the expected logits with it.
         trials = _undivided_trials(config, hook, shard)
         spec, difference = check_variant(checkpoint, spec, trials)
     except UnfitError as error:
@@ -207,7 +210,7 @@ def _check_logits(
             f"{first_line(error)}. Set tensor_parallel_size=1."
         ) from error
     progress(f"path: {spec.name}, divided over {ranks.rank.size} processes.")
-    trial = trials.get(spec.layers, is_generated=False)
+    trial = trials.get_for(spec)  # cached by the check
     return ChosenPath(spec, difference, model_limit(checkpoint.text_config), trial)
 
 
@@ -230,11 +233,11 @@ def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -
     )
     trials = Trials(undivided, config)
     # The other ranks are idle while the undivided model runs, so this process can use more CPUs
-    # than the setting num_threads allows.
+    # than the setting num_threads allows. One CPU is left for the server.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(max(num_threads, usable_cpus() - 1))
     try:
-        trials.get(shard.spec.layers, is_generated=False)
+        trials.get_for(shard.spec)  # `trials` caches the logits
     finally:
         torch.set_num_threads(num_threads)
     return trials

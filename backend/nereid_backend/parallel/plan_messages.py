@@ -79,7 +79,8 @@ class PlanEncoder:
         assert row is not None
         num_sent_blocks = 0 if chunk.is_first else self._num_sent[row]
         # A block table never becomes shorter: new blocks are appended, and a freed block is
-        # replaced by the null block. `num_null_blocks` is the number of freed blocks.
+        # replaced by the null block. The freed blocks are always the first blocks of the table, so
+        # the receiver needs only their number (`num_null_blocks`).
         self._num_sent[row] = len(sequence.block_table)
         return ChunkMessage(
             row=row,

@@ -79,15 +79,17 @@ class Rank:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Let transformers load only this rank's part of a model while the `with` block runs.
+        """While the `with` block runs, let transformers load a model as the rank `number`.
 
-        A rank is one of the processes that compute the model together.
+        A rank is one of the processes that compute the model together. If transformers loads a
+        model with a plan for tensor parallelism, it reads only the part for this rank.
         """
         with (
             _without_warnings(),
-            # transformers refuses any device map if the library accelerate is not installed.
-            # However, it does not call accelerate for the device map of a rank, which has only one
-            # device. Therefore, make transformers treat accelerate as installed.
+            # With tensor parallelism, transformers creates a device map with the device of the
+            # rank. It refuses any device map if the library accelerate is not installed, although
+            # it does not call accelerate for a single device. Therefore, make transformers treat
+            # accelerate as installed.
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
             # transformers reads the number of the rank from this environment variable.
             mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),

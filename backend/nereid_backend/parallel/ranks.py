@@ -129,7 +129,7 @@ class Ranks:
             LostRankError: if the forward pass fails. The group cannot be used after this error,
                 because the ranks may have stopped at different layers.
         """
-        self.check()
+        self.check()  # raises a LostRankError if another rank has already ended
         try:
             yield
         except Exception as error:
@@ -171,7 +171,8 @@ class Ranks:
     def close(self) -> None:
         """End the processes of the other ranks, and remove this process from the group.
 
-        A process that does not end within 5 seconds is killed.
+        A process that does not end within 5 seconds is killed. Also delete the file (`Rank.store`)
+        through which the processes have found each other.
         """
         self._is_closing = True
         self.send("stop")
@@ -233,6 +234,7 @@ class Ranks:
 
         A separate thread runs this method. It returns without a description if `close` was called.
         """
+        # `wait` raises an OSError if `close` closes the connections meanwhile.
         with contextlib.suppress(OSError):
             # After its start, a rank sends a message only if it fails. If a rank ends, its
             # connection is closed. `wait` returns in both cases.

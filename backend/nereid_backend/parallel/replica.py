@@ -40,7 +40,7 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
         return config
     _restrict_gpus(config, index)
     # prefix_cache_disk_size is the setting prefix_cache_disk_bytes as a number, because the setting
-    # can be a text such as "10GiB". The size is never 0: without a folder, the disk cache is off.
+    # can be a text such as "10GiB". The settings accept no size of 0.
     disk_bytes = max(1, config.prefix_cache_disk_size // num_engines)
     return replace(
         config,

@@ -48,8 +48,9 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         UnsupportedModelError: if the divided model cannot use the forward path `packed`.
     """
     # transformers' plan maps the names of layers to styles of division, but cannot give the same KV
-    # head to several ranks. In this case, `rules` replaces some entries of the plan, so that each
-    # rank loads all KV heads, and `keep_own_heads` then deletes the heads of other ranks.
+    # head to several ranks. If there are too few heads, `rules` replaces some entries of the plan,
+    # so that each rank loads all KV heads, and `keep_own_heads` then deletes the heads of other
+    # ranks. Otherwise, `rules` is empty, and `keep_own_heads` deletes nothing.
     rules = _replication_rules(config, rank.size)
     with rank.loading():  # lets transformers read only the part of the model for this rank
         checkpoint = load_checkpoint(

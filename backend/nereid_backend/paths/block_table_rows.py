@@ -79,7 +79,9 @@ class BlockTableRows:
             row = sequence.row
             assert row is not None
             rows.append(row)
-            # The version changes whenever a block table of the sequence changes.
+            # The version changes whenever a block table of the sequence changes. `is_first` means
+            # that the sequence has just got the row, which still contains the blocks of an earlier
+            # sequence. `_fill_row` then replaces these blocks.
             if is_first or sequence.table_version != versions[row]:
                 versions[row] = sequence.table_version
                 for group in range(self.num_groups):

@@ -103,8 +103,8 @@ def _start_process(connection_fd: int, folder: Path) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         # The process and the C++ compiler that it starts form a process group, so that one signal
-        # can kill both. The process group stays in the engine's session, because niceness has an
-        # effect only among the processes of one session. Linux divides the CPU time equally among
-        # sessions.
+        # can kill both. The process group stays in the engine's session: the process lowers its own
+        # priority (niceness), but this has an effect only among the processes of one session. Linux
+        # divides the CPU time equally among sessions.
         process_group=0,
     )

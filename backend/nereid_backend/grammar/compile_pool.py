@@ -55,6 +55,9 @@ class CompilePool(Generic[T]):
         Returns:
             A future with the result of `work`, or with a RequestError. Cancelling the future stops
             the compilation, unless a thread is already running `work`.
+
+        Raises:
+            RequestError: if too many grammars are waiting for their trials.
         """
         result: Future[T] = Future()
         if is_quick(spec):

@@ -71,15 +71,22 @@ class SharedCompilations(Generic[T]):
         with self._lock:
             compilation.num_waiting -= 1
             is_unwanted = request_future.cancelled() and compilation.num_waiting == 0
+            if is_unwanted:
+                # The lock is still held, so no new request can join the compilation before it is
+                # cancelled.
+                self._remove(spec, compilation)
         if is_unwanted:
-            self._forget(spec, compilation)
             compilation.future.cancel()
 
     def _forget(self, spec: GrammarSpec, compilation: _Compilation[T]) -> None:
-        """Remove a compilation that has ended, or that no request needs any more.
+        """Remove a compilation that has ended.
 
         A later request with this grammar uses the cached grammar, or starts a new compilation.
         """
         with self._lock:
-            if self._running.get(spec) is compilation:
-                del self._running[spec]
+            self._remove(spec, compilation)
+
+    def _remove(self, spec: GrammarSpec, compilation: _Compilation[T]) -> None:
+        """Remove a compilation from the running compilations. The caller holds the lock."""
+        if self._running.get(spec) is compilation:
+            del self._running[spec]

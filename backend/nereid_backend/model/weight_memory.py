@@ -52,7 +52,7 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     if can_round and _rounded_bytes(counts, config.weight_dtype, number_bytes) <= free_bytes:
         return True
     dtype_name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
-    remedy = _remedy(config, counts, number_bytes, free_bytes, keeps_integers=keeps_integers)
+    remedy = _remedy(config, counts, number_bytes, free_bytes, device)
     raise ConfigError(
         f"model: the weights need {format_bytes(needed_bytes)} as {dtype_name}, but only "
         f"{format_bytes(free_bytes)} are free. {remedy}"
@@ -64,8 +64,7 @@ def _remedy(
     counts: WeightCounts,
     number_bytes: int,
     free_bytes: int,
-    *,
-    keeps_integers: bool,
+    device: torch.device,
 ) -> str:
     """Return a sentence that recommends a setting with which the weights fit into the memory.
 
@@ -76,19 +75,19 @@ def _remedy(
         counts: the numbers of the checkpoint's weights.
         number_bytes: the size of an unquantised weight with these settings.
         free_bytes: the free memory.
-        keeps_integers: whether the model runs on a CPU with prepack=true. Quantised weights then
-            stay integers in memory. Otherwise, they are converted to floating-point numbers.
+        device: the device of the model.
     """
+    is_on_cpu = device.type == "cpu"
+    keeps_integers = config.prepack and is_on_cpu
     halved_bytes = _weight_bytes(counts, _HALF_BYTES, keeps_integers=keeps_integers)
     if number_bytes > _HALF_BYTES and halved_bytes <= free_bytes:
         return f"With dtype=bfloat16, they need {format_bytes(halved_bytes)}."
     packed_bytes = _weight_bytes(counts, number_bytes, keeps_integers=True)
-    could_prepack = counts.num_quantised_linear > 0 and not config.prepack
+    # Only the CPU kernels compute with integers.
+    could_prepack = is_on_cpu and counts.num_quantised_linear > 0 and not config.prepack
     if could_prepack and packed_bytes <= free_bytes:
         return f"With prepack=true, they need {format_bytes(packed_bytes)}."
-    # weight_dtype=int8 and weight_dtype=int4 require a CPU. `keeps_integers` is True only on a CPU.
-    recommends_rounding = keeps_integers
-    if recommends_rounding:
+    if is_on_cpu:  # weight_dtype=int8 and weight_dtype=int4 require a CPU
         for weight_dtype in _ROUNDED_BYTES:
             rounded_bytes = _rounded_bytes(counts, weight_dtype, number_bytes)
             if rounded_bytes <= free_bytes:

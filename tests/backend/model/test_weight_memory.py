@@ -1,8 +1,9 @@
 """A checkpoint that is larger than the free memory: its refusal, and rounding while reading."""
 
 import pytest
+import torch
 from backend.exactness import open_engine, run_alone
-from nereid_backend import ConfigError
+from nereid_backend import ConfigError, EngineConfig
 from nereid_backend.checkpoints.weight_counts import count_weights
 from nereid_backend.model import weight_memory
 
@@ -49,6 +50,21 @@ def test_the_refusal_names_the_most_exact_setting_that_fits(checkpoint, set_free
         dtype = "float32" if "bfloat16" in remedy else "bfloat16"
         with pytest.raises(ConfigError, match=remedy):
             open_engine(folder, dtype=dtype)
+
+
+def test_rounding_is_recommended_on_a_cpu_only(checkpoint, set_free):
+    folder = checkpoint("qwen3")
+    counts = count_weights(folder)
+    set_free(
+        2 * (counts.num_weights - counts.num_unquantised_linear) + counts.num_unquantised_linear
+    )
+    config = EngineConfig(str(folder), dtype="bfloat16", prepack=False)
+    for device, remedy in (
+        ("cpu", "With weight_dtype=int4"),
+        ("cuda", "Use a quantised checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            weight_memory.check_weight_memory(config, torch.device(device))
 
 
 def test_rounded_weights_that_do_not_fit_are_refused(checkpoint, set_free):

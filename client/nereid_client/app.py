@@ -12,7 +12,7 @@ A chat completion passes through these modules:
 
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,8 @@ def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) 
     CountRequests and RequestIds receive a request first, because rejected requests are also counted
     and have an id. ApiKey finds the client, whose limits AdmissionControl and BodyLimit then check.
     BodyLimit is the last, because the bodies of rejected requests are not read, and because the
-    time limit includes the time in which a body arrives.
+    time limit includes the time in which a body arrives. Traces also records rejected requests, and
+    needs the id of a request.
 
     Args:
         app: the application, whose attribute `state` contains the objects that are passed on.
@@ -230,22 +231,35 @@ def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) 
     app.add_middleware(AdmissionControl, gate=app.state.gate, metrics=metrics)
     app.add_middleware(ApiKey, key=settings.api_key, key_file=key_file, metrics=metrics)
     if settings.origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.origins,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
+        _add_cors(app, settings.origins)
     app.add_middleware(Traces)
     app.add_middleware(RequestIds)
     routes = [route for router in _ROUTERS for route in router.routes]
     app.add_middleware(CountRequests, metrics=metrics, routes=routes)
 
 
+def _add_cors(app: FastAPI, origins: Sequence[str]) -> None:
+    """Add the middleware that allows web pages of other origins to send requests.
+
+    A browser first sends an OPTIONS request without an API key. This middleware must answer the
+    request before ApiKey rejects it, and is therefore added after ApiKey.
+
+    Args:
+        app: the application.
+        origins: the origins of the web pages, such as "https://example.com".
+    """
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
+
+
 async def _on_frontend_error(request: Request, error: Exception) -> Response:
     """Return the response for an error that the frontend raised on purpose."""
-    if not isinstance(error, FrontendError):
+    if not isinstance(error, FrontendError):  # never true: the check is for the type checker
         raise error
     api_error = to_api_error(error)
     request.app.state.metrics.count_refusal(api_error)
@@ -262,14 +276,14 @@ async def _on_frontend_error(request: Request, error: Exception) -> Response:
 
 async def _on_field_error(request: Request, error: Exception) -> Response:
     """Return the response for a FieldError that was raised outside of pydantic's validation."""
-    if not isinstance(error, FieldError):
+    if not isinstance(error, FieldError):  # never true: the check is for the type checker
         raise error
     return await _on_frontend_error(request, from_field_error(error))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Return the response for an exception of Starlette, for example for an unknown path."""
-    if not isinstance(error, HTTPException):
+    if not isinstance(error, HTTPException):  # never true: the check is for the type checker
         raise error
     route = f"{request.method} {request.url.path}"
     headers = dict(error.headers or {})

@@ -34,9 +34,11 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         """Forward a request to a server, and return the response of the server."""
         body = await request.body()
-        problem = _reason_not_to_forward(request.url.path, body)
+        # Each server has metrics and stored responses of its own. A request that needs those of all
+        # servers cannot be forwarded to one server.
+        problem = _need_for_data_of_all_servers(request.url.path, body)
         if problem is not None:
-            return error_response(ApiError(501, problem), request.scope)
+            return error_response(ApiError(501, problem), request.scope)  # 501: Not Implemented
         target = request.url.path
         if request.url.query:
             target += f"?{request.url.query}"
@@ -92,12 +94,11 @@ def _lost_server_error() -> ApiError:
     )
 
 
-def _reason_not_to_forward(path: str, body: bytes) -> str | None:
-    """Return the reason why a request cannot be forwarded. If it can be, return None.
+def _need_for_data_of_all_servers(path: str, body: bytes) -> str | None:
+    """Return an error message if a request needs the data of all servers. Otherwise, return None.
 
-    The servers do not share their metrics and their stored responses, so requests that need these
-    are not forwarded. Of the Responses API, only a new response that needs no stored response is
-    forwarded.
+    The servers do not share their metrics and their stored responses. Of the Responses API, only a
+    new response that needs no stored response can be forwarded to a single server.
 
     Args:
         path: the path of the URL.

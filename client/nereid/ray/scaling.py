@@ -32,7 +32,8 @@ class ScaleWithLoad:
         """Return the number of servers that the load requires, and an empty state for Ray.
 
         If a gauge, such as the number of waiting sequences, is twice its target on average, twice
-        as many servers are required. If no server has reported a gauge, the number does not change.
+        as many servers are required. If no server has reported a gauge, Ray's previous decision
+        about the number of servers stays valid.
 
         Ray rounds the number up, applies the smallest and the largest number of replicas, and waits
         for the configured delays.
@@ -44,8 +45,9 @@ class ScaleWithLoad:
             if gauge in self._targets and values_by_server
         ]
         if not num_servers or not loads:
+            # The previous decision. `current_num_replicas` differs while servers start or stop.
             return context.target_num_replicas, {}
-        largest_load = max(loads)
+        largest_load = max(loads)  # relative to the `num_servers` servers that reported the gauges
         is_on_target = abs(largest_load - 1) <= _TOLERANCE
         return (num_servers if is_on_target else num_servers * largest_load), {}
 

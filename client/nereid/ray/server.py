@@ -22,7 +22,7 @@ REPLICA_HEADER = "x-nereid-replica"
 
 _PORT_FLAGS = ("--http-port", "--grpc-port", "--metrics-port", "--openai-port")
 # The Python code of the command `nereid`. `python -m nereid_client` would start only the frontend.
-_NEREID_COMMAND = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
+_CODE_OF_NEREID_COMMAND = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
 _READY_EVERY_S = 0.5
 _READY_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 60.0
@@ -71,7 +71,8 @@ class Server:
     def __init__(self, model: str, settings: Mapping[str, str], arguments: Sequence[str]) -> None:
         """Start `nereid serve`, and wait until its models answer.
 
-        `nereid serve` runs a Triton server and the OpenAI frontend, each as a child process.
+        Ray sends no requests to a replica before its constructor has returned. `nereid serve` runs
+        a Triton server and the OpenAI frontend, each as a child process.
 
         Args:
             model: the path of the checkpoint.
@@ -83,14 +84,16 @@ class Server:
         ports = dict(zip(_PORT_FLAGS, _free_ports(len(_PORT_FLAGS)), strict=True))
         self._url = f"http://127.0.0.1:{ports['--openai-port']}"
         self._metrics_url = f"http://127.0.0.1:{ports['--metrics-port']}/metrics"
+        # Each response contains the id of the replica in the header REPLICA_HEADER.
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._session: aiohttp.ClientSession | None = None
         port_flags = [f"{flag}={port}" for flag, port in ports.items()]
         flags = [f"--model={model}", "--log-file=-", *port_flags, *arguments]
-        command = [sys.executable, "-c", _NEREID_COMMAND, "serve", *flags]
+        # `python -c CODE serve ...` is `nereid serve ...`, but also works if PATH has no `nereid`.
+        command = [sys.executable, "-c", _CODE_OF_NEREID_COMMAND, "serve", *flags]
         # The frontend listens on 127.0.0.1, because only this replica connects to the frontend.
         environment = {**os.environ, "NEREID_OPENAI_HOST": "127.0.0.1", **settings}
-        self._process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
+        self._process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_replica)
         self._wait_until_ready(ports["--openai-port"])
 
     def _wait_until_ready(self, port: int) -> None:
@@ -214,6 +217,6 @@ def _free_ports(count: int) -> list[int]:
         return [listener.getsockname()[1] for listener in sockets]
 
 
-def _end_with_parent() -> None:
+def _end_with_replica() -> None:
     """Make the kernel send SIGTERM to the server when Ray kills the process of this replica."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -23,7 +23,7 @@ ANTHROPIC_FIELD_NAMES = FieldNames(
 )
 """Maps the name of a field in a chat completion to the field's name in Anthropic's API."""
 
-_EFFORTS = {"xhigh": "high", "max": "high"}
+_SUPPORTED_EFFORTS = {"xhigh": "high", "max": "high"}
 """Maps each effort that chat templates do not support to the most similar supported effort."""
 _SWITCHES = ("enable_thinking", "thinking")
 """The variables that turn reasoning on and off in chat templates."""
@@ -55,9 +55,11 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
         **_without_nulls(copied),
         **_without_nulls(translated),
         "messages": messages,
+        # If the last message has the role "assistant", the answer continues this message.
         **_fields_to_continue_last_message(messages),
         **_tool_fields(request),
-        **_session_fields(body),
+        # A `cache_control` in the body sets prompt_cache_retention and prompt_cache_key.
+        **_fields_of_cache_control(body),
     }
 
 
@@ -87,7 +89,7 @@ def _tool_fields(request: CountTokensRequest) -> Json:
     return fields
 
 
-def _session_fields(body: Mapping[str, Any]) -> Json:
+def _fields_of_cache_control(body: Mapping[str, Any]) -> Json:
     """Return the fields that make the server retain the cached prefix of a request.
 
     Return an empty dict if the request has no cache_control.
@@ -125,12 +127,14 @@ def _template_variables(request: CountTokensRequest) -> Json:
     A template ignores variables that it does not use. This is intended, because agents send both
     fields to every model. The field chat_template_kwargs takes precedence.
 
-    Example: {"type": "disabled"} returns {"enable_thinking": False, "thinking": False}.
+    Examples: `thinking` {"type": "disabled"} returns {"enable_thinking": False, "thinking": False}.
+    The effort "max" returns {"reasoning_effort": "high"}.
     """
     variables: Json = {}
     if request.thinking is not None:
         variables |= dict.fromkeys(_SWITCHES, request.thinking.type != "disabled")
     if request.output_config is not None and request.output_config.effort is not None:
         effort = request.output_config.effort
-        variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
+        # Chat templates support "low", "medium" and "high". Other efforts become "high".
+        variables["reasoning_effort"] = _SUPPORTED_EFFORTS.get(effort, effort)
     return variables | (request.chat_template_kwargs or {})

@@ -108,12 +108,6 @@ _BLOCKS: dict[str, dict[str, type[_Block]]] = {
 def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json]) -> list[Json]:
     """Convert a conversation to the messages of a chat completion.
 
-    Consecutive messages with the same role become one message, as in Anthropic's API. A system
-    message at the start of the conversation is added to the system prompt. A later system message
-    becomes a user message, because many chat templates accept only one system message. If the
-    system prompt begins with the billing line of Claude Code, which differs in each conversation,
-    this line is removed, so that the prefix cache can be used.
-
     Example: the message {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"},
     {"type": "text", "text": "Yes"}]} becomes {"role": "assistant", "content": "Yes", "reasoning":
     "Hm", "reasoning_content": "Hm"}.
@@ -125,6 +119,7 @@ def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json])
     Raises: FieldError that names the wrong block, its value and the remedy.
     """
     turns = [_read_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    # System messages at the start of the conversation are added to the system prompt.
     first_turns = list(itertools.takewhile(lambda turn: turn.role == "system", turns))
     system_blocks = [] if system is None else _read_blocks(system, "system", _TEXT_ONLY_BLOCKS)
     for turn in first_turns:
@@ -132,19 +127,22 @@ def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json])
     conversation = turns[len(first_turns) :]
     if not conversation:
         raise FieldError("messages", "messages must contain at least one message of the user")
-    chat = _chat_of_turns([_without_system_role(turn) for turn in conversation])
-    system_text = _without_billing_line(_joined_text(system_blocks))
+    # Many chat templates accept only one system message, so later ones become user messages.
+    chat = _merge_turns_to_chat([_without_system_role(turn) for turn in conversation])
+    # The coding agent Claude Code sends a billing line, which differs in each conversation. With
+    # this line, no conversation could use the cached prefix of another.
+    system_text = _without_billing_line(_join_text_blocks(system_blocks))
     if not system_text:
         return chat
     return [{"role": "system", "content": system_text}, *chat]
 
 
-def _chat_of_turns(turns: Sequence[_Turn]) -> list[Json]:
+def _merge_turns_to_chat(turns: Sequence[_Turn]) -> list[Json]:
     """Convert the messages of the user and the assistant to chat messages.
 
-    Consecutive messages with the same role become one message. The chat message with the result of
-    a tool call also contains the name of the called function. Only the block of the tool call has
-    this name.
+    Consecutive messages with the same role become one message, as in Anthropic's API. The chat
+    message with the result of a tool call also contains the name of the called function. Only the
+    block of the tool call has this name.
     """
     chat: list[Json] = []
     function_names: dict[str, str] = {}  # maps the id of a tool call to the name of the function
@@ -203,8 +201,10 @@ def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) ->
         raise _wrong_type_error(given, type_name, place, kinds)
     block = validated(kinds[type_name], given, place)
     if isinstance(block, _ImageBlock):
-        _image_url(block, place)  # raises a FieldError if the source is wrong
+        _ = _image_url(block, place)  # only a check: raises a FieldError if the source is wrong
     if isinstance(block, _ToolResultBlock):
+        # The content is a string or a list of blocks. Images are refused, because the chat message
+        # with a tool result contains only text.
         content = _read_blocks(block.content or "", f"{place}.content", _TEXT_ONLY_BLOCKS)
         return block.model_copy(update={"content": content})
     return block
@@ -235,8 +235,8 @@ def _wrong_type_error(
     )
 
 
-def _joined_text(blocks: Sequence[_Block]) -> str:
-    """Join the texts of all text blocks. Each text starts on a new line."""
+def _join_text_blocks(blocks: Sequence[_Block]) -> str:
+    """Join the texts of all text blocks. Each text starts on a new line. Skip other blocks."""
     return "\n".join(block.text for block in blocks if isinstance(block, _TextBlock))
 
 
@@ -262,7 +262,7 @@ def _without_system_role(turn: _Turn) -> _Turn:
     """
     if turn.role != "system":
         return turn
-    text = f"<system-reminder>\n{_joined_text(turn.blocks)}\n</system-reminder>"
+    text = f"<system-reminder>\n{_join_text_blocks(turn.blocks)}\n</system-reminder>"
     return _Turn("user", [_TextBlock(type="text", text=text)])
 
 
@@ -289,13 +289,14 @@ def _assistant_message(blocks: Sequence[_Block]) -> Json:
         "content": "".join(block.text for block in blocks if isinstance(block, _TextBlock)),
     }
     if reasoning:
+        # Some chat templates read the field `reasoning`, others read `reasoning_content`.
         message |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterator[Json]:
+def _user_messages(blocks: Sequence[_Block], function_names: Mapping[str, str]) -> Iterator[Json]:
     """Yield the chat messages for the blocks of a user's message.
 
     The results of tools come first, because chat templates expect the results directly after the
@@ -303,27 +304,27 @@ def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterat
 
     Args:
         blocks: the blocks of the message.
-        names: maps the id of each earlier tool call to the name of the called tool.
+        function_names: maps the id of each earlier tool call to the name of the called function.
 
     Raises: FieldError if a tool result belongs to no earlier tool call.
     """
     for block in blocks:
         if isinstance(block, _ToolResultBlock):
-            yield _tool_message(block, names)
+            yield _tool_message(block, function_names)
     has_images = any(isinstance(block, _ImageBlock) for block in blocks)
     has_texts = any(isinstance(block, _TextBlock) for block in blocks)
     if has_images:
-        yield {"role": "user", "content": _parts(blocks)}
+        yield {"role": "user", "content": _text_and_image_parts(blocks)}
     elif has_texts:
-        yield {"role": "user", "content": _joined_text(blocks)}
+        yield {"role": "user", "content": _join_text_blocks(blocks)}
 
 
-def _tool_message(result: _ToolResultBlock, names: Mapping[str, str]) -> Json:
+def _tool_message(result: _ToolResultBlock, function_names: Mapping[str, str]) -> Json:
     """Return the chat message that contains the result of a tool call.
 
-    Raises: FieldError if `names` does not contain the id of the tool call.
+    Raises: FieldError if `function_names` does not contain the id of the tool call.
     """
-    if result.tool_use_id not in names:
+    if result.tool_use_id not in function_names:
         raise FieldError(
             "messages",
             "The tool_use_id of each tool_result block must be the id of an earlier tool_use "
@@ -334,12 +335,15 @@ def _tool_message(result: _ToolResultBlock, names: Mapping[str, str]) -> Json:
         "role": "tool",
         "content": _result_text(result),
         "tool_call_id": result.tool_use_id,
-        "name": names[result.tool_use_id],
+        "name": function_names[result.tool_use_id],
     }
 
 
-def _parts(blocks: Sequence[_Block]) -> list[Json]:
-    """Convert the text and image blocks of a user's message to content parts of a chat message."""
+def _text_and_image_parts(blocks: Sequence[_Block]) -> list[Json]:
+    """Convert the text and image blocks of a user's message to content parts of a chat message.
+
+    Blocks of other types, such as tool results, are left out.
+    """
     parts: list[Json] = []
     for block in blocks:
         if isinstance(block, _ImageBlock):
@@ -377,5 +381,5 @@ def _result_text(block: _ToolResultBlock) -> str:
 
     Chat templates have no field for the failure of a tool.
     """
-    text = _joined_text(block.content)
+    text = _join_text_blocks(block.content)
     return f"Error: {text}" if block.is_error else text

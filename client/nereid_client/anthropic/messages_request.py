@@ -241,6 +241,8 @@ def _chat_tool(tool: Json, place: str) -> Json:
             f"{place} has the type {shown(kind)}, which is not supported: Nereid runs no tools and "
             "has no schemas for the tools of Anthropic's models. Send a tool with an input_schema.",
         )
+    # `defer_loading` is refused because Nereid has no tool search. `allowed_callers` is refused
+    # because only the model calls tools.
     refuse_nested(place, tool, _REFUSED_IN_TOOLS)
     valid_tool = validated(Tool, tool, place)
     function = {

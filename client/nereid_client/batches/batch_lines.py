@@ -232,12 +232,12 @@ class ResultFile:
 
         Raises: OSError. The file then does not contain any part of the line.
         """
-        file = self._file or self._open()
+        file = self._file or self._open()  # `_open` stores the file in `self._file`
         try:
             num_written = file.write(line)
             if num_written < len(line):
-                # If the disk is full, the first call of `write` writes only the beginning of the
-                # line, and raises no error. The second call then raises the OSError.
+                # The disk is full: the first call of `write` wrote only the beginning of the line,
+                # and raised no error. The second call can write nothing and raises the OSError.
                 file.write(line[num_written:])
         except OSError:
             file.truncate(self._num_bytes)
@@ -255,7 +255,10 @@ class ResultFile:
                 self._num_bytes += len(line)
 
     def _open(self) -> BinaryIO:
-        """Open the file for appending, and remove an incomplete line at its end."""
+        """Open the file for appending, and remove an incomplete line at its end.
+
+        Mutates: `_file`, which becomes the returned file.
+        """
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         self._file = file = self._path.open("ab", buffering=0)
         file.truncate(self._num_bytes)

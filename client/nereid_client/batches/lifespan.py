@@ -61,8 +61,11 @@ def _start_batches(app: FastAPI, context: Context) -> Batches | None:
     runner = BatchRunner(  # a new BatchRunner starts its task at once
         store,
         sender=LineSender(app, context.backend.is_ready),
+        # While other requests pass the gate, fewer batch requests run.
         slots=LineSlots(limit, gate),
+        # All batches stop when the gate is draining, because the application then stops.
         gate=gate,
+        # A batch is cancelled when its client is removed from the key file.
         key_file=app.state.key_file,
         max_line_bytes=settings.max_body_bytes,
     )

@@ -125,7 +125,8 @@ class FormReader:
                 param="file",
             )
         filename = options.get(b"filename", b"").decode("utf-8", "replace")
-        # Browsers and HTTP libraries write a quotation mark in a file name as %22.
+        # Browsers and HTTP libraries write a quotation mark in a file name as %22, and line breaks
+        # as %0A and %0D. `unquote` decodes every %XX. The name is only returned to the client.
         self.filename = unquote(filename) or "file"
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:

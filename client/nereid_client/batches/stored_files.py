@@ -217,10 +217,12 @@ class Upload:
         self.num_bytes += len(data)
         self._unchecked_bytes += len(data)
         is_check_due = self._unchecked_bytes >= self._CHECK_EVERY_BYTES
+        # Adding the sizes of all files in the folder takes long, so this is done only once for each
+        # `_CHECK_EVERY_BYTES` bytes. A file that alone exceeds the limit is rejected at once.
         exceeds_limit_alone = self.num_bytes > self._store.limits.num_bytes
         if is_check_due or exceeds_limit_alone:
             self._unchecked_bytes = 0
-            self._check_folder_size(len(data))
+            self._check_folder_size(num_new_bytes=len(data))
         with disk_errors(self._store.folder):
             self._file.write(data)
 

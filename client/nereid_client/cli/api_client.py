@@ -13,7 +13,7 @@ from nereid_client.console import CliError
 Json = dict[str, Any]
 
 DEFAULT_URL = "http://127.0.0.1:9000"
-# Environment variables can name a proxy for HTTP requests. The requests of this module do not use
+# Environment variables such as HTTP_PROXY can name a proxy. The requests of this module never use
 # the proxy, because a proxy could not reach a server on this machine.
 _OPENER_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _MAX_ERROR_CHARS = 200
@@ -30,7 +30,8 @@ def base_url(url: str) -> str:
 def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
     """Send a GET request, or a POST request if a body is given. Return the response.
 
-    There is no time limit, because a model may need minutes for a response.
+    There is no time limit, because a model may need minutes for a response. A proxy in a variable
+    such as HTTP_PROXY is not used, because the server is usually on this machine.
 
     Raises: CliError with the server's error message.
     """

@@ -39,7 +39,7 @@ class Sample:
     error: str = ""
 
     @property
-    def later_token_s(self) -> float:
+    def mean_later_token_s(self) -> float:
         """The mean time per token, without the first token. There must be at least two tokens."""
         return (self.total_s - self.first_token_s) / (self.num_tokens - 1)
 
@@ -70,13 +70,13 @@ def bench(  # noqa: PLR0913 - each parameter is an option
         load.run()
         print_json(load.summary())
     else:
-        _show_progress(load)
+        _run_with_live_table(load)
     if failed := [sample.error for sample in load.samples if sample.error]:
         complain(f"nereid bench: {len(failed)} requests failed. The first error: {failed[0]}")
         raise typer.Exit(1)
 
 
-def _show_progress(load: "_Load") -> None:
+def _run_with_live_table(load: "_Load") -> None:
     """Run a load test. Print a table of the results, and update the table after each response."""
     with Live(console=Console(), refresh_per_second=_UPDATES_PER_S) as live:
 
@@ -132,7 +132,10 @@ class _Load:
         good = [sample for sample in self.samples if not sample.error]
         num_tokens = sum(sample.num_tokens for sample in good)
         first_token_ms = [1000 * sample.first_token_s for sample in good]
-        later_token_ms = [1000 * sample.later_token_s for sample in good if sample.num_tokens > 1]
+        # Each sample contributes its mean time per token after the first token.
+        mean_later_token_ms = [
+            1000 * sample.mean_later_token_s for sample in good if sample.num_tokens > 1
+        ]
         return {
             "requests": len(self._bodies),
             "succeeded": len(good),
@@ -141,7 +144,7 @@ class _Load:
             "requests_per_s": round(len(good) / elapsed_s, 3),
             "tokens_per_s": round(num_tokens / elapsed_s, 1),
             "time_to_first_token_ms": percentiles(first_token_ms),
-            "time_per_output_token_ms": percentiles(later_token_ms),
+            "time_per_output_token_ms": percentiles(mean_later_token_ms),
         }
 
 
@@ -192,16 +195,19 @@ def _table(summary: Json) -> Table:
     """Return a table of the benchmark's results so far.
 
     A row with latencies has one column for each of `_STATISTICS`. These columns are empty until a
-    request has succeeded.
+    request has succeeded. The other rows have a single value, which does not belong to a statistic.
+    It is in the first of these columns.
 
     Args:
         summary: the result of `_Load.summary`.
     """
     table = Table("", *_STATISTICS)
     ended = summary["succeeded"] + summary["failed"]
+    # Rows with a single value.
     table.add_row("requests", f"{ended} of {summary['requests']}, {summary['failed']} failed")
     table.add_row("requests per second", f"{summary['requests_per_s']:.2f}")
     table.add_row("tokens per second", f"{summary['tokens_per_s']:.1f}")
+    # Rows with one value for each statistic.
     for label, name in (
         ("time to first token, ms", "time_to_first_token_ms"),
         ("time per output token, ms", "time_per_output_token_ms"),

@@ -81,11 +81,13 @@ def run(args: argparse.Namespace) -> int:
     opening = [{"role": "system", "content": args.system}] if args.system else []
     images = [_image_part(file) for file in args.image]
     if args.json:
+        # `read_stdin` raises a CliError if stdin is a terminal or has no text.
         question = _user_message(read_stdin(), images)
         body = {**fields, "messages": [*opening, question]}
         print_json(fetch_json(f"{url}/v1/chat/completions", body))
         return 0
     if not sys.stdin.isatty():
+        # Without --json, the text may be empty, for example if the message consists of images.
         question = _user_message(sys.stdin.read().strip(), images)
         has_succeeded = _send_message(url, fields, [*opening], question)
         return 0 if has_succeeded else 1
@@ -144,7 +146,9 @@ def _converse(url: str, fields: Json, opening: list[Json], images: Sequence[Json
             messages = [*opening]
         elif text:
             is_first = len(messages) == len(opening)
-            _send_message(url, fields, messages, _user_message(text, images if is_first else ()))
+            question = _user_message(text, images if is_first else ())
+            # This call appends the question and the answer to `messages`.
+            _send_message(url, fields, messages, question)
 
 
 def _read_message() -> str:

@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
     Returns: the exit code 0.
     """
+    # The server embeds Python, so the launcher names the folder of the library libpython. If the
+    # library is missing, this line raises an error before anything is installed.
     libpython = find_libpython()
     target: Path = args.target.resolve()
     server = target / "pytriton" / "tritonserver"

@@ -40,7 +40,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
     Args:
         columns: the titles of the columns.
-        rows: the values of each row. If a column has only numbers, they are aligned to the right.
+        rows: the values of each row. Floats are printed with three decimals. If a column has only
+            numbers, they are aligned to the right.
         title: a line above the table. "" prints no such line.
     """
     table = Table()
@@ -48,15 +49,18 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
         are_numbers = all(isinstance(row[index], int | float) for row in rows)
         table.add_column(column, justify="right" if are_numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(_cell, row))
+        table.add_row(*map(_format_cell, row))
     console = Console()
     if title:
         console.print(title, markup=False, highlight=False)
     console.print(table)
 
 
-def _cell(value: object) -> str:
-    """Return the text of a table cell. Escape "[", which begins markup of the library rich."""
+def _format_cell(value: object) -> str:
+    r"""Return the text of a table cell. Escape "[", which begins markup of the library rich.
+
+    Example: 0.25 returns "0.250", and "[a]" returns "\[a]".
+    """
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     return text.replace("[", r"\[")
 

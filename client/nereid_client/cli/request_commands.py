@@ -52,7 +52,7 @@ def complete(
             for choice in event["choices"]:
                 sys.stdout.write(choice["text"])
                 sys.stdout.flush()
-    say()
+    say()  # ends the line on the standard output
 
 
 def embed(

@@ -84,8 +84,8 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     if fork_server_address:
         environment[ADDRESS_VARIABLE] = fork_server_address
     shm_prefix = f"nereid_{os.getpid()}_"
-    openai_url = f"http://{_local_host(settings.host)}:{settings.port}"
-    http_url = f"http://{_local_host(host)}:{args.http_port}"
+    openai_url = f"http://{_address_to_connect_to(settings.host)}:{settings.port}"
+    http_url = f"http://{_address_to_connect_to(host)}:{args.http_port}"
     metrics_url = _metrics_url(args)
     return ServePlan(
         server=Program(
@@ -198,7 +198,9 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
         model: the path of the language model's checkpoint.
         name: the name of the language model in requests.
     """
-    grpc_url = f"{_local_host(args.host or '127.0.0.1')}:{args.grpc_port}"
+    # The Triton server listens on --host. The frontend on this machine connects to that address, or
+    # to 127.0.0.1 if the server listens on all addresses (0.0.0.0).
+    grpc_url = f"{_address_to_connect_to(args.host or '127.0.0.1')}:{args.grpc_port}"
     _warn_about_other_server(grpc_url)
     return {
         **os.environ,
@@ -220,10 +222,11 @@ def _variables_of_flags(args: argparse.Namespace) -> dict[str, str]:
     """
     variables = {}
     for variable, flag in _flags_by_variable().items():
-        value = getattr(args, attribute(flag))
+        value: str | None = getattr(args, attribute(flag))
         if value is not None:
             variables[variable] = value
-    # These flags contain paths. Relative paths are converted to absolute paths.
+    # The values of these flags contain paths, which become absolute. --config and --lora are not in
+    # `_flags_by_variable`. The value of --draft-model is replaced here.
     if args.config:
         variables["NEREID_MODELS_FILE"] = str(args.config.expanduser().absolute())
     if args.draft_model:
@@ -288,11 +291,14 @@ def _exposure_warnings(host: str, settings: Settings) -> list[str]:
 
 def _metrics_url(args: argparse.Namespace) -> str:
     """Return the URL of the Triton server's metrics."""
-    return f"http://{_local_host(args.host or '127.0.0.1')}:{args.metrics_port}/metrics"
+    return f"http://{_address_to_connect_to(args.host or '127.0.0.1')}:{args.metrics_port}/metrics"
 
 
-def _local_host(host: str) -> str:
-    """Return the address at which this machine can reach a server that listens on `host`."""
+def _address_to_connect_to(host: str) -> str:
+    """Return the address at which this machine can reach a server that listens on `host`.
+
+    Example: "0.0.0.0", which means all addresses of this machine, returns "127.0.0.1".
+    """
     return "127.0.0.1" if host in ("0.0.0.0", "") else host
 
 

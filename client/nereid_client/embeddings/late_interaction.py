@@ -23,9 +23,9 @@ from nereid_client.errors import ApiError
 from nereid_client.protocol.embedding_requests import ModelInputs
 
 _PROMPTS = {"query": ("query",), "documents": ("document", "passage", "corpus")}
-"""Maps an input tensor of a reranker to the names of prompts that an embedding model can have.
+"""Maps "query" and "documents" to the names of prompts that an embedding model can have.
 
-A prompt is a text that the embedding model puts before each input text. For each input tensor, the
+A prompt is a text that the embedding model puts before each input text. For each of the two, the
 first of these prompts that the model has is used. With the prompt "query", a model such as ColBERT
 also adds mask tokens.
 """
@@ -82,7 +82,8 @@ async def late_interaction(
         inputs: the input tensors of a reranker: the tensor `query`, and the tensor `documents`, or
             the tensor `parts` if a document is an image. There is one query for all documents, or
             one query for each document.
-        truncate: whether to truncate texts that are too long.
+        truncate: whether to truncate texts that are too long. None means the server's default: such
+            a text is an error.
 
     Returns: the outputs of a reranker: `scores` has one score for each document, and `num_tokens`
         has the number of tokens of each query and each document.
@@ -105,7 +106,7 @@ async def _embed_tokens(
     request: Request,
     served: ServedModel,
     inputs: ModelInputs,
-    tensor: str,
+    role: str,
     *,
     truncate: bool | None,
 ) -> PoolingOutputs:
@@ -115,45 +116,52 @@ async def _embed_tokens(
         request: the HTTP request.
         served: the embedding model.
         inputs: the input tensors of a reranker.
-        tensor: "query" to embed the queries, or "documents" to embed the documents, which are in
-            the tensor `parts` if one of them is an image.
-        truncate: whether to truncate texts that are too long.
+        role: "query" to embed the queries, or "documents" to embed the documents.
+        truncate: whether to truncate texts that are too long. None means the server's default: such
+            a text is an error.
     """
     options = {
         "kind": "multi_vector",
-        "prompt_name": _prompt_name(served, tensor),
+        # Example: for "documents", the model uses its prompt "document", "passage" or "corpus".
+        "prompt_name": _prompt_name(served, role),
         "truncate": truncate,
     }
-    return await call_model(request, served, _inputs_of_embedder(inputs, tensor), options)
+    return await call_model(request, served, _inputs_of_embedder(inputs, role), options)
 
 
-def _inputs_of_embedder(inputs: ModelInputs, tensor: str) -> ModelInputs:
+def _inputs_of_embedder(inputs: ModelInputs, role: str) -> ModelInputs:
     """Convert one input tensor of a reranker to the input tensor of an embedding model.
 
     A reranker receives queries in the tensor "query", and documents in the tensor "documents". If a
     document is an image, the reranker receives all documents in the tensor "parts" instead. An
     embedding model receives texts in the tensor "texts", and texts or images in "parts".
 
-    Example: the tensors {"query": ["a"], "documents": ["b", "c"]} and the name "documents" return
+    Example: the tensors {"query": ["a"], "documents": ["b", "c"]} and the role "documents" return
     the tensors {"texts": ["b", "c"]}.
 
     Args:
-        inputs: the input tensors of a reranker.
-        tensor: "query" or "documents".
+        inputs: the input tensors of a reranker. For error messages, `fields` maps the name of each
+            tensor to the name of the request field.
+        role: "query" or "documents".
     """
-    if tensor in inputs.tensors:
-        return ModelInputs({"texts": inputs.tensors[tensor]}, {"texts": inputs.fields[tensor]})
-    # Only "documents" can be absent, because a query is always a text.
-    return ModelInputs({"parts": inputs.tensors["parts"]}, {"parts": inputs.fields["parts"]})
+    # Only the tensor "documents" can be absent, because a query is always a text.
+    old_name, new_name = (role, "texts") if role in inputs.tensors else ("parts", "parts")
+    return ModelInputs(
+        tensors={new_name: inputs.tensors[old_name]}, fields={new_name: inputs.fields[old_name]}
+    )
 
 
-def _prompt_name(served: ServedModel, tensor: str) -> str | None:
-    """Return the name of the prompt that the model uses for the texts in `tensor`, or None.
+def _prompt_name(served: ServedModel, role: str) -> str | None:
+    """Return the name of the model's prompt for queries or for documents. If there is none, None.
 
     Example: a model with the prompts "query" and "passage" returns "passage" for "documents".
+
+    Args:
+        served: the embedding model.
+        role: "query" or "documents".
     """
     model_prompts = served.info.get("prompts", {})
-    names = [name for name in _PROMPTS[tensor] if name in model_prompts]
+    names = [name for name in _PROMPTS[role] if name in model_prompts]
     return names[0] if names else None
 
 

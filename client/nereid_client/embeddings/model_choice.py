@@ -116,7 +116,7 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         message = f"The server has no model of the kind {' or '.join(map(repr, kinds))}."
         raise ApiError(404, message, param="model", code="model_not_found")
     for target in targets:
-        if _is_known_by_other_names(target, name):
+        if _has_only_other_names(target, name):  # this model need not be loaded
             other_names.append(target.names[0])
             continue
         try:
@@ -129,11 +129,13 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         other_names.append(model.name)
     if other_names:
         raise await _wrong_model_error(request, name or "", other_names)
-    raise _most_useful(problems)
+    # No model has answered, so `problems` has one error for each target. If an error is temporary,
+    # such as a 503, this error is raised.
+    raise _problem_to_report(problems)
 
 
-def _is_known_by_other_names(target: PoolingTarget, name: str | None) -> bool:
-    """Return whether a model need not be loaded, because it does not have the requested name.
+def _has_only_other_names(target: PoolingTarget, name: str | None) -> bool:
+    """Return whether the names of a model are known, and none of them is the requested name.
 
     Without a file that describes several models, `target.names` is empty, and the model itself
     reports its name.
@@ -145,7 +147,7 @@ def _is_known_by_other_names(target: PoolingTarget, name: str | None) -> bool:
     return bool(target.names) and name is not None and name not in target.names
 
 
-def _most_useful(problems: Sequence[ApiError]) -> ApiError:
+def _problem_to_report(problems: Sequence[ApiError]) -> ApiError:
     """Return the error to report, if no model can answer a request.
 
     A temporary problem, such as a model that does not answer, is preferred, because the client can
@@ -171,17 +173,22 @@ async def select_language_model(request: Request, name: str | None) -> None:
         a reranker, the message also gives the route of that model.
     """
     adapter = ""
-    context = find_context(request, name)
+    context = find_context(request, name)  # without a name: the default model, which always exists
     if context is None and name is not None:
         adapter = name
         context = await _find_context_with_adapter(request, adapter)
     if context is None:
-        language_models = [context.settings.model_name for context in contexts_of(request).all]
-        suitable = " or ".join(map(repr, language_models))
-        message = _wrong_model_message(name or "", suitable, await _served_models(request))
-        raise ApiError(404, message, param="model", code="model_not_found")
+        raise await _unknown_language_model_error(request, name or "")
     request.state.context = context
     current_adapter.set(adapter)
+
+
+async def _unknown_language_model_error(request: Request, name: str) -> ApiError:
+    """Return an error with the status 404 that contains the names of all language models."""
+    language_models = [context.settings.model_name for context in contexts_of(request).all]
+    suitable = " or ".join(map(repr, language_models))
+    message = _wrong_model_message(name, suitable, await _served_models(request))
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _find_context_with_adapter(request: Request, adapter: str) -> Context | None:
@@ -297,7 +304,7 @@ async def call_model(
 
     Raises: ApiError, BackendError. The error names a request field instead of a tensor.
     """
-    _check_texts(inputs, options)
+    _check_texts_are_unicode(inputs, options)  # a gRPC request cannot contain half a surrogate pair
     call = PoolingCall(served.model, unique_request_id(request), inputs.tensors, options)
     try:
         outputs = await sse.unless_disconnected(
@@ -310,8 +317,10 @@ async def call_model(
     return outputs
 
 
-def _check_texts(inputs: ModelInputs, options: Mapping[str, Any]) -> None:
-    """Check that all texts are valid Unicode, both in the input tensors and in the options.
+def _check_texts_are_unicode(inputs: ModelInputs, options: Mapping[str, Any]) -> None:
+    r"""Check that all texts are valid Unicode, both in the input tensors and in the options.
+
+    A JSON text such as "\ud800" contains half of a surrogate pair, which UTF-8 cannot encode.
 
     Raises: ApiError 400.
     """

@@ -203,7 +203,8 @@ def to_api_error(error: FrontendError) -> ApiError:
     message = _TENSOR_NAME.sub("prompt", error.message)
     if status == 400:
         return _invalid_argument_error(message)
-    headers = _retry_after(message) if status in (429, 503) else None
+    # Example: the message "Try again in 4 s." gives the header "Retry-After: 4".
+    headers = _retry_after_header(message) if status in (429, 503) else None
     return ApiError(status, message, code=code, headers=headers)
 
 
@@ -290,6 +291,7 @@ def _message_for_first_field(details: Sequence[ErrorDetails]) -> str:
         return (
             f"{path} must match the pattern {pattern}, but the request has {shown(first['input'])}"
         )
+    # If the field accepts several types, there is an error for each type, so all errors are needed.
     return _type_or_range_message(details)
 
 
@@ -307,8 +309,9 @@ def _type_or_range_message(details: Sequence[ErrorDetails]) -> str:
     Args:
         details: pydantic's errors. The errors for the first wrong field come first.
     """
-    field = _path(details[0])
+    field = _path(details[0])  # `_path` omits the accepted type, with which pydantic ends the path
     value = details[0]["input"]
+    # If members of a list are wrong, the field accepts lists. The message names the first member.
     wrong_members = [detail for detail in details if _path(detail).startswith(f"{field}[")]
     if isinstance(value, list) and wrong_members:
         member = wrong_members[0]
@@ -355,7 +358,7 @@ def _split_field(message: str) -> tuple[str | None, str]:
     return field, message
 
 
-def _retry_after(message: str) -> dict[str, str]:
+def _retry_after_header(message: str) -> dict[str, str]:
     """Return the header Retry-After with the number of seconds that an error message contains.
 
     If the message contains no number of seconds, the header has the value 1.
@@ -380,7 +383,8 @@ def _requirement(detail: ErrorDetails) -> str:
         return _DESCRIPTIONS_OF_TYPES[last_part_of_path]
     requirement = _REQUIREMENTS.get(detail["type"])
     if requirement is None:
-        # Use pydantic's message. Example: "Input should be a valid URL" returns "a valid URL".
+        # Use pydantic's message, which usually contains the words "should be". Example: "Input
+        # should be a valid URL" returns "a valid URL".
         return re.sub(r"^(Input|String|Value) should (be )?", "", detail["msg"])
     # Replace the placeholder in a requirement such as "at most {le}".
     limits = {name: _plain_number(limit) for name, limit in detail.get("ctx", {}).items()}

@@ -158,7 +158,7 @@ def _problem_of(token: PatternToken, previous: PatternToken | None) -> str:
     match token.kind:
         case "repeat" if previous is None or previous.kind in ("open", "bar", "anchor", "repeat"):
             return "repeats nothing"
-        case "close" if token.depth == 0:
+        case "close" if token.depth == 0:  # no group is open before this token
             return "has no opening parenthesis"
         case "needs_json_escape":
             return _NEEDS_JSON_ESCAPE
@@ -166,6 +166,8 @@ def _problem_of(token: PatternToken, previous: PatternToken | None) -> str:
             return _problem_of_set(token.text)
         case "code_point":
             return _problem_of_character(chr(int(token.text[2:], 16)))
+        # Of three kinds of escapes, the first is a control character such as `\n`. The second is
+        # another letter such as `\d`, and the third is a literal character such as `\.`.
         case "escape" if token.text[1] in _CONTROL_LETTERS:
             return _NEEDS_JSON_ESCAPE
         case "escape" if token.text[1].isalnum():
@@ -186,15 +188,17 @@ def _problem_of_set(text: str) -> str:
     r"""Return the reason why xgrammar does not enforce a set such as `[a-z]`, or "".
 
     A set is refused if JSON writes all its characters with a backslash, as in `["\n]`. The set
-    `["a]` is accepted, but the model then writes only the `a`. Sets in sets, as in `[[:alpha:]]`
-    and `[a-z&&[^b]]`, are refused, because they have different meanings in the libraries for
-    regular expressions.
+    `["a]` is accepted, because the model can write the `a`. The model then never writes the
+    quotation mark, but each text that it writes matches the expression. Sets in sets, as in
+    `[[:alpha:]]` and `[a-z&&[^b]]`, are refused, because they have different meanings in the
+    libraries for regular expressions.
     """
     if _SET_OF_CHARACTERS_THAT_NEED_JSON_ESCAPES.fullmatch(text):
         return _NEEDS_JSON_ESCAPE
     if any(character < " " for character in text):
         return r"contains a control character, which must be written as an escape such as \n"
     escapes = re.findall(r"\\.", text, re.DOTALL)
+    # `text[1:]` skips the bracket that begins the set.
     without_escapes = re.sub(r"\\.", "", text[1:], flags=re.DOTALL)
     if "[" in without_escapes or "&&" in without_escapes:
         return "contains another set"

@@ -129,8 +129,8 @@ def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json])
         raise FieldError("messages", "messages must contain at least one message of the user")
     # Many chat templates accept only one system message, so later ones become user messages.
     chat = _merge_turns_to_chat([_without_system_role(turn) for turn in conversation])
-    # The coding agent Claude Code sends a billing line, which differs in each conversation. With
-    # this line, no conversation could use the cached prefix of another.
+    # The coding agent Claude Code sends a billing line, which differs in each conversation. This
+    # line is removed, because no conversation could otherwise use the cached prefix of another.
     system_text = _without_billing_line(_join_text_blocks(system_blocks))
     if not system_text:
         return chat

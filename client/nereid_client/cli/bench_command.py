@@ -187,6 +187,7 @@ def _measure(url: str, body: Json) -> Sample:
 
 
 def _has_text(choice: Json) -> bool:
+    """Return whether a streamed choice contains new text of the answer or of the reasoning."""
     delta = choice["delta"]
     return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content"))
 

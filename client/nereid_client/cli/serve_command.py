@@ -303,6 +303,7 @@ def _address_to_connect_to(host: str) -> str:
 
 
 def _environment_path(variable: str) -> Path | None:
+    """Return the path in an environment variable, or None if the variable is not set or empty."""
     value = os.environ.get(variable)
     return Path(value) if value else None
 

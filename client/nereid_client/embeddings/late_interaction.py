@@ -122,8 +122,7 @@ async def _embed_tokens(
     """
     options = {
         "kind": "multi_vector",
-        # Example: for "documents", the model uses its prompt "document", "passage" or "corpus".
-        "prompt_name": _prompt_name(served, role),
+        "prompt_name": _prompt_name(served, role),  # such as "passage" for documents
         "truncate": truncate,
     }
     return await call_model(request, served, _inputs_of_embedder(inputs, role), options)

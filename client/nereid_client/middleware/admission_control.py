@@ -87,8 +87,8 @@ class Gate:
         """
         if self.is_draining:
             return _draining_error()
-        # The budget does not only limit the sum. It also leaves a part of the limit to others, so
-        # that one client cannot use the whole limit.
+        # `fits` checks the limit on the requests of all clients. In addition, the requests of one
+        # client may be at most 3 times the number that then remains for other clients.
         if not self._running.fits(client.share, 1):
             return self._too_many_error(client)
         if not client.max_concurrent:
@@ -123,7 +123,7 @@ def _draining_error() -> ApiError:
         "the request to another server, or wait until this one has restarted.",
         code="unavailable",
         headers=_RETRY_AFTER,
-        limit="draining",
+        limit="draining",  # the label of this rejection in the metrics
     )
 
 
@@ -158,17 +158,16 @@ class Throttle:
         self._rejection_times.append(now)
         self._last_message = message
         self._retry_after = retry_after
-        # It took `duration_s` seconds until the server rejected this request. In this time, the
-        # frontend has sent `num_sent_later` requests, which the server must probably also reject.
-        # If these are many, the frontend sends no requests for another `duration_s` seconds, but at
-        # most for _LONGEST_PAUSE_S seconds. Otherwise, a slow server would receive requests faster
-        # than it can reject them. A few rejections are tolerated without a pause.
+        has_expired_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
+        if has_expired_in_queue:
+            return  # the time until the rejection was the waiting time, not work of the server
         duration_s = now - started
         num_sent_later = sum(sent > started for sent in self._admission_times)
-        # If the request waited in the server's queue until its time limit, `duration_s` contains
-        # the waiting time, and there is no pause.
-        was_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
-        if num_sent_later >= _TOLERATED_REJECTIONS and not was_in_queue:
+        # The server probably also rejects the requests that were sent after this request, and needs
+        # about `duration_s` seconds to do so. If there are many such requests, the frontend pauses
+        # for this time. Otherwise, a slow server would receive requests faster than it can reject
+        # them.
+        if num_sent_later >= _TOLERATED_REJECTIONS:
             self._paused_until = now + min(duration_s, _LONGEST_PAUSE_S)
 
     def rejection(self, now: float) -> ApiError | None:
@@ -191,7 +190,7 @@ class Throttle:
             f"message: {self._last_message}",
             code="unavailable",
             headers={"Retry-After": self._retry_after},
-            limit="overload",
+            limit="overload",  # the label of this rejection in the metrics
         )
 
     def is_active(self, now: float) -> bool:
@@ -200,6 +199,7 @@ class Throttle:
         return bool(self._rejection_times)
 
     def _forget_old(self, now: float) -> None:
+        """Remove the times that are more than `_WINDOW_S` seconds ago."""
         for times in (self._admission_times, self._rejection_times):
             while times and times[0] < now - _WINDOW_S:
                 times.popleft()
@@ -235,8 +235,9 @@ class AdmissionControl:
         The gate limits the number of running requests. A throttle limits the requests of one client
         to one path after the server has rejected many of these requests.
 
-        Two health checks of `nereid serve` may run at the same time without being counted. A
-        further health check is treated as any other request.
+        Two health checks of `nereid serve` may run at the same time without being counted, because
+        `nereid serve` restarts a server that does not answer. A further health check is treated as
+        any other request.
         """
         if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
@@ -247,7 +248,7 @@ class AdmissionControl:
         now = time.monotonic()
         client = current_client.get()
         key = (client.share, scope["path"])  # the key of the client's throttle for this path
-        rejection = self._admit(client, self._throttles.get(key), now)
+        rejection = self._enter_gate_or_reject(client, self._throttles.get(key), now)
         if rejection is not None:
             self._metrics.count_refusal(rejection)
             await error_response(rejection, scope)(scope, receive, send)
@@ -257,8 +258,12 @@ class AdmissionControl:
         finally:
             self._gate.leave(client)
 
-    def _admit(self, client: Client, throttle: Throttle | None, now: float) -> ApiError | None:
-        """Count a new request if all limits admit the request. Otherwise, return the error.
+    def _enter_gate_or_reject(
+        self, client: Client, throttle: Throttle | None, now: float
+    ) -> ApiError | None:
+        """Let a new request enter the gate if all limits admit the request. Else, return the error.
+
+        If None is returned, the caller must call `self._gate.leave` at the end of the request.
 
         Args:
             client: the client that sent the request.
@@ -299,7 +304,8 @@ class AdmissionControl:
         limits the further requests.
 
         A rejection is a response with the status 503 and the header Retry-After. Only routes that
-        call a model send such a response. In Anthropic's API, the status is 529.
+        call a model send such a response. In Anthropic's API, the status is 529. The throttle
+        repeats the error message in the body when it rejects later requests.
 
         Args:
             key: the key of the throttle.
@@ -352,6 +358,7 @@ class AdmissionControl:
 
 
 def _is_always_admitted(scope: Scope) -> bool:
+    """Return whether a request only reads, deletes or aborts, and so causes almost no load."""
     if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
         return True
     path: str = scope["path"]

@@ -77,7 +77,7 @@ class ApiKey:
             "'x-api-key: KEY'.",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
-            limit="api_key",
+            limit="api_key",  # the label of this rejection in the metrics
         )
         self._metrics.count_refusal(error)
         is_page = scope["path"] == playground.PATH and scope["method"] in ("GET", "HEAD")
@@ -120,5 +120,6 @@ def _key_in(headers: Headers) -> str:
 
 
 def _requires_key(scope: Scope) -> bool:
+    """Return whether a request needs an API key: the API, the playground, and all other changes."""
     is_guarded = scope["path"] == playground.PATH or scope["path"].startswith("/v1/")
     return is_guarded or scope["method"] not in ("GET", "HEAD", "OPTIONS")

@@ -52,6 +52,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, unless a limit rejects the body with the status 408, 413 or 429."""
+        # The upload route writes a file to the disk while the file arrives, and has its own limits.
         if scope["type"] != "http" or _is_upload(scope):
             await self._app(scope, receive, send)
             return
@@ -183,9 +184,5 @@ class _ReceivedBody:
 
 
 def _is_upload(scope: Scope) -> bool:
-    """Return whether the request uploads a file.
-
-    The upload route writes the file to the disk while the file arrives. The route has limits of its
-    own for files.
-    """
+    """Return whether the request uploads a file."""
     return (scope["method"], scope["path"]) == ("POST", UPLOAD_PATH)

@@ -54,13 +54,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
         Mutates: `_num_header_bytes`, if the headers of the request are still incomplete.
         """
-        if self._timer is None and not self._has_headers:
+        is_start_of_headers = self._timer is None and not self._has_headers
+        if is_start_of_headers:
             self._start_timer()
         self._has_completed_part = False
-        # If `data` contains the end of the headers, the parser calls `on_headers_complete`, which
-        # sets `_has_headers` to True and `_num_header_bytes` to 0. If `data` contains the end of
-        # the body, the parser calls `on_message_complete`, which sets `_has_headers` to False.
-        # Both methods set `_has_completed_part` to True.
+        # In this call, the parser calls two methods of this class. Both set `_has_completed_part`.
+        # - at the end of the headers: `on_headers_complete`, which sets `_has_headers`, resets
+        #   `_num_header_bytes` to 0 and stops the timer
+        # - at the end of the body: `on_message_complete`, which resets `_has_headers` to False
         super().data_received(data)
         contains_only_headers = not self._has_headers and not self._has_completed_part
         if not contains_only_headers:

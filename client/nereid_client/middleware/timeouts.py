@@ -91,10 +91,10 @@ class Timeouts:
     ) -> None:
         """Call the application. If the timeout of the request expires, end the request.
 
-        The timeout expires for one of three reasons: the time limit is reached, the client does not
-        read the response (found by `_UnreadWatch`), or another request aborts this request (through
-        `running`). If the client does not read, uvicorn closes the connection, and no error is
-        sent.
+        The timeout expires for one of three reasons: the time limit is reached, `watch` makes it
+        expire because the client does not read the response, or `running` makes it expire because
+        another request aborts this request. If the client does not read, uvicorn closes the
+        connection, and no error is sent.
 
         Args:
             limit: the time limit of the request.
@@ -116,6 +116,7 @@ class Timeouts:
         except TimeoutError:
             if not timeout.expired():
                 raise  # the application itself has raised this error
+            # The timeout expires only while the application runs, so `watch` and `request` exist.
             if watch.is_unread:
                 self._count_and_log_unread_response(scope)
             elif request.is_aborted:
@@ -274,10 +275,11 @@ class _UnreadWatch:
             self._timer.cancel()
 
     def _check(self) -> None:
-        """End the request if sending a message takes too long. Otherwise, set the timer again.
+        """End the request if sending a message takes too long. If not, set the timer again.
 
-        Mutates: `is_unread` and the timeout of the request if the request ends. Otherwise,
-            `_timer`.
+        Do nothing if the timeout has already expired for another reason.
+
+        Mutates: `is_unread` and the timeout of the request, or `_timer`.
         """
         now = self._loop.time()
         unsent_since = self._response.unsent_since
@@ -288,4 +290,4 @@ class _UnreadWatch:
             self._timer = self._loop.call_at(deadline, self._check)
         elif not self._timeout.expired():
             self.is_unread = True
-            self._timeout.reschedule(now)
+            self._timeout.reschedule(now)  # the timeout expires at once, which ends the request

@@ -48,7 +48,7 @@ class Traces:
             await self._call_in_span(scope, receive, send)
 
     async def _call_in_span(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle the request in a span. The span continues the client's trace, if there is one.
+        """Handle a POST request in a span. The span continues the client's trace, if there is one.
 
         The span has the status code of the response. The calls to the models contain the
         `traceparent` of the span, so that their spans belong to the same trace. Without the

@@ -166,7 +166,8 @@ class EmbeddingRequest(EmbeddingOptions):
 
         If the request contains no prompt, the field input_type selects a prompt of the checkpoint.
         The value "passage" selects the prompt "passage", or the prompt "document" if there is no
-        prompt "passage".
+        prompt "passage". Without input_type, or if the checkpoint has no such prompt, `prompt_name`
+        is None, which selects the checkpoint's default prompt, if there is one.
 
         Args:
             prompts: the names of the checkpoint's prompts.
@@ -176,7 +177,7 @@ class EmbeddingRequest(EmbeddingOptions):
             return options
         input_type = self.input_type or ""
         names = [input_type, "document"] if input_type == "passage" else [input_type]
-        options["prompt_name"] = _first_known(names, prompts)
+        options["prompt_name"] = _first_known_prompt(names, prompts)
         return options
 
     @field_validator("input")
@@ -276,7 +277,10 @@ class CohereEmbedRequest(RequestBody):
         """Return the JSON object for the input `options` of the model `embedding`.
 
         The field input_type selects a prompt of the checkpoint. The value "search_query" selects
-        the prompt "search_query", or the prompt "query" if there is no prompt "search_query".
+        the prompt "search_query", or the prompt "query" if there is no prompt "search_query". In
+        the same way, "search_document" selects "search_document" or "document". Without input_type,
+        or if the checkpoint has no such prompt, `prompt_name` is None, which selects the
+        checkpoint's default prompt, if there is one.
 
         Args:
             prompts: the names of the checkpoint's prompts.
@@ -285,12 +289,12 @@ class CohereEmbedRequest(RequestBody):
         names = (input_type, input_type.removeprefix("search_"))
         return {
             "dimensions": self.output_dimension,
-            "prompt_name": _first_known(names, prompts),
+            "prompt_name": _first_known_prompt(names, prompts),
             "truncate": self.truncate != "NONE",
         }
 
 
-def _first_known(names: Iterable[str], prompts: Iterable[str]) -> str | None:
+def _first_known_prompt(names: Iterable[str], prompts: Iterable[str]) -> str | None:
     """Return the first name in `names` that is also in `prompts`. If there is none, return None."""
     known_names = [name for name in names if name in prompts]
     return known_names[0] if known_names else None

@@ -102,7 +102,8 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
                 f"{shown(kind)}. Nereid has no tools of its own.",
             )
     names = [str(name) for _, name in map(_kind_and_name, tools)]
-    check_unique_names(names, custom_tool_names(tools))
+    # Only the names of custom tools must be unique here, because the backend checks the functions.
+    check_unique_names(names, names_to_check=custom_tool_names(tools))
 
 
 def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:

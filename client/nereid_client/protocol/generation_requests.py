@@ -211,9 +211,10 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_echo(self) -> Self:
-        """If the request asks for an echo, check that no prompt is given as token ids or truncated.
+        """If the request asks for an echo of the prompt, check that the frontend can send the echo.
 
-        The frontend does not convert token ids to text.
+        The frontend does not convert token ids to text, so the prompts must be complete texts. In a
+        stream, the echo has no log-probabilities.
         """
         if not self.echo:
             return self
@@ -271,9 +272,12 @@ class CompletionRequest(GenerationRequest):
             # tokens.
             fields["max_tokens"] = 1
         if self.echoes_logprobs:  # echo=true with logprobs
-            # The frontend puts the tokens of the prompt before the generated tokens. The engine
-            # computes the prompt's log-probabilities once, for `logprobs` and `prompt_logprobs`.
+            # The field `logprobs` of the response begins with the tokens of the prompt. `logprobs`
+            # and `prompt_logprobs` of the request can be different numbers of likely tokens for the
+            # prompt. The engine accepts only one number, so the larger one is sent.
             fields["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
+            # `prompt_logprobs` maps token ids to log-probabilities. The frontend needs the ids of
+            # the prompt to find its tokens among the other likely tokens.
             fields["return_token_ids"] = True
         return fields
 

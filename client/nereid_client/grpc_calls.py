@@ -169,7 +169,7 @@ class TritonCalls:
             was_cancelled_by_server = not _is_current_task_cancelled()
             if was_cancelled_by_server:
                 raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
-            Call.cancel(call)  # `call.cancel()` would also cancel `reader`
+            _cancel_only_call(call)  # `reader` then ends by itself
             self._run_in_background(_wait_for_end(reader))
             raise
 
@@ -216,7 +216,7 @@ class Stream:
             if self._reader.done():
                 return await self._reader  # returns None, or raises the error that ended the stream
             self._changed.clear()
-            await self._changed.wait()
+            await self._changed.wait()  # until a response arrives or `_reader` ends
         return self._responses.popleft()
 
     def add_end_callback(self, callback: Callable[[], None]) -> None:
@@ -229,28 +229,26 @@ class Stream:
 
     def cancel(self) -> None:
         """Cancel the call. A call that has ended is not affected."""
-        Call.cancel(self._call)
+        _cancel_only_call(self._call)
         self._run_in_background(self._wait_for_end())
 
     async def _wait_for_end(self) -> None:
         """Wait for the end of the stream. Cancel the call if the stream does not end in time."""
         await asyncio.wait([self._reader], timeout=_END_TIMEOUT_S)
-        # The method of the base class cancels only the gRPC call. `self._call.cancel()` would also
-        # cancel the reader. If the stream has ended, the call is not affected.
-        Call.cancel(self._call)
+        _cancel_only_call(self._call)  # without effect if the stream has ended
         await _wait_for_end(self._reader)
 
     async def _read_all(self) -> None:
-        """Read all responses of the stream, and wake the method `read` after each response.
+        """Read and store all responses of the stream. Wake `Stream.read` after each response.
 
         Raises:
             grpc.RpcError: the call failed.
             BackendError: the server cancelled the call.
         """
         try:
-            # This line waits for the metadata before the first call of `read`. Otherwise, `read`
-            # would itself start a second gRPC operation that waits for the metadata. If the
-            # connection then fails, the memory of both operations is never freed.
+            # This line waits for the metadata before the first call of `self._call.read`.
+            # Otherwise, `self._call.read` would start a second gRPC operation that waits for the
+            # metadata. If the connection then fails, the memory of both operations is never freed.
             await self._call.initial_metadata()
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 self._responses.append(response)
@@ -262,7 +260,7 @@ class Stream:
                 raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
             raise
         finally:
-            self._changed.set()  # wakes `read`, which then sees that this task has ended
+            self._changed.set()  # wakes `Stream.read`, which then sees that this task has ended
 
 
 class InputTensor(NamedTuple):
@@ -340,6 +338,15 @@ def _is_current_task_cancelled() -> bool:
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _cancel_only_call(call: Any) -> None:  # noqa: ANN401 - untyped library
+    """Cancel a gRPC call, but not the task that awaits the call, which then ends by itself.
+
+    `call.cancel()` would also cancel this task, and gRPC would then leak memory. The method of the
+    base class `Call` does not.
+    """
+    Call.cancel(call)
 
 
 async def _await(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library

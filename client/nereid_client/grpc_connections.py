@@ -44,6 +44,7 @@ class Connection:
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
         )
+        # `Connections` assigns a client to the connection with the fewest running calls.
         self.num_calls = 0
 
     async def close(self) -> None:

@@ -39,7 +39,8 @@ class JsonFormatter(logging.Formatter):
         # The parent class adds the traceback to the message.
         message = super().format(record)
         fields = {name: getattr(record, name) for name in REQUEST_FIELDS if hasattr(record, name)}
-        return _json_line(record.created, record.levelname.lower(), "frontend", message, fields)
+        level = record.levelname.lower()
+        return _json_line(record.created, level, "frontend", message, request_fields=fields)
 
 
 class JsonLines(io.TextIOBase):
@@ -93,7 +94,8 @@ def to_json_line(line: str, source: str) -> str:
     level = _TRITON_LEVELS[match[1]] if match else "info"
     if line.startswith(ERROR_PREFIX):
         level = "error"
-    return _json_line(datetime.now(UTC).timestamp(), level, source, line, {})
+    now = datetime.now(UTC).timestamp()
+    return _json_line(now, level, source, message=line, request_fields={})
 
 
 def uvicorn_log_config(level: str) -> dict[str, Any]:
@@ -108,8 +110,17 @@ def uvicorn_log_config(level: str) -> dict[str, Any]:
 
 
 def _json_line(
-    created: float, level: str, source: str, message: str, fields: Mapping[str, Any]
+    created: float, level: str, source: str, message: str, request_fields: Mapping[str, Any]
 ) -> str:
+    """Return a line of the log as a JSON object.
+
+    Args:
+        created: the Unix time of the line, in seconds.
+        level: the log level, such as "info".
+        source: the program that wrote the line, such as "tritonserver".
+        message: the text of the line.
+        request_fields: fields that describe the request to which the line belongs.
+    """
     time = datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds")
     record = {
         "time": time.replace("+00:00", "Z"),
@@ -117,4 +128,4 @@ def _json_line(
         "source": source,
         "message": message,
     }
-    return json.dumps({**record, **fields}, ensure_ascii=False)
+    return json.dumps({**record, **request_fields}, ensure_ascii=False)

@@ -28,19 +28,16 @@ class ClientBackend:
         """Yield the deltas of all choices. See `Backend.generate`.
 
         Add the current LoRA adapter and the current client to the request. The engine divides its
-        time among the clients, and distinguishes clients by `client_id`. This id is the attribute
-        `share` of a client: a name that several clients can have in common. The engine treats
-        clients with the same id as one client.
+        time among the clients. Clients with the same `share` count as one client.
         """
         generation = replace(generation, lora_name=current_adapter.get())
         client = current_client.get()
-        scheduling_name = client.share
-        # A client without an API key of its own and without the header X-Client-Id has no name. The
-        # engine treats the requests of all such clients alike.
-        if scheduling_name:
+        # A client without an API key of its own and without the header X-Client-Id has no share. It
+        # has the default weight and no priority, so nothing is added to the request.
+        if client.share:
             generation = replace(
                 generation,
-                client_id=scheduling_name,
+                client_id=client.share,
                 client_weight=client.weight,
                 priority=client.priority,
             )
@@ -99,7 +96,7 @@ class ClientBackend:
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
-                    if "usage" in delta:
+                    if "usage" in delta:  # counts all tokens of this choice so far
                         usages[delta.get("index", 0)] = delta["usage"]
                     yield delta
         finally:

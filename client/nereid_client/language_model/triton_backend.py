@@ -326,6 +326,7 @@ class TritonBackend:
         await self._calls.close()
 
     def _request(self, model: str, generation: Generation, outputs: list[str]) -> Any:
+        """Return a ModelInferRequest to `model` that returns the tensors in `outputs`."""
         request = infer_request(model, generation.request_id, _inputs(generation), outputs)
         # The tokenizer model serves the clients in turn, and needs the client id before it parses
         # the JSON text of the request. The client id is therefore also sent as a parameter.
@@ -380,7 +381,10 @@ def read_error(text: str) -> BackendError:
     match = _CODE_PREFIX.match(text)
     if match is not None:
         return BackendError(match[1], text[match.end() :])
-    if text.startswith("Request for unknown model") or means_outage(text):
+    # The frontend calls only models of the model repository. If the server does not know a model,
+    # the model is not loaded now, so the client can try again later.
+    is_model_unloaded = text.startswith("Request for unknown model")
+    if is_model_unloaded or means_outage(text):
         return BackendError("UNAVAILABLE", text)
     return BackendError("INTERNAL", text)
 
@@ -394,7 +398,7 @@ def _inputs(generation: Generation) -> list[InputTensor]:
     """Convert a `Generation` object to input tensors of the ensemble or of the tokenizer model.
 
     A tensor is left out if the generation does not have its value. The tensor `stream` is always
-    sent, because the frontend reads every answer as a stream. It does not affect token ids.
+    sent, because the frontend reads every answer as a stream. The tokenizer model ignores `stream`.
     """
     inputs = [_STREAM_THE_ANSWER]
     if generation.text_input is not None:
@@ -441,15 +445,17 @@ def _with_fields(text: str, generation: Generation) -> str:
 def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:
     """Convert one response of the Triton server to deltas, which are pieces of generated text.
 
-    The result contains one delta for each choice that has new text. The last response of a stream
-    may have no delta.
+    The result contains one delta for each choice with news, such as text or a finish reason. For a
+    choice without news, the server sends the delta {}, which is left out. The last response of a
+    stream may have no delta.
 
     Args:
         response: the response, a protobuf message. The tensor `delta` has a JSON object for each
             choice. If `text_output` was requested, it has the unparsed text of each choice.
         with_text: whether to add the unparsed text to each delta, with the key `text`.
     """
-    # The two lists have one item for each output tensor. They are empty if there are no deltas.
+    # The two lists have one item for each output tensor. In a response without tensors, they are
+    # empty. A difference in length is no reason to end the stream, so `strict` is False.
     contents = zip(response.outputs, response.raw_output_contents, strict=False)
     tensors = {output.name: decode_strings(raw) for output, raw in contents}
     deltas = [cast("Delta", from_json(string)) for string in tensors.get("delta", ())]

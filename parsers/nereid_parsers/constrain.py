@@ -139,12 +139,14 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
         declaration = layout.reasoning
         if declaration is None:
             return None
+        # `Reasoning` rejects an empty marker, so a closing marker always exists.
         return _ReasoningMarkers(declaration.open, declaration.close)
     # In the layout `Messages`, the reasoning is a separate message. `route` describes the header of
     # this message.
     route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         return None
+    # The first end marker ends one message. The other end markers end the whole output.
     return _ReasoningMarkers(header_text(layout, route), layout.ends[0])
 
 
@@ -321,7 +323,8 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
     return {
         "type": "triggered_tags",
         "triggers": [trigger_of(tools)],
-        "tags": [_tag_at_trigger(node) for node in _marked_calls(tools, request)],
+        # Each tag must start with the trigger, so white space before the marker is removed.
+        "tags": [_tag_without_leading_whitespace(node) for node in _marked_calls(tools, request)],
         "stop_after_first": request.is_single,
     }
 
@@ -345,7 +348,7 @@ def _is_unmarked_list(tools: ToolSection) -> bool:
     return isinstance(call.body, ListBody) and not has_marker
 
 
-def _tag_at_trigger(node: Node) -> Node:
+def _tag_without_leading_whitespace(node: Node) -> Node:
     r"""Convert the node of a tool call to a `tag` node whose `begin` has no leading white space.
 
     xgrammar requires that `begin` starts with a trigger, such as `<tool_call>`. Example: the tag of

@@ -37,9 +37,8 @@ _NESTED_PREFIX = "]<]minimax[>["
 _NESTED_TAGS_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
-# Schema keywords that restrict a string. If a schema has one of these keywords, the grammar allows
-# no single-quoted strings, because the regex `_SINGLE_QUOTED` cannot enforce the keyword.
-_STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
+# Schema keywords that restrict the text of a string.
+_STRING_RESTRICTIONS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
 # If all arguments of a tool are optional, a grammar that enforces their order grows with the square
 # of the number of arguments. If a tool has more than `_MAX_ORDERED_MEMBERS` such arguments, the
@@ -88,7 +87,10 @@ def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
         optional(_tagged_value(declaration, key, tool.argument(key))) for key in tool.optional_keys
     ]
     arguments = [*required, *optional_values]
-    return sequence(*arguments) if arguments else WHITESPACE
+    if not arguments:
+        # Models write a line break in a call without arguments: `<function=f>\n</function>`.
+        return WHITESPACE
+    return sequence(*arguments)
 
 
 def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
@@ -108,7 +110,8 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
         schema: The JSON schema of the argument. If it lists the allowed strings, the node matches
             only these strings. Otherwise the value may be any text.
     """
-    # Some opening tags declare the type of the value, as in `<p name="a" string="true">`.
+    # Some opening tags declare the type of the value, as in `<p name="a" string="true">`. The
+    # values of fields that the opening tag does not contain are not used.
     field_values = {"key": [key], "string": ["true"], "type": ["string"]}
     choices = _string_choices(schema)  # The allowed strings, or None.
     if choices is not None:
@@ -118,7 +121,8 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
         return sequence(opening, value, const(declaration.close))
     # Some formats declare tags that contain quotes or CDATA, as in `<p><![CDATA[..]]></p>`. If a
     # model may omit the quotes or the CDATA, `declaration.also` contains the shorter form
-    # `<p>..</p>`.
+    # `<p>..</p>`. All other forms in `also` are left out, because the declared form can contain
+    # any text.
     unquoted_forms = [
         form for form in declaration.also if _is_quoted_form(declaration, unquoted=form)
     ]
@@ -176,7 +180,8 @@ def _tagged_json(
         schema: The JSON schema of the argument.
         types: The JSON types that the schema allows.
     """
-    # Some opening tags declare the type of the value, as in `<p name="a" string="false">`.
+    # Some opening tags declare the type of the value, as in `<p name="a" string="false">`. The
+    # values of fields that the opening tag does not contain are not used.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
     forms = (declaration, *declaration.also)
     if types <= _SCALARS:  # The value is a number, a boolean or null, which needs no quotes.
@@ -184,6 +189,8 @@ def _tagged_json(
     options: list[Node] = []
     for form in forms:
         opening = pattern_node(form.open, field_values)
+        # The parser ends the value at the closing tag, even if the white space around the tag is
+        # missing. The value must therefore not contain the tag without this white space.
         value = _json_or_python_word(schema, types, closing_tag=form.close.strip())
         options.append(sequence(opening, value, const(form.close)))
     return one_of(*options)
@@ -203,17 +210,17 @@ def _forms_of_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArgumen
     """Return the members of `forms` in which models write numbers, booleans and null.
 
     Example: of the forms `<p>3</p>` and `<p><![CDATA[3]]></p>`, only the form without quotes is
-    returned, because models quote only values with special characters. The quoted form of any of
-    the `forms` is omitted, even if that form itself is omitted.
+    returned, because models quote only values with special characters.
     """
+
+    def has_quotes(form: TaggedArguments) -> bool:
+        """Return whether `form` is one of the other `forms` with quotes or CDATA added."""
+        return any(_is_quoted_form(form, unquoted=other) for other in forms)
+
     # Some forms declare the type of the value in the opening tag (`{type}`). To keep the grammar
     # small, these forms are omitted if at least one form does not declare a type.
     untyped_forms = tuple(form for form in forms if "{type}" not in form.open)
-    return tuple(
-        form
-        for form in untyped_forms or forms
-        if not any(_is_quoted_form(form, unquoted=other) for other in forms)
-    )
+    return tuple(form for form in untyped_forms or forms if not has_quotes(form))
 
 
 def _json_or_python_word(
@@ -287,8 +294,9 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
         # If another keyword, such as `enum`, allows null, the node also matches JSON's `null`.
         other_types = sorted(types - {"null"})
         return one_of(const("None"), json_schema({**schema, "type": other_types}))
-    has_string_keywords = any(keyword in schema for keyword in _STRING_KEYWORDS)
-    if types == _STRING_ONLY and not has_string_keywords:
+    # The regex of single-quoted strings cannot enforce a keyword such as `enum` or `maxLength`.
+    is_restricted = any(keyword in schema for keyword in _STRING_RESTRICTIONS)
+    if types == _STRING_ONLY and not is_restricted:
         return one_of(json_schema(schema), {"type": "regex", "pattern": _SINGLE_QUOTED})
     return json_schema(schema)
 
@@ -314,8 +322,10 @@ def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]
     choices = _string_choices(schema)  # The allowed strings, or None.
     if choices is not None:
         return one_of(*(const(f"{quote}{choice}{quote}") for choice in choices))
-    types = json_types_of(schema, schema)
+    types = json_types_of(schema, root=schema)
     if types is None or "string" in types:
+        # If the schema also allows other types, the grammar still allows only strings, because
+        # a string is then a valid value, too.
         return {"type": "tag", "begin": quote, "content": any_text(), "end": quote}
     if types == frozenset({"array"}):
         declared_schema = schema.get("items")

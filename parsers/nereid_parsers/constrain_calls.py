@@ -74,6 +74,7 @@ def section_node(section: ToolSection, request: Request) -> Node:
     """
     call = section.calls[0]
     if isinstance(call.body, ListBody):
+        # Models of some formats write a single tool call without the list: `{"name": "f", ..}`.
         items = [_list_or_object(section, call.body, request)]
         # A message can contain several lists only if each list is enclosed in markers, as in
         # `<call>[f()]</call><call>[g()]</call>`.
@@ -270,9 +271,10 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     arguments = json_schema(tool.parameters)
     if isinstance(keys, NameIsKey):
         return sequence(const("{"), name, const(": "), arguments, const("}"))
-    members = _members_node(keys, name, arguments)
+    members = _members_node(keys, name, arguments)  # Includes the id if `keys` requires an id.
     if keys.id is not None and _is_id_optional(keys, keys.id):
-        # The model may write the id as the first or the last member, or omit the id.
+        # The model may write the id as the first or the last member, or omit the id. The grammar
+        # does not exclude that the model writes the id at both places.
         id_member = sequence(const(f"{json.dumps(keys.id)}: "), _QUOTED_ID)
         id_at_start = optional(sequence(id_member, const(", ")))
         id_at_end = optional(sequence(const(", "), id_member))
@@ -282,7 +284,7 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
 
 def _is_id_optional(keys: Keys, id_path: str) -> bool:
     """Return whether the id of a tool call is optional and is a key of the outermost object."""
-    is_required = "id" in keys.order
+    is_required = "id" in keys.order  # `order` lists the members that the model must write.
     is_in_inner_object = "." in id_path
     return not is_required and not is_in_inner_object
 

@@ -75,12 +75,13 @@ def header_text(layout: Messages, route: Route, name: str = "") -> str:
 
 
 def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) -> Node:
-    """Return the grammar node for a reasoning message and the start of the next message.
+    """Return the grammar node for one reasoning message and the start of the next message.
 
     The state of the reasoning at the start of the output determines which text the node matches:
 
-        POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or nothing. A
-                         model may write several reasoning messages, even after one has ended.
+        POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or nothing.
+                         The prompt may already contain an ended reasoning message (ENDED), and a
+                         model may write one more.
         OPEN             `Hm.<|end|><|start|>assistant`, because the prompt ends with the header
         EXCLUDED         `<|start|>assistant`, because the caller constrains only the text after the
                          reasoning

@@ -74,9 +74,10 @@ def json_schema(schema: object, excludes: str = "", *, is_whole_answer: bool = F
 def _grammar_schema(schema: object, *, keeps_patterns: bool) -> object:
     """Return a copy of a schema without descriptions and without patterns that break JSON.
 
-    A grammar does not need descriptions. Unless `keeps_patterns` is true, a pattern is removed if
-    xgrammar would let the model write a text that is not JSON. Example: with the pattern `^"$`, the
-    model would write three quotation marks.
+    Descriptions, such as `title`, do not restrict the value, so the grammar does not need them.
+    Unless `keeps_patterns` is true, a pattern is removed if xgrammar would let the model write a
+    text that is not JSON. Example: with the pattern `^"$`, the model would write three quotation
+    marks.
 
     Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. Two other
     uses of a key such as `description` are not removed:

@@ -221,6 +221,8 @@ def _parse_tool_choice(choice: str | Mapping[str, Any] | None, *, has_tools: boo
         names = frozenset({_function_name(choice)})
         return _ToolChoice(mode="required", names=names, names_one_function=True)
     if kind == "allowed_tools":
+        # Chat Completions encloses `mode` and `tools` in an object `allowed_tools`. The Responses
+        # API writes `mode` and `tools` next to `type`.
         return _parse_allowed_tools(choice.get("allowed_tools", choice))
     raise ConstraintError(
         f"tool_choice: type must be function or allowed_tools, but is {shorten(kind)}"

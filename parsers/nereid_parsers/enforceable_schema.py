@@ -71,7 +71,9 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
     `{"allOf": [{"minimum": 1}, {"maximum": 5}]}` gives `{"minimum": 1, "maximum": 5}`.
 
     Args:
-        schema: A JSON schema, or a list or an object that contains schemas.
+        schema: A JSON schema, or a list or an object that contains schemas, such as the value of
+            `properties`. A property that has the name of a keyword, such as `allOf`, does no harm:
+            its value is a schema, and only values of the keyword's own type are rewritten.
         scope: The outermost schema, and the references that were replaced to build `schema`.
         depth: The number of lists and objects that enclose `schema`.
     """
@@ -101,8 +103,9 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     in the same way: `{"$ref": .., "maximum": 5}` is read as `{"allOf": [{"$ref": ..}], "maximum":
     5}`. A schema with nothing to merge, or with parts that cannot be merged, is returned unchanged.
 
-    `scope` contains the references that were replaced to build `schema`. The scope of the result
-    also contains the references that are replaced now.
+    `scope` contains the root of the document, in which references are looked up, and the references
+    that were replaced to build `schema`. The latter are not replaced again, because the schema may
+    be recursive. The scope of the result also contains the references that are replaced now.
     """
     keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
     parts = schema.get("allOf", [])
@@ -140,8 +143,9 @@ def _merge_parts(parts: list[object], scope: _Scope) -> _SchemaInScope:
     Args:
         parts: The members of an `allOf`, and the other keywords of the schema.
         scope: The outermost schema, and the references that have already been replaced. The scope
-            of the result also contains the references that are replaced now, because the schema is
-            recursive if the merged schema contains one of these references again.
+            of the result also contains the references that are replaced now. If the merged schema
+            contains one of these references again, the reference is not replaced a second time, so
+            that the rewriting of a recursive schema ends.
 
     Raises:
         CannotMergeError: The parts cannot be merged.

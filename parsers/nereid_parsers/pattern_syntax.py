@@ -76,7 +76,7 @@ def _field(token: str, previous: str | PatternField | None, pattern: str) -> Pat
     Args:
         token: The field with its braces, or a single brace.
         previous: The part of the pattern before the field. Only the field {rest} may directly
-            follow another field.
+            follow another field, because {rest} matches any text, wherever the other field ends.
         pattern: The whole pattern, for use in error messages.
 
     Raises:

@@ -168,18 +168,18 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         name: _merge_or_forbid(_schema_of_property(first, name), _schema_of_property(second, name))
         for name in names
     }
-    # A property that one schema forbids by `additionalProperties` is omitted here, because the
-    # merged `additionalProperties` forbids the property, too.
-    allowed = {name: schema for name, schema in merged.items() if schema is not False}
-    if any(name in required for name in merged.keys() - allowed.keys()):
+    forbidden_names = {name for name, schema in merged.items() if schema is False}
+    if any(name in required for name in forbidden_names):
         raise CannotMergeError("a required property is forbidden")
     first_others = _schema_of_other_properties(first)
     second_others = _schema_of_other_properties(second)
     allows_others = first_others is not False and second_others is not False
-    if allows_others and len(allowed) < len(merged):
-        # The merged `additionalProperties` would allow the forbidden property, and xgrammar
-        # supports no property with the schema False.
+    if forbidden_names and allows_others:
+        # xgrammar supports no property with the schema False, so only an `additionalProperties` of
+        # False can forbid a property.
         raise CannotMergeError("a property is forbidden, but other properties are allowed")
+    # If a property is forbidden, the merged `additionalProperties` is now False and forbids it.
+    allowed = {name: schema for name, schema in merged.items() if name not in forbidden_names}
     if first_others is True and second_others is True:
         return {"properties": allowed}
     others = _merge_or_forbid(first_others, second_others)
@@ -207,6 +207,10 @@ def _merge_or_forbid(first: object, second: object) -> dict[str, Any] | Literal[
     """Merge two schemas of a property. Return False if one of the schemas is False.
 
     The schema False forbids the property.
+
+    Raises:
+        CannotMergeError: The two schemas are not False, but cannot be merged, for example because
+            they contradict each other.
     """
     is_forbidden = first is False or second is False
     return False if is_forbidden else merge_schemas(first, second)

@@ -29,9 +29,10 @@ def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
     A prompt may end with the beginning of the model's message, the "prefill". Example: the prompt
     `"..<|im_start|>assistant\n<think>\n"` gives `StartPoint(Stage.CONTENT, prefill="<think>")`. The
     parser starts in the content, and reads the prefill before the output. Then it is in the
-    reasoning.
+    reasoning. The line break after `<think>` is not needed, because it belongs to the marker.
 
-    An empty prompt is treated like None, which means that the prompt is not known.
+    An empty prompt is treated like None, which means that the prompt is not known, because a
+    rendered prompt is never empty.
     """
     if isinstance(fmt.layout, Messages):
         return _find_start_in_messages(fmt, fmt.layout, prompt)
@@ -58,6 +59,7 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     `"..<|assistant|>"` has no prefill.
     """
     if not prompt:  # A rendered prompt is never empty, so an empty prompt is not known, either.
+        # If the format normally writes `<think>` into the prompt, the output starts in reasoning.
         stage = _stage_without_prefill(layout, is_prompt_known=False)
         return StartPoint(stage, is_prompt_known=False)
     prefill = _text_after_turn(fmt, prompt)
@@ -73,14 +75,14 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
 def _stage_without_prefill(layout: Sections, *, is_prompt_known: bool) -> Stage:
     """Return the part of the message that the model writes first: the reasoning or the content.
 
-    The prompt contains no part of the model's message. The result depends on the format's
-    declaration of who writes the opening marker of the reasoning (`opener`):
+    The prompt contains no part of the model's message, as far as is known. The result depends on
+    the format's declaration of who writes the opening marker of the reasoning, such as `<think>`:
 
-        opener           prompt is known   prompt is not known
-        FORCED           reasoning         reasoning
-        PROMPT           content           reasoning
-        MODEL, EITHER    content           content
-        no reasoning     content           content
+        opener          the marker is written by       prompt is known   prompt is not known
+        FORCED          nobody: reasoning comes first  reasoning         reasoning
+        PROMPT          the prompt, if at all          content           reasoning
+        MODEL, EITHER   the model, if at all           content           content
+        no reasoning                                   content           content
     """
     if layout.reasoning is None:
         return Stage.CONTENT
@@ -122,12 +124,13 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
     `<|start|>assistant` is the prefill. The prompt `"..<|end|>"` has no prefill, so the output
     starts with the header of a message.
     """
-    if not prompt:
+    if not prompt:  # A rendered prompt is never empty, so an empty prompt is not known, either.
         return StartPoint(stage=None, is_prompt_known=False)
     prefill = _open_message(fmt, layout, prompt)
     if prefill.strip():
-        # The prompt ends with the beginning of a message, the "prefill". The parser reads the
-        # prefill before the output, because the output continues this message.
+        # The prompt ends with the beginning of a message, the "prefill". The parser starts in the
+        # content, and reads the prefill before the output. The start marker in the prefill changes
+        # the stage, so the parser then is inside the header, or inside the text after the header.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(stage=None)  # None means that the output starts with a header.
 
@@ -146,7 +149,7 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
     last_start = prompt.rfind(message_start)
     if last_start < 0:  # The prompt contains no message.
         return ""
-    if not layout.ends:
+    if not layout.ends:  # No end marker can show that the last message is complete.
         return _open_message_without_ends(fmt, message_start, prompt)
     last_message = prompt[last_start:]
     is_closed = any(end in last_message for end in layout.ends)

@@ -266,15 +266,16 @@ def _combine(
     Raises:
         FormatError: One entry describes whole messages, so it cannot be combined with the other.
     """
-    layout = _layout(label, reasoning, tools)
+    layout = _combined_layout(label, reasoning, tools)  # The markers of the two descriptions.
     entries = [entry for entry in (reasoning, tools) if entry is not None]
-    # `dict.fromkeys` removes duplicates, but keeps the order.
+    # `dict.fromkeys` removes duplicates, but keeps the order. The sources are the documents from
+    # which the entries were derived.
     sources = dict.fromkeys(entry.source for entry in entries)
     ends = dict.fromkeys(token for entry in entries for token in entry.ends)
     return Format(label, layout, policy=policy, ends=tuple(ends), sources=tuple(sources))
 
 
-def _layout(
+def _combined_layout(
     label: str, reasoning: ReasoningEntry | None, tools: ToolEntry | None
 ) -> Sections | Messages:
     """Return a description of the markers around the reasoning, the content and the tool calls.
@@ -285,6 +286,8 @@ def _layout(
 
     Args:
         label: The names of the two entries for use in error messages, for example "qwen3+hermes".
+            If one name selects both entries, the label is this name, and no error occurs, because
+            the registry contains only names whose two entries can be combined.
         reasoning: The declaration of the reasoning, or None.
         tools: The declaration of the tool calls, or None.
 

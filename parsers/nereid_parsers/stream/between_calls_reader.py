@@ -72,7 +72,12 @@ class BetweenCallsReader:
             return self._end_section(buffer.text[buffer.pos : close_end])
         separator_end = self._match_separator()
         if NEED_MORE in (close_end, separator_end):
-            return self._call_reader.drop_incomplete_marker() if buffer.is_final else None
+            if not buffer.is_final:
+                return None
+            # At the end of the message, the result NEED_MORE means that the incomplete text looks
+            # like a tag, such as `</ca`, and cannot be content. The text is removed, and the state
+            # stays BETWEEN_CALLS.
+            return self._call_reader.drop_incomplete_marker()
         if separator_end >= 0:
             self._text_writer.drop_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
@@ -139,9 +144,10 @@ class BetweenCallsReader:
 
             text                             policy           the two markers are
             `<tool_calls></tool_calls>`      any              content
-            `<|calls_begin|><|calls_end|>`   CALLS_FIRST      content
-            `<|calls_begin|><|calls_end|>`   any other        removed, because ordinary text never
+            `<|calls_begin|><|calls_end|>`   FREE             removed, because ordinary text never
                                                               contains such special tokens
+            `<|calls_begin|><|calls_end|>`   CALLS_FIRST      content, because this strict policy
+                                                              returns all text that is no tool call
         """
         is_content = self._calls_must_come_first or not is_special_token(close)
         if is_content:

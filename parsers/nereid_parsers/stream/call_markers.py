@@ -124,10 +124,11 @@ class CallSection:
             is_empty: Whether no tool call precedes the marker, as in `<calls></ca`.
 
         Returns:
-            The position after the marker, NEED_MORE or NO_MATCH.
+            The position after the marker, NEED_MORE or NO_MATCH. If the message has ended, and the
+            result is NEED_MORE, the caller removes the incomplete marker from the output.
         """
         # If the message ends with `<calls></ca`, the incomplete marker `</ca` is not matched here.
-        # The caller handles the whole text `<calls></ca` instead.
+        # The caller handles the whole text `<calls></ca` instead, which may be content.
         accepts_incomplete = not (is_empty and buffer.is_final)
         for close in self.closes:  # The spellings of the marker.
             end = match_marker(close, buffer.text, buffer.pos)

@@ -76,13 +76,14 @@ class CompiledTag:
         """
         opening_tag = declaration.open.rstrip()
         self.opening: Pattern = compile_pattern(opening_tag)
-        self.padding = declaration.open.removeprefix(opening_tag)  # White space before the value.
+        # White space before the value, such as `\n` in `<p={key}>\n`. It is removed from the value.
+        self.padding = declaration.open.removeprefix(opening_tag)
         self.close = declaration.close.strip()
-        # White space before the closing marker, such as the first `\n` in `\n</p>\n`. The search
-        # matches this white space together with the marker, because white space that the model
-        # writes there does not belong to the value.
-        whitespace_before_close = declaration.close.removesuffix(declaration.close.lstrip())
-        end_search = _compile_end_search(self.close, early_ends, whitespace_before_close)
+        # White space before the closing marker, such as the first `\n` in `\n</p>\n`. If the model
+        # writes this white space, the search matches it together with the marker, because it does
+        # not belong to the value.
+        optional_whitespace = declaration.close.removesuffix(declaration.close.lstrip())
+        end_search = _compile_end_search(self.close, early_ends, optional_whitespace)
         self.find_end = end_search.complete.search
         # `find_possible_end` also finds an incomplete marker, such as `</`, at the end of the text.
         self.find_possible_end = end_search.possible.search
@@ -115,7 +116,8 @@ def _compile_end_search(close: str, early_ends: tuple[str, ...], whitespace: str
     Args:
         close: The closing marker of the value.
         early_ends: The markers that follow the value if its closing marker is missing.
-        whitespace: The optional white space before these markers.
+        whitespace: The declared white space before these markers, such as `\n`, or "". The model
+            may omit this white space.
     """
     end_regex = _value_end_regex(close, early_ends, whitespace)
     markers = (close, *early_ends)
@@ -141,8 +143,8 @@ def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -
         early_ends: The markers that follow the value if its closing marker is missing.
         whitespace: The optional white space before these markers.
     """
-    close_group = f"(?P<close>{spaced_marker_regex(close)})"
-    early_group = f"(?P<early>{_any_of(early_ends)})"
+    close_group = f"(?P<close>{_any_marker_regex((close,))})"
+    early_group = f"(?P<early>{_any_marker_regex(early_ends)})"
     return f"(?:{re.escape(whitespace)})?(?:{close_group}|{early_group})"
 
 
@@ -159,7 +161,7 @@ def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
     return prefixes
 
 
-def _any_of(markers: Iterable[str]) -> str:
+def _any_marker_regex(markers: Iterable[str]) -> str:
     """Return a regex that matches any of `markers`. If `markers` is empty, the regex never matches.
 
     White space between the tags of a marker is optional. Example: the marker `<a><b>` gives a regex
@@ -233,13 +235,13 @@ class CompiledTags:
 
         # Finds closing tags, such as `</p>` (group "close"), and the start of opening tags, such as
         # `<p=`. A closing tag shows that the value contains the stop marker.
-        closes = _any_of(variant.close for variant in self.variants)
+        closes = _any_marker_regex(variant.close for variant in self.variants)
         self._find_close_or_opening = re.compile(
-            f"(?P<close>{closes})|{_any_of(openings)}"
+            f"(?P<close>{closes})|{_any_marker_regex(openings)}"
         ).finditer
-        # Match `</function></call><call>` and `<function=f>`. If another tool call starts in this
-        # way, the value ends before the stop marker.
-        markers = _any_of(markers_between_calls)
+        # Match `</function></call><call>`, or the empty text, and then the header `<function=f>`.
+        # If another tool call starts in this way, the value ends before the stop marker.
+        markers = _any_marker_regex(markers_between_calls)
         self._match_markers_between_calls = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
         self._head = head
 
@@ -274,7 +276,9 @@ class CompiledTags:
             `<param`, `</func`   NEED_MORE
             `Paris`              NO_MATCH
         """
-        is_message_end = pos == len(text)  # The caller waits for text if more text may follow.
+        # If more text may follow, the caller has waited for this text. No text at `pos` therefore
+        # means that the message has ended.
+        is_message_end = pos == len(text)
         has_no_arguments = is_message_end or self.is_at_stop_marker(text, pos)
         if has_no_arguments:
             return None
@@ -326,8 +330,10 @@ class CompiledTags:
         `</function></call><call><function=f><p=`, unless the request offers tools, but not `f`.
         """
         markers = self._match_markers_between_calls(text, pos, opening_pos)
-        head_start = markers.end() if markers else pos
-        head = self._head.match(text, head_start, is_final=False)  # Matches `<function=f>`.
+        assert markers is not None  # The regex also matches the empty text.
+        # Matches `<function=f>`. Text follows the header, namely the opening tag, so it makes no
+        # difference whether the message ends after this text (`is_final`).
+        head = self._head.match(text, markers.end(), is_final=False)
         if not isinstance(head, PatternMatch):
             return False
         is_directly_before_opening = skip_whitespace(text, head.end) == opening_pos

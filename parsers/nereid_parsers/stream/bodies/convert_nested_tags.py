@@ -113,6 +113,8 @@ class NestedReader(StepReader):
         if pos == len(text):
             return pos
         is_outermost = len(self._elements) == 1
+        # A stop marker that starts with the tag prefix may be incomplete: `_read_tag` then returns
+        # NEED_MORE. A stop marker without this prefix must have arrived completely.
         if is_outermost and match_marker(self._stop_marker, text, pos) >= 0:
             self._end_call()
             return pos
@@ -159,7 +161,8 @@ class NestedReader(StepReader):
         """
         parent = self._elements[-1]
         # The value of an earlier child with the same name is stored until a child with another name
-        # opens or the parent closes. Both children then become items of one array, under one key.
+        # opens or the parent closes. Both values are then written as one array, under the key that
+        # was written for the earlier child.
         continues_array = parent.has_stored_value_of(name)
         if not continues_array:
             self._write_key(parent, name)  # Writes the stored values of other children first.
@@ -186,9 +189,9 @@ class NestedReader(StepReader):
     def _decide_kind(self, element: Element, text: str, pos: int) -> int:
         """Decide whether an element contains text or child elements, and set `element.kind`.
 
-        The opening tag of the element ends at `pos`, and the text after this tag decides. The
-        opening quote or bracket of the JSON value is then written. Examples with the prefix `~`
-        before each tag:
+        The opening tag of the element ends at `pos`, and the text after this tag decides. If the
+        value is a string, an array or an object, its opening quote or bracket is then written. For
+        a number, nothing is written yet. Examples with the prefix `~` before each tag:
 
             text at `pos`   the element contains
             `Paris`         text
@@ -239,8 +242,9 @@ class NestedReader(StepReader):
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if may_be_completed:
             return False
-        # The tag is malformed or cut off. Inside a container, the next step is `_read_tag`, which
-        # rejects such a tag.
+        # The tag is malformed, longer than `_MAX_TAG_CHARS`, or cut off, so its name is not known.
+        # The element becomes an object, or an array if the schema declares an array, because
+        # inside a container, the next step is `_read_tag`, which rejects such a tag.
         self._open_container(element, first_child="")
         return True
 
@@ -268,7 +272,8 @@ class NestedReader(StepReader):
         """
         if not element.is_key_written:  # As for the second `a` in `~<a>1~</a>~<a>~<b>`.
             # The key was omitted, because two elements `a` without children become one array. This
-            # element has a child, so it cannot be an item of the array, and needs its own key.
+            # element has a child, so it cannot be an item of the array. The array is completed, and
+            # the key is written a second time: `"a": 1, "a": {`.
             self._write_omitted_key(element)
         element.kind = element.container_kind(first_child)
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
@@ -351,10 +356,11 @@ class NestedReader(StepReader):
         parent = self._elements[-1]  # The closed element is no longer in the list.
         value = element.value_as_json()
         schema_allows_array = element.types is None or "array" in element.types
+        # If the parent is an array, its children are already the items of this array.
         may_become_item = parent.kind is ElementKind.OBJECT and schema_allows_array
         if may_become_item:
             parent.stored_values.append(value)
-        else:
+        else:  # `_open_element` has written the comma and the key.
             self.writer.write(value)
 
     def _end_call(self) -> None:

@@ -117,9 +117,9 @@ class ArrayReader(BodyReader):
             character                 effect
             white space, `[` or `,`   The character is skipped.
             `{`                       The reader of the next member is created. `{` stays unread.
-            `]`                       `status` becomes DONE. For an empty array, `status` becomes
-                                      BROKEN if no marker has shown that the array contains tool
-                                      calls.
+            `]`                       `status` becomes DONE. `status` becomes BROKEN if neither a
+                                      marker nor a tool call precedes the bracket, because the empty
+                                      array `[]` is then content.
             any other                 `status` becomes BROKEN.
 
         Returns:
@@ -133,10 +133,10 @@ class ArrayReader(BodyReader):
         if char == ",":
             return pos + 1
         if char == "]":
-            # If neither a marker nor a tool call precedes `[]`, the text `[]` is content.
-            is_call_list = self._is_confirmed or self.writer.num_started > 0
+            follows_call = self.writer.num_started > 0
+            is_call_list = self._is_confirmed or follows_call
             self.status = DONE if is_call_list else BROKEN
-            return pos + 1
+            return pos + 1  # The whole text `[]` is content if the status is BROKEN.
         if char == "{":
             self._member = ObjectReader(self.writer, self._keys, is_confirmed=self._is_confirmed)
             return pos

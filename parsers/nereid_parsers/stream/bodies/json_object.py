@@ -48,7 +48,8 @@ class ObjectReader(StepReader):
         self._is_confirmed = is_confirmed
         self._name_is_key = isinstance(keys, NameIsKey)  # As in `{"f": {..arguments..}}`.
         self._parts = CallParts()  # The name, the id and the arguments that have been read.
-        # Decides what each key means: the name, the arguments or another member.
+        # Decides what each key means: the name, the arguments or another member. An unexpected key
+        # may be a deviation from the format, which is reported to the writer.
         self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
         # The keys of the enclosing objects, for example ["function"] inside `{"function": {"name":
         # ..`. A key that the format does not declare is stored as "", and `_path_of_key` omits it.
@@ -123,7 +124,8 @@ class ObjectReader(StepReader):
         if is_inner_object:
             self._outer_keys.pop()
             return pos + 1
-        # If the name or the arguments are missing, the tool call may not have started yet.
+        # If the arguments are missing, the tool call may not have started yet. If the name is
+        # missing, the tool call cannot start, so the object is content.
         if not self.writer.is_open and not self._start_call_without_arguments():
             return self._reject(pos)
         if not self._parts.has_arguments:
@@ -135,7 +137,8 @@ class ObjectReader(StepReader):
     def _start_call_without_arguments(self) -> bool:
         """Start a tool call whose object contains no arguments, as in `{"name": "f"}`.
 
-        The object is a tool call only if a marker or an earlier tool call has confirmed this.
+        The object is a tool call only if a marker or an earlier tool call has confirmed this, and
+        if the object contains a name.
 
         Returns:
             Whether the tool call has started. If not, the text of the object is content.
@@ -321,11 +324,12 @@ class ObjectReader(StepReader):
                 return self._reject(pos)
         if self._name_is_key:  # As in `{"f": {..arguments..}}`.
             self._parts.name = self._key
+        # If a marker has confirmed the tool call, its name has already started the tool call.
         can_start = self._parts.name is not None and not self.writer.is_open
         if can_start and not self._start_call():
             return self._reject(pos)  # The request does not offer a function of this name.
         self._parts.has_arguments = True
-        self._select_arguments_step(text[pos])
+        self._select_arguments_step(text[pos])  # For an object, a JSON string, or `null`.
         return pos
 
     def _select_arguments_step(self, first_char: str) -> None:
@@ -341,7 +345,8 @@ class ObjectReader(StepReader):
         if first_char == '"':
             self._expect_string(self._write_decoded_arguments)
             return
-        self._scanner = JsonScanner()  # Finds the end of the arguments.
+        # In both of the next steps, the scanner finds the end of the arguments.
+        self._scanner = JsonScanner()
         if first_char == "n":
             self._word_pieces = []
             self._next_step = self._read_null
@@ -358,6 +363,9 @@ class ObjectReader(StepReader):
 
     def _read_null(self, text: str, pos: int) -> int:
         """Read a piece of a word that starts with `n`. If the whole word is `null`, write `{}`.
+
+        Models write `null` for a call without arguments, but the arguments must be an object. If
+        the name has not been read yet, the text is stored until the name starts the tool call.
 
         Example: for the pieces `nu` and `ll`, `{}` is written after the second piece. Any other
         word is written unchanged. Return the position after the piece.

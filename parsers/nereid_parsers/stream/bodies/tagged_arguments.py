@@ -93,13 +93,11 @@ class TaggedReader(StepReader):
             return opening.end
         if opening == NEED_MORE:  # As in `<param`. Never at the end of the message.
             return NEED_MORE
-        # The remaining cases are a part of a stop marker, such as `</func`, a tag that is
-        # incomplete at the end of the message, and text between the arguments, which is not valid.
-        if not self._is_incomplete_tag(text, pos):
-            return self._reject(pos)
-        return len(text) if self.is_final else NEED_MORE
+        if self._is_incomplete_tag_or_stop_marker(text, pos):  # Such as `</func`.
+            return len(text) if self.is_final else NEED_MORE
+        return self._reject(pos)  # Text between the arguments is not valid.
 
-    def _is_incomplete_tag(self, text: str, pos: int) -> bool:
+    def _is_incomplete_tag_or_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether `text[pos:]` is the beginning of an opening tag or of a stop marker.
 
         Examples: the result is True for `<param` and for `</func`, and False for `Paris`. It is
@@ -198,6 +196,7 @@ class TaggedReader(StepReader):
           yet. Otherwise the tag is a part of the value.
         """
         if self._tags.is_at_stop_marker(text, pos):
+            # Only a call of a function that the request offers counts as another tool call.
             return self._tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
         opening = self._tags.match(text, pos, self.is_final)
         if opening == NEED_MORE:
@@ -287,6 +286,7 @@ class TaggedReader(StepReader):
             `..<parameter=days>3`     `3`, which has been stored until now
             `..<parameter=city>Par`   nothing, because `"Par` has already been written
         """
+        # `_next_step` is the method that would have read the next text.
         is_between_arguments = self._next_step == self._read_tag_or_end
         is_in_stored_value = self._next_step == self._store_value and bool(self._value.pieces)
         if self.writer.is_open and is_between_arguments:

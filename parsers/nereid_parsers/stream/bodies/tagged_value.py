@@ -60,7 +60,7 @@ class TaggedValue:
 
             allowed types    stored text   result
             all              `Par`         True
-            all              `12`          False: the value may be a number.
+            all              `12`, ` 12`   False: the value may be a number.
             string or null   `12`          True
             string or null   `nu`          False: the value may become `null`.
         """
@@ -112,7 +112,9 @@ def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:
     """Return the JSON types that an opening tag declares, or None if the tag declares no type.
 
     Examples: `<p name="days" string="true">` declares a string, `<p name="days" type="integer">`
-    declares any type except a string, and `<p name="days">` declares nothing.
+    declares any type except a string, and `<p name="days">` declares nothing. The declared type
+    `integer` is not used more precisely, because some templates declare the type "number" for
+    every value that is not a string.
 
     Args:
         fields: The fields of the tag, for example `{"key": "days", "type": "integer"}`.

@@ -55,6 +55,9 @@ class CallReader:
     # The current tool call, or the last tool call if none is open. This attribute is set when the
     # arguments of a tool call start.
     _call: OpenCall
+    # The tool call that may start next. The method `expect` sets this attribute before each
+    # transition to the state CALL_START, in which the attribute is used.
+    _expected: ExpectedCall
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
         """Create a reader of tool calls, such as `<tool_call>{"name": "f"}</tool_call>`.
@@ -70,13 +73,11 @@ class CallReader:
         # Whether tool calls must precede all content, so that all text after content is content.
         self._calls_must_come_first = context.calls_must_come_first
         # Decides how a tool call may start: with a marker, with a header, or with its first
-        # character.
+        # character. Each method returns a value for `_expected`.
         self._starts = CallStarts(context.format.calls, writer)
-        # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
+        # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`. It
+        # stores whether this part is open, and matches its closing marker and separators.
         self.section = CallSection(context.format.tools)
-        # Describes the tool call that may start next. The method `expect` replaces this initial
-        # value.
-        self._expected = self._starts.in_section()
         # The markers, such as `</tool_call>`, that may still follow the last tool call.
         self._closing_markers: tuple[str, ...] = ()
 
@@ -180,7 +181,8 @@ class CallReader:
         Args:
             fault: A description of why the text is not a tool call. The content event contains this
                 description as its `reason`.
-            num_unread_chars: The number of unread characters that are content.
+            num_unread_chars: The number of unread characters that are content, too. Usually this is
+                the length of a marker after which no tool call has followed.
 
         Returns:
             The state in which the text after this content is read.
@@ -238,6 +240,7 @@ class CallReader:
             return None
         # The unread text does not start a tool call, or the message ends inside the start. The
         # unwritten text is the pending text, such as `<tool_calls>`, and the unread text.
+        # Without a tag, as in `{`, an incomplete start may be content.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
@@ -269,8 +272,9 @@ class CallReader:
         self._begin_body(match)  # Creates the reader of the arguments.
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # The reader may have started or rejected the tool call before any argument has arrived.
-        # `read_body` is called at once, so that this result does not wait for the next text.
+        # The reader may have started or rejected the tool call, although no argument has arrived:
+        # the name in the header is enough for readers of tagged arguments. `read_body` is called
+        # only if there is unread text, so it is called here to handle this result at once.
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
@@ -328,9 +332,9 @@ class CallReader:
             CALL_END, in which the closing markers are read. If the tool call is a whole message,
             the result is CONTENT, because the marker that ends a message is read in this state.
         """
-        self._text_writer.end_traced_call()
+        self._text_writer.end_traced_call()  # The trace function receives the tool call's text.
         self._text_writer.treat_call_as_marker()  # Blank lines after a tool call are removed.
-        self._closing_markers = variant.closing_markers
+        self._closing_markers = variant.closing_markers  # Only used in the state CALL_END.
         is_whole_message = variant is self._format.message_call
         return State.CONTENT if is_whole_message else State.CALL_END
 
@@ -355,9 +359,11 @@ class CallReader:
             The next state, or None if more text is required.
         """
         buffer = self._buffer
+        # The match includes superfluous brackets before the marker.
         match = match_closing_marker(self._closing_markers, buffer.text, buffer.pos)
         if match is None:  # The unread text does not start with a marker or a part of a marker.
-            return self._start_second_object() or State.BETWEEN_CALLS
+            next_state = self._start_second_object()  # None if no second object follows.
+            return State.BETWEEN_CALLS if next_state is None else next_state
         if isinstance(match, IncompleteMarker):
             if not buffer.is_final:
                 return None  # The rest of the marker may still arrive.
@@ -424,6 +430,8 @@ class CallReader:
         has_ended_incomplete_call = call.finish()
         if has_ended_incomplete_call:
             return State.CONTENT
+        # A text that contains a closing marker is complete, so it is not removed. A text without a
+        # tag, such as `{"na`, may be content.
         is_start_cut_off = call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()

@@ -106,7 +106,9 @@ class CallWriter:
         self.is_open = False  # Whether a tool call has started and not ended.
         self.last_index = -1  # The index of the last tool call with events, or -1.
         self.num_started = 0  # The number of tool calls, including discarded tool calls.
-        self._num_cuts = 0  # How often text was removed from the end of stored arguments.
+        # How often `cut_arguments_at` has removed text from stored arguments, so that the parser
+        # reads this text again. The number is limited, so that the parsing time stays linear.
+        self._num_cuts = 0
         # Descriptions of deviations from the model's usual syntax, such as a missing marker. If a
         # tool call is open, they are returned in its end event. Otherwise they are returned in the
         # end event of the next tool call.
@@ -202,7 +204,7 @@ class CallWriter:
             # remove.
             wrapper_filter = call.wrapper_filter
             ready_text = text if wrapper_filter.is_passing else wrapper_filter.add(text)
-            self._append_arguments(ready_text)
+            self._append_arguments(ready_text)  # Appends no event for "".
 
     def _append_arguments(self, text: str) -> None:
         """Append an event for a piece of the arguments. Do nothing if `text` is empty."""
@@ -264,12 +266,14 @@ class CallWriter:
                           REPAIR_OR_DROP, no event is appended.
         """
         model_text = "".join(self._call.stored_arguments).strip() or _EMPTY_ARGUMENTS
+        # Also removes an outer object: `{"arguments": {"a": 1}}` becomes `{"a": 1}`.
         json_object = self._repair_and_unwrap(model_text)
         drops_broken_arguments = self._policy.broken_arguments is BrokenArguments.REPAIR_OR_DROP
         if json_object is None and drops_broken_arguments:
             log.warning(
                 "discarded a call of %r with broken arguments: %.200r", self._call.name, model_text
             )
+            # `_append_end`, which deletes the descriptions of this tool call, is not called.
             self._deviations = []
             return
         self._append_start()
@@ -328,37 +332,36 @@ class CallWriter:
         self._call.stored_arguments = [before]
         return found_marker + after
 
-    def restart_numbering(self, events: list[Event]) -> list[Event]:
-        """Restart the numbering, so that the first tool call of the output has the index 0.
+    def renumbered_events_of_open_call(self, events: list[Event]) -> list[Event]:
+        """Return the events in `events` that belong to the open tool call, with the index 0.
 
-        A prompt may end with the start of the message that the model continues. The client receives
-        no tool call that has ended in the prompt. Example: if the prompt ends with a call of `f`
-        and the start of a call of `g`, as in `f(a=1), g(b=`, the call of `g` gets the index 0.
-
-        Args:
-            events: All events of the prompt. The list is not changed.
-
-        Returns:
-            The events of the tool call that is open at the end of the prompt, with the index 0,
-            because the output continues this tool call. The list is empty if no tool call is open,
-            or if no event of the open tool call has been appended yet.
+        Example: if `events` describe a call of `f` and the start of a call of `g`, as in
+        `f(a=1), g(b=`, the result contains the events of `g`. The result is empty if no event of an
+        open tool call has been appended yet. `events` is not changed.
         """
-        self.num_started = 1 if self.is_open else 0  # Counts the open tool call in any case.
-        # An open tool call has no events in two cases: the policy discards the tool call, or the
-        # writer stores the arguments, so that `end` appends all events.
-        has_events = self.is_open and not self.stores_arguments and not self._call.is_discarded
-        if not has_events:
-            self.last_index = -1  # The next start event gets the index 0.
+        if not self._has_events_of_open_call():
             return []
-        open_call_events = _events_of_call(self.last_index, events)
-        self.last_index = 0
-        return [replace(event, index=0) for event in open_call_events]
+        return [
+            replace(event, index=0)
+            for event in events
+            if isinstance(event, ToolCallStart | ArgumentsDelta) and event.index == self.last_index
+        ]
 
+    def restart_numbering(self) -> None:
+        """Count only the open tool call, and give the index 0 to the first tool call of the output.
 
-def _events_of_call(index: int, events: list[Event]) -> list[ToolCallStart | ArgumentsDelta]:
-    """Return the start event and all arguments events of the tool call with this `index`."""
-    return [
-        event
-        for event in events
-        if isinstance(event, ToolCallStart | ArgumentsDelta) and event.index == index
-    ]
+        The tool calls that have ended in the prompt are no longer counted, because the client does
+        not receive them. If a tool call is open at the end of the prompt, the output continues it.
+        """
+        self.num_started = 1 if self.is_open else 0  # Discarded tool calls count, too.
+        # Only tool calls whose start event has been appended have an index. -1 means that the next
+        # start event gets the index 0.
+        self.last_index = 0 if self._has_events_of_open_call() else -1
+
+    def _has_events_of_open_call(self) -> bool:
+        """Return whether events of an open tool call have been appended.
+
+        An open tool call has no events in two cases: the policy discards the tool call, or the
+        writer stores the arguments, so that `end` appends all events.
+        """
+        return self.is_open and not self.stores_arguments and not self._call.is_discarded

@@ -75,12 +75,15 @@ class CompiledCall:
         self.end_of_broken = Lexer(_markers_after_call(call, section))
         # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
+        # The id of a tool call, with fields of the header: `functions.{name}:{number}`.
         self._id_template = call.id
-        # A header is the start of a tool call only if arguments follow. If the arguments are
-        # written between tags, `_tags` matches their start. Otherwise `_tags` is None, and
-        # `_body_start` matches their first characters.
+        # Matches arguments between tags, or None. A value may contain a closing marker. The start
+        # of the next tool call (the header) shows that such a marker is not a part of the value.
         self._tags = _compile_tags(call, section, self._head_pattern)
-        self._body_start = _compile_body_start(call)
+        # Tests whether arguments follow the header. Otherwise the header is ordinary text.
+        self._body_start_mismatch = (
+            self._tags.start_mismatch if self._tags else _compile_body_start(call).mismatch
+        )
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
         """Match the start of a tool call at `pos`.
@@ -104,6 +107,7 @@ class CompiledCall:
         mismatch = self.body_start_mismatch(text, match.end, is_final)
         if mismatch is not None:
             return mismatch
+        # Such as "functions.f:0", or "" if the header does not contain the fields of the id.
         call_id = _fill_in_id(self._id_template, match.fields)
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
@@ -121,9 +125,7 @@ class CompiledCall:
         pos = skip_whitespace(text, head_end)
         if pos == len(text) and not is_final:
             return NEED_MORE
-        if self._tags is not None:  # The arguments are between tags: `<p=city>Paris</p>`.
-            return self._tags.start_mismatch(text, pos, is_final)
-        return self._body_start.mismatch(text, pos, is_final)
+        return self._body_start_mismatch(text, pos, is_final)
 
     def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
         """Create the reader that parses the arguments of a tool call.
@@ -149,6 +151,8 @@ class CompiledCall:
             case BareKeyArguments(quote=quote):
                 return UnquotedKeyReader(writer, head, quote)
             case NestedTags(tag_prefix=prefix):
+                # The arguments end where the first closing marker, such as `</f>`, starts. A format
+                # with nested tags must declare a closing marker.
                 return NestedReader(writer, head, prefix, stop_marker=self.closing_markers[0])
         assert self._tags is not None  # TaggedArguments is the only other type of a body.
         return TaggedReader(writer, head, self._tags)
@@ -208,10 +212,10 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     if not isinstance(call.body, TaggedArguments):
         return None
     close_parts = marker_parts(call.close)
-    first_close_part = close_parts[:1]  # `</f>` directly follows the last argument.
-    # The arguments end at the first of these markers: `</f>`, `</call>`, `</calls>`, `<call>`.
-    stop_markers = (*first_close_part, *_markers_after_call(call, section))
-    section_opens = (marker.strip() for marker in section.opens)
+    # The arguments end at `</f>`, or, if the model has omitted `</f>`, at `</call>`, `</calls>` or
+    # `<call>`, which `_markers_after_call` returns.
+    stop_markers = (*close_parts[:1], *_markers_after_call(call, section))
+    section_opens = (marker.strip() for marker in section.opens)  # `section.closes` is stripped.
     # Any of these markers may stand between the last argument and the next `<call><f={name}>`:
     # `</f>`, `</call>`, `</calls>`, `<calls>`. The list does not contain `<call>`, because `head`
     # matches this marker.
@@ -252,8 +256,8 @@ def _compile_body_start(call: Call) -> _BodyStart:
     """Return regexes for the start of a tool call's body, which is the text after the header.
 
     Example: a JSON array of tool calls starts with `[{` or `[]`, and white space may separate the
-    two characters. The text `[` is an incomplete start, because `{` or `]` may follow. The result
-    is not used for arguments between tags (`TaggedArguments`), which `CompiledTags` matches.
+    two characters. The text `[` is an incomplete start, because `{` or `]` may follow. For
+    arguments between tags (`TaggedArguments`), use `CompiledTags.start_mismatch` instead.
     """
     if isinstance(call.body, NestedTags):  # Each tag has a prefix, such as `~` in `~<city>`.
         prefix = call.body.tag_prefix
@@ -262,7 +266,8 @@ def _compile_body_start(call: Call) -> _BodyStart:
             incomplete=re.compile(marker_prefix_regex(prefix)),
         )
     first_char, second_char = _first_char_regexes(call)  # "" allows any character.
-    # If one character is enough to recognise the body, there is no incomplete start.
+    # If one character is enough to recognise the body, there is no incomplete start, so this regex
+    # never matches.
     only_first_char = rf"{first_char}\s*\Z" if second_char else _NEVER
     return _BodyStart(
         complete=re.compile(rf"{first_char}\s*{second_char}"),

@@ -56,7 +56,9 @@ class CompiledCalls:
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
         # If several of these dicts contain the same marker, the last dict determines its meaning.
         # The markers that open a call or a section are therefore last: a marker that both opens and
-        # closes calls must open them, because in content, no call is open.
+        # closes calls must open them, because in content, no call is open. The keys of `by_head`
+        # and `by_trigger` already include all spellings of the markers. `marker_kinds` adds the
+        # spellings of the opening markers of a section.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
             # Short closing markers, such as `}`, are omitted, because content often contains them.
@@ -86,11 +88,13 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     """
     if tools is None:
         return CompiledCalls()
+    # If a JSON object is declared, a model may also write a JSON array of objects, and the reverse.
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
     # If markers enclose all tool calls, a variant without its own marker can only follow the
     # opening marker of the section. Such a variant cannot directly follow content.
     by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
-    # These variants are compiled again, because `variants` contains the declared opening markers.
+    # The declared tool calls without their opening markers. They are compiled separately, because
+    # the opening marker is a part of each member of `variants`.
     by_head = _group_by_trigger(_variants_without_marker(tools))
     recognises_unmarked = allows_unmarked and not tools.opens
     unmarked = [v for v in variants if v.is_unmarked] if recognises_unmarked else []

@@ -13,6 +13,8 @@ from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.stream.marker_kinds import MarkerKind, marker_kinds, visible_markers
 from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
 
+_NO_MARKERS = Lexer(())  # A lexer that finds no marker in any text.
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledFormat:
@@ -31,6 +33,8 @@ class CompiledFormat:
         routes: The message headers.
         message_call: The declaration of a tool call that is a whole message. None if the format has
             no message headers.
+        message_markers: The lexer that finds the markers that start or end a message. It finds no
+            markers if the format has no message headers.
     """
 
     layout: Sections | Messages
@@ -43,6 +47,7 @@ class CompiledFormat:
     calls: CompiledCalls
     routes: tuple[CompiledHeader, ...] = ()
     message_call: CompiledCall | None = None
+    message_markers: Lexer = _NO_MARKERS
 
     @property
     def reasoning(self) -> Reasoning | None:
@@ -80,13 +85,15 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     # In formats with message headers, reasoning is a separate message. Inside reasoning, the parser
     # therefore searches only for the markers that start or end a message.
     message_kinds = ends | starts
+    message_markers = Lexer(message_kinds)
+    # A message that is a tool call is recognised by its header, so `{` in content starts no call.
     calls = compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
     message_call = _compile_message_call(layout)  # Matches the arguments after a header.
     return CompiledFormat(
         layout=layout,
-        reasoning_markers=Lexer(message_kinds),
-        reasoning_closes=Lexer(()),  # No marker closes reasoning, because the message's end does.
+        reasoning_markers=message_markers,
+        reasoning_closes=_NO_MARKERS,  # No marker closes reasoning, because the message's end does.
         content_markers=Lexer(content_kinds),
         content_only_markers=Lexer(ends),  # Removed even if the rest of the output is content.
         content_kinds=content_kinds,
@@ -94,6 +101,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
         calls=calls,
         routes=tuple(CompiledHeader(route, layout, message_call) for route in layout.routes),
         message_call=message_call,
+        message_markers=message_markers,
     )
 
 
@@ -128,13 +136,14 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
     # A marker may have several uses: `<|end_message|>` may close reasoning, content and tool calls.
-    # In the expressions below, the last dict that contains the marker determines its meaning.
-    # Markers around the content, and end markers, are removed even if the rest is only content.
+    # In each expression below, the last dict that contains the marker determines its meaning.
+    # 1. The rest of the message is only content: markers around it and end markers are removed.
     content_only_kinds = ends | wrapper_opens | wrapper_closes
-    # In content, removing such a marker is always correct, so these kinds take precedence.
+    # 2. Content in which reasoning or tool calls may start. The markers of case 1 take precedence,
+    #    because removing such a marker from content is always correct.
     content_kinds = calls.kinds | closes | opens | content_only_kinds
-    # Inside the reasoning, a marker that closes the reasoning takes precedence. The content is not
-    # open there, so its closing marker has no meaning.
+    # 3. Reasoning. A marker that closes the reasoning takes precedence: `<|end_message|>` is then
+    #    not the end of the turn. The content is not open, so `wrapper_closes` has no meaning.
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
     return CompiledFormat(
         layout=layout,

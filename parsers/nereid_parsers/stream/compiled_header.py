@@ -81,6 +81,8 @@ class CompiledHeader:
         match = self._header_pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):
             return match
+        # The pattern would accept any white space after the header, so the required white space,
+        # such as the line break after `>>>all`, is not a part of the pattern.
         whitespace_mismatch = self._final_whitespace_mismatch(text, match.end, is_final)
         if whitespace_mismatch is not None:
             return whitespace_mismatch

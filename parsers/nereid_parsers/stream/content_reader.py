@@ -80,12 +80,13 @@ class ContentReader:
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))
             if self._calls_must_come_first and self._text_writer.has_content:
-                return State.CONTENT_ONLY
+                return State.CONTENT_ONLY  # After content, all markers of tool calls are content.
         if not marker:
             return None
         handle_marker = self._marker_handlers[self._format.content_kinds[marker]]
         next_state = handle_marker(marker)
-        return self._write_as_content(marker) if next_state is None else next_state
+        has_meaning = next_state is not None  # A handler never waits for more text.
+        return next_state if has_meaning else self._write_as_content(marker)
 
     def _close_calls(self, marker: str) -> State | None:
         """Remove a closing marker that follows a tool call, such as `</call>` or `</calls>`.
@@ -144,15 +145,15 @@ class ContentReader:
             HEADER if the next message starts, CONTENT if the message ends, or None if no marker has
             arrived.
         """
-        # In this format, reasoning is a separate message, so `reasoning_markers` finds only the
-        # markers that start or end a message.
-        text_end, marker = self._format.reasoning_markers.find(self._buffer)
+        text_end, marker = self._format.message_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))
         if not marker:
             return None
-        starts_next_message = self._format.reasoning_kinds[marker] is MarkerKind.START_MESSAGE
-        return self._header_reader.start(marker) if starts_next_message else self._remove(marker)
+        starts_next_message = self._format.content_kinds[marker] is MarkerKind.START_MESSAGE
+        if starts_next_message:
+            return self._header_reader.start(marker)
+        return self._remove(marker)  # The marker ends the message. The next state is CONTENT.
 
     def drop_incomplete_marker(self, state: State) -> None:
         """If the message ends inside a marker, after the marker's first tag, remove the marker.

@@ -51,8 +51,9 @@ class ExpectedCall:
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | Mismatch:
         """Return the first variant in `variants` that matches the unread text.
 
-        A variant is one of several ways to write a tool call. Examples for a tool call that is
-        written as an object or as an array, after the marker `<call>`:
+        A variant is one of several ways to write a tool call. A variant without the declared marker
+        matches only if it names a function that the request offers. Examples for a tool call that
+        is written as an object or as an array, after the marker `<call>`:
 
             `<call>{"name"`   The first variant, an object, matches.
             `<call>[{"name"`  The second variant, an array, matches.
@@ -192,6 +193,7 @@ class CallStarts:
         may_be_call = any(buffer.starts_with(opening) for opening in openings)
         if not may_be_call:
             return None
+        # If the text turns out not to be a tool call, its first character is written as content.
         first_char = buffer.text[buffer.pos]
         # The text is a tool call only if it names a function that the request offers.
-        return ExpectedCall(variants, first_char, is_confirmed=False)
+        return ExpectedCall(variants, opening=first_char, is_confirmed=False)

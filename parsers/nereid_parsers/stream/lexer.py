@@ -44,6 +44,7 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
         marker: The marker.
         whitespace: White space before the marker. The match includes this white space.
     """
+    # `marker_prefix_regex` matches only at the end of a text, and does not match a complete tag.
     first_part, *other_parts = tag_parts(marker)
     regexes = [marker_prefix_regex(whitespace + first_part)]
     complete_parts = re.escape(whitespace + first_part)  # Matches all tags before `part`.
@@ -77,8 +78,9 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         longer_markers = [
             longer for longer in longest_first if longer != marker and longer.startswith(marker)
         ]
-        # The second regex of the example must precede the third one. If no longer marker starts
-        # with `marker`, the order does not matter, and the last regexes are sufficient.
+        # The second regex of the example must precede the third one, so it is added here. It
+        # occurs again in the last list, which also contains the markers that are not in
+        # `longer_markers`. The repetition does no harm.
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
     # The fourth regex of the example. A marker of one character has no incomplete form.

@@ -166,15 +166,18 @@ class Machine:
         Args:
             events: All events of the text in the prompt.
         """
-        self._events += self._call_writer.restart_numbering(events)  # The open tool call.
+        self._events += self._call_writer.renumbered_events_of_open_call(events)
+        self._call_writer.restart_numbering()
         if self._state is State.INLINE_REASONING:  # The client receives reasoning as content.
             self._reasoning_reader.write_opening_marker()
-        # The last characters of the prompt may not have been written yet. Example: the prompt ends
-        # with `<th`, which stays unread, because `ink>` may follow. The TextWriter omits these
-        # characters when it writes the text `<think>` later.
-        num_stored_chars = self._reasoning_reader.num_stored_chars()
+        # The last characters of the prompt may not have been written yet. The TextWriter omits them
+        # when it writes them later. There are two cases:
+        # - The prompt ends with `<th`, which stays unread, because `ink>` may follow.
+        # - The prompt ends with a possible tool call inside the reasoning, as in `<think><call>`.
+        #   The ReasoningReader stores this text until `</think>` shows that it is reasoning.
         num_unread_chars = len(self._buffer.unread())
-        self._text_writer.forget_prompt(num_unwritten_chars=num_stored_chars + num_unread_chars)
+        num_stored_chars = self._reasoning_reader.num_stored_chars()
+        self._text_writer.forget_prompt(num_unwritten_chars=num_unread_chars + num_stored_chars)
 
     def set_trace(self, trace: Trace | None) -> None:
         """Pass each later piece of text, together with its classification, to `trace`."""
@@ -209,11 +212,12 @@ class Machine:
         without arguments. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # Each method may enter a state that a later method handles, so the order is important.
-        self._finish_unclassified_text()  # Enters REASONING or CONTENT.
-        self._drop_incomplete_marker()  # Does not change the state.
+        # Each step handles the state that its name mentions, and does nothing in any other state.
+        # A step may enter a state that a later step handles, so the order is important.
+        self._finish_unclassified_text()  # Puts stored text back into the buffer.
+        self._drop_incomplete_marker()  # Such as `<|message|><|te` at the end of the buffer.
         self._run()  # Reads the remaining text, now that `is_final` is true. May enter any state.
-        self._finish_interrupted_reasoning()  # May enter CALL_BODY.
+        self._finish_interrupted_reasoning()  # Reads stored text. May enter CALL_BODY.
         self._finish_incomplete_calls()  # Leaves CALL_BODY, for example to BROKEN_CALL.
         self._finish_broken_call_or_marker()
         self._text_writer.finish_whitespace(

@@ -77,7 +77,8 @@ class OpenCall:
         self._text_writer = text
         self._call_writer = body.writer
         # Whether `end_at_marker_in_arguments` may put the end of the arguments back into the
-        # buffer. The parser then reads this end again, and classifies it as other text.
+        # buffer, so that the parser reads this end again as other text. This is possible only while
+        # the CallWriter stores the arguments, because an event cannot be withdrawn.
         self._may_reread_arguments = body.writer.stores_arguments
 
     def read(self) -> Outcome | None:
@@ -92,10 +93,12 @@ class OpenCall:
         """
         buffer = self._buffer
         self._body_reader.is_final = buffer.is_final
-        was_call_open = self._call_writer.is_open
+        was_call_open = self._call_writer.is_open  # The part may end this open tool call.
         part_start = buffer.pos
         buffer.pos = self._body_reader.read(buffer.text, part_start)
-        self._classify_part(part_start, was_call_open)  # As "call", or as text that may be content.
+        # Passes the part to the TextWriter: as text of a tool call, or, if no tool call has started
+        # yet, as pending text, which becomes content if no tool call starts.
+        self._classify_part(part_start, was_call_open)
         return None if self._body_reader.status is MORE else self._leave_body()
 
     def _classify_part(self, part_start: int, was_call_open: bool) -> None:
@@ -116,6 +119,7 @@ class OpenCall:
         if self._call_writer.is_open:
             self._text_writer.classify_as_call(part, may_be_reread=self._may_reread_arguments)
         elif was_call_open or self._has_call_ended():
+            # The open tool call has ended in this part, or a call has started and ended in it.
             self._classify_ended_call(part_start)
         else:  # No tool call has started.
             self._text_writer.store_pending(part)
@@ -127,6 +131,7 @@ class OpenCall:
         ended. Example: the part `{"name": "f", "arguments": {}}, ` ends a member of a list.
         """
         has_body_ended = self._body_reader.status is DONE
+        # The body reader resets `last_call_end` to None before it reads the next part.
         has_list_item_ended = self._body_reader.last_call_end is not None
         return has_body_ended or has_list_item_ended
 
@@ -146,6 +151,8 @@ class OpenCall:
             call_end = part_end
         call_text = self._buffer.text[part_start:call_end]
         text_after_call = self._buffer.text[call_end:part_end]
+        # If the trace has stored earlier pieces of this tool call (`may_be_reread`), this piece is
+        # stored behind them. `end_traced_call` then passes all pieces to the trace function.
         self._text_writer.classify_as_call(call_text, may_be_reread=self._may_reread_arguments)
         self._text_writer.end_traced_call()
         if text_after_call:
@@ -169,9 +176,10 @@ class OpenCall:
         # The body is not valid.
         has_call_started = self._call_writer.is_open
         if not has_call_started:
-            return Outcome.NO_CALL
+            return Outcome.NO_CALL  # The caller writes the pending text as content.
         if self._body_reader.writes_model_text:
-            # A quote may be missing, so that the arguments contain the closing marker of the call.
+            # The arguments are the model's own text. A quote may be missing, so that the arguments
+            # contain the closing marker of the call. Otherwise `read_broken` copies their rest.
             return Outcome.ENDED if self.end_at_marker_in_arguments() else Outcome.BROKEN
         # The body reader has created the JSON text of the arguments, so it can also complete this
         # JSON text, for example with closing brackets.
@@ -220,6 +228,8 @@ class OpenCall:
         if arguments_end > self._buffer.pos:
             piece = self._buffer.take_until(arguments_end)
             self._call_writer.write(piece)
+            # If the trace has stored earlier pieces of this tool call (`may_be_reread`), this piece
+            # is stored behind them.
             self._text_writer.classify_as_call(piece, may_be_reread=self._may_reread_arguments)
         if not marker:  # The text contains no complete marker.
             return False

@@ -52,8 +52,8 @@ class StreamParser:
                 of this piece: "reasoning", "content", "call" or "markup".
         """
         self._machine = Machine(compile_format(fmt), Tools(tools), policy or fmt.policy, new_id)
-        self._machine.start(find_start(fmt, prompt))
-        self._machine.set_trace(trace)
+        self._machine.start(find_start(fmt, prompt))  # May parse text at the end of the prompt.
+        self._machine.set_trace(trace)  # From now on, so that the trace contains no prompt text.
         self._is_finished = False
 
     def feed(self, text: str) -> list[Event]:
@@ -114,8 +114,9 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     """
     start = find_start(fmt, prompt)
     if not start.prefill:
-        # `start.stage` is None if the output starts inside the header of a message. The stage is
-        # not known before the header has been read, so the result is CONTENT.
+        # The format alone decides: `start.stage` is REASONING if the output of this format starts
+        # with reasoning without a marker. It is None if the output starts inside the header of a
+        # message. The stage is not known before the header has been read, so the result is CONTENT.
         return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
     # The prompt contains the beginning of the message (the "prefill"). The parser must read the
     # prefill to find out whether it ends in reasoning, content or a tool call.

@@ -93,9 +93,10 @@ class FieldStep:
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
         # If the message ends directly after a function's name, the name may be cut off: `sum` may
-        # be the beginning of `summary`. Such a name is not accepted. Other fields are accepted even
-        # if they may be cut off.
+        # be the beginning of `summary`, and a wrong function must not be called. Other fields, such
+        # as the id, are accepted even if they may be cut off.
         may_be_cut_off = is_at_text_end and self.name == "name"
+        # An empty text is valid only for the field `{rest}`, and a name must not be a number.
         if may_be_cut_off or not self._is_valid(text[pos:end]):
             return NO_MATCH
         return end
@@ -219,10 +220,11 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
     """
     spellings = [marker]
     if marker.startswith("<"):
-        # Inside a tag, a model may omit a space, and a tokenizer may write the character `Ġ`
-        # instead of a space. Other markers may be ordinary words, so their spaces are required.
+        # A model may omit all spaces of the marker, and a tokenizer may write the character `Ġ`
+        # instead of each space. Markers without a tag may be ordinary words, so their spaces are
+        # required.
         spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
-    for gap in _TAG_GAP.finditer(marker):  # A place before or after a tag.
+    for gap in _TAG_GAP.finditer(marker):  # A place between a tag and the adjacent tag or word.
         spellings += _with_replacements(marker, gap, ("", " ", "\n"))
     # Where the marker has white space, a model may write a superfluous space, or a line break and a
     # space.
@@ -285,8 +287,9 @@ def _literal_at(parts: tuple[str | PatternField, ...], index: int) -> str:
 def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
     r"""Split a literal into words. Insert a `WhitespaceStep` where a model may write white space.
 
-    Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`. The literal
-    has no white space before `=`, but a model may insert white space there.
+    Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`. The literal has
+    no white space between `f` and `=`, but this place is a "gap", where a model may insert white
+    space. Gaps are before and after each tag, and between a word and a sign such as `=` or `:`.
     """
     first_word, *words = _WHITESPACE_OR_GAP.split(literal)
     steps: list[LiteralStep | WhitespaceStep] = []
@@ -336,7 +339,8 @@ def _rest_regex(next_literal: str) -> re.Pattern[str]:
     rest_of_line = f"(?:(?!{stop}).)*"  # All characters of the line before `stop`.
     spaces = r"[^\S\n]*"  # White space without line breaks.
     words = rf"(?:{spaces}\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
-    second_line = rf"\n{words}{spaces}"  # This line ends before `stop`, because a tag is no word.
+    # The second line contains only words, so it ends before `stop`, which is a tag in all formats.
+    second_line = rf"\n{words}{spaces}"
     return re.compile(f"{rest_of_line}(?:{second_line})?")
 
 

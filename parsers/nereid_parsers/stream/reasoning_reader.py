@@ -71,6 +71,7 @@ class ReasoningReader:
         self._call_reader = calls
         self._header_reader = headers
         self._format = context.format
+        # The settings, which do not change during the message:
         # Whether tool calls must precede all content, and must not occur inside the reasoning.
         self._calls_must_come_first = context.calls_must_come_first
         reasoning = context.format.reasoning
@@ -79,14 +80,15 @@ class ReasoningReader:
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
         # The parser state in which the reasoning is read.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
+        # The state of the reasoning:
         # The way in which the reasoning has ended: at its closing marker (CLOSED) or at other text
         # (INTERRUPTED). NONE if the reasoning has not ended.
         self._reasoning_end = _ReasoningEnd.NONE
         # Text inside the reasoning that looks like a tool call. If a marker closes the reasoning
         # later, this text is reasoning. Otherwise it is a tool call.
         self._stored_text: list[str] = []
-        # Whether a closing marker, such as `</think>`, may follow the unread text. It becomes False
-        # when the message has ended and the stored text, which contains no such marker, is read.
+        # False if the message has ended without a closing marker such as `</think>`. Text that
+        # looks like a tool call is then a tool call at once.
         self._may_closing_marker_follow = True
 
     @property
@@ -129,8 +131,7 @@ class ReasoningReader:
             self._text_writer.write_reasoning(self._buffer.take_until(text_end))
         if not marker:
             return None
-        kind = self._format.reasoning_kinds[marker]
-        match kind:
+        match self._format.reasoning_kinds[marker]:
             case MarkerKind.INTERRUPT:  # Such as `<tool_call>`.
                 return self._read_possible_call(marker)
             case MarkerKind.START_MESSAGE:  # Such as `<|start|>`.
@@ -139,9 +140,10 @@ class ReasoningReader:
                 return self._read_content_opening(marker)
             case MarkerKind.OPEN_REASONING:  # Such as a second `<think>`.
                 return self._read_second_opening(marker)
-        # The other kinds are CLOSE_REASONING and END, which ends the message or the model's turn.
-        if kind is MarkerKind.CLOSE_REASONING:
-            self._reasoning_end = _ReasoningEnd.CLOSED
+            case MarkerKind.CLOSE_REASONING:  # Such as `</think>`.
+                self._reasoning_end = _ReasoningEnd.CLOSED
+        # The remaining kind, END, ends the message or the model's turn. In the state CONTENT, a
+        # text that still follows is content, or the start marker of the next message.
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
         return State.CONTENT
 
@@ -208,6 +210,7 @@ class ReasoningReader:
         kind = self._format.reasoning_kinds[marker]
         if kind is MarkerKind.INTERRUPT:
             return self._read_possible_call(marker)
+        # A marker of any other kind is written, too. Only a closing marker ends the reasoning.
         self._text_writer.write_content_exactly(self._buffer.take(len(marker)))
         if kind is not MarkerKind.CLOSE_REASONING:
             return State.INLINE_REASONING
@@ -242,6 +245,7 @@ class ReasoningReader:
         # Reasoning that the client receives as content ("inline") is never empty, because the
         # content contains the opening marker.
         is_reasoning_empty = not self._text_writer.has_text and not self._is_inline
+        # `_may_closing_marker_follow` is False if the message has ended without such a marker.
         may_be_quoted = not is_reasoning_empty and self._may_closing_marker_follow
         # In the state INTERRUPTED_REASONING, the text is stored until `</think>` or the end of the
         # message shows whether it is a tool call.
@@ -261,11 +265,11 @@ class ReasoningReader:
         buffer = self._buffer
         calls = self._format.calls
         variants = calls.by_trigger.get(marker)  # The ways to write a tool call with this marker.
-        opens_call = variants is not None
         call_start = buffer.pos
-        if not opens_call:  # The marker precedes all tool calls.
+        if variants is None:  # The marker precedes all tool calls, so a call must start after it.
+            variants = calls.all
             call_start = skip_whitespace(buffer.text, buffer.pos + len(marker))
-        for variant in variants or calls.all:
+        for variant in variants:
             match = variant.match(buffer.text, call_start, buffer.is_final)
             if match != NO_MATCH:
                 return match
@@ -275,13 +279,15 @@ class ReasoningReader:
         """Store text that looks like a tool call inside the reasoning.
 
         If a marker such as `</think>` closes the reasoning later, the stored text was a part of the
-        reasoning. Example: in `<think>I write <call>f()</call>.</think>Hi`, the text
-        `<call>f()</call>.` is stored until `</think>` has arrived, and is then written as
+        reasoning. If the message ends without such a marker, `finish_interrupted` lets the parser
+        read the stored text as a tool call. Example: in `<think>I write <call>f()</call>.</think>`,
+        the text `<call>f()</call>.` is stored until `</think>` has arrived, and is then written as
         reasoning.
 
         Returns:
             The state in which the closing marker is read, or None if no closing marker has arrived.
         """
+        # Without a complete marker, `text_end` is the end of the text that cannot be in a marker.
         text_end, marker = self._format.reasoning_closes.find(self._buffer)
         self._stored_text.append(self._buffer.take_until(text_end))  # The marker stays unread.
         if not marker:
@@ -336,7 +342,8 @@ class ReasoningReader:
             return None
         if self._is_inline:
             # The client receives the reasoning and its markers as content. Therefore the marker is
-            # not removed here, and `read_inline` writes it later.
+            # not removed here, and `read_inline` writes it later. The white space before the marker
+            # is removed, as before every marker.
             self._text_writer.drop_whitespace()
         else:
             self._text_writer.drop_markup(self._buffer.take(len(marker)))
@@ -354,8 +361,8 @@ class ReasoningReader:
         is_message_start = not self.has_reasoned and not self._has_output()
         if is_message_start:
             return True
-        if self._calls_must_come_first:  # Then reasoning can only be at the start of the message.
-            return False
+        if self._calls_must_come_first:
+            return False  # The required order is: reasoning, then tool calls, then content.
         # A special token, such as `<|think|>`, does not occur in ordinary text.
         return self._text_writer.is_after_marker or is_special_token(marker)
 
@@ -377,20 +384,24 @@ class ReasoningReader:
     def _is_superfluous_closing_marker(self, marker: str) -> bool:
         """Return whether to remove a closing marker, such as `</think>`, outside the reasoning.
 
-        Examples for the marker `</think>`:
+        If the result is False, the marker is content. "Strict" is the policy that tool calls must
+        come first, which returns as content all text that is not expected:
 
+            text                                 result
             `</think>Hi`                         True: no content and no tool call precedes it.
-            `<think>Hm</think></think>`          True, unless tool calls must come first.
+            `<think>Hm</think></think>`          True, but False if strict.
             `<think>Hm<call>..</call></think>`   True: the tool call has interrupted the reasoning.
-            `Hi</think>`                         False: the marker is a part of the content.
+            `Hi</think>`                         False: ordinary text may contain this marker.
+            `Hi<|end_think|>`                    True, because ordinary text contains no special
+                                                 tokens, but False if strict.
         """
+        is_strict = self._calls_must_come_first
         if not self._has_output():
-            # If tool calls must come first, a second closing marker is content.
-            return not (self._calls_must_come_first and self.has_reasoned)
+            is_second_closing_marker = self.has_reasoned
+            return not (is_strict and is_second_closing_marker)
         if self._reasoning_end is _ReasoningEnd.INTERRUPTED:
             return True
-        # A special token, such as `<|end_think|>`, does not occur in ordinary text.
-        return is_special_token(marker) and not self._calls_must_come_first
+        return is_special_token(marker) and not is_strict
 
     def _has_output(self) -> bool:
         """Return whether content or a tool call precedes the current position."""

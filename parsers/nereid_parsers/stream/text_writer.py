@@ -50,18 +50,18 @@ class TextWriter:
         # Which text has been written:
         self.has_content = False  # Whether the message has content other than white space.
         self.is_after_marker = False  # Whether a marker directly precedes the next text.
-        # The type of the last reasoning or content event. A marker or a tool call resets this type
-        # to None.
+        # The type of the last reasoning or content event, or None directly after a marker or a tool
+        # call. White space that a marker removes is restored later only if it followed content.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
         # The next attributes store three kinds of text that have been read, but not yet written.
         # The examples are for the text `One\n<call>..</call>Two`.
         # 1. Text that looks like the start of a tool call: `<call>`. If no tool call follows, this
         #    text is content.
         self.pending: list[str] = []
-        # 2. White space after the last text, before it is known what follows: `\n` after `One`.
+        # 2. White space after the last text, until it is known what follows: the `\n` after `One`.
         self._whitespace: list[str] = []
-        # 3. White space of the second kind, as soon as a marker has followed: `\n` after `<call>`.
-        #    Only content after the marker restores this white space: `Two` becomes `\nTwo`.
+        # 3. The same white space, after the marker `<call>` has followed. If content follows later,
+        #    the white space is written before this content: `\nTwo`.
         self._removed_whitespace = ""
         # The number of characters of the prompt at the start of the next text. Events omit these
         # characters. Example: the prompt ends with `<th`, and the model writes `ink>`. The next
@@ -100,6 +100,7 @@ class TextWriter:
             if self._trace is not None:
                 self._trace.write(REASONING, ready_text)
             self._events.append(ReasoningDelta(ready_text))
+            # The next white space follows reasoning, and no marker.
             self.is_after_marker = False
             self._last_text_type = ReasoningDelta
 
@@ -135,7 +136,7 @@ class TextWriter:
             self._whitespace.append(trailing_whitespace)
             return ""
         # `_take_whitespace` empties `self._whitespace`, so it must be called before new white space
-        # is appended to `self._whitespace`.
+        # is appended to `self._whitespace`. The condition only makes the usual case faster.
         ready_text = self._take_whitespace() + visible if self._whitespace else visible
         if trailing_whitespace:
             self._whitespace.append(trailing_whitespace)
@@ -170,6 +171,8 @@ class TextWriter:
         restored_whitespace = self._removed_whitespace
         self._removed_whitespace = ""
         self._events.append(ContentDelta(restored_whitespace + text, fault))
+        # The next white space follows content, and no marker. If a marker follows the white space,
+        # the white space is removed, and restored if more content follows.
         self.has_content = True
         self.is_after_marker = False
         self._last_text_type = ContentDelta
@@ -262,10 +265,10 @@ class TextWriter:
         whitespace = self._take_whitespace()
         if not whitespace:
             return
-        # The reasoning starts with a marker, which may be in the prompt, so it counts as markup.
+        # The reasoning starts with a marker, which may be in the prompt.
         has_markup = self.is_after_marker or is_reasoning or has_calls
-        # `has_text` is False if no text has followed the last marker or tool call. It is also False
-        # in a message without any text and markup.
+        # `has_text` is False if no text has followed the last marker or tool call, and also if the
+        # message consists only of white space. `has_markup` excludes the second case.
         directly_follows_markup = has_markup and not self.has_text
         if directly_follows_markup:
             self._classify(MARKUP, whitespace)  # Without an event, the white space is removed.
@@ -307,6 +310,7 @@ class TextWriter:
             text: The text after the pending text.
             fault: A description of why the text is not a tool call, for the event's `reason`.
         """
+        # The prompt may end with the start of the pending text, which the client already has.
         content = self._without_prompt(self.pending_text + text)
         self.pending = []
         if content.strip():
@@ -332,7 +336,7 @@ class TextWriter:
         """
         if self.pending:  # The opening marker of this tool call.
             self.drop_pending()
-        if self._num_prompt_chars:
+        if self._num_prompt_chars:  # The prompt ends with the start of this tool call.
             text = self._without_prompt(text)
         if self._trace is not None:
             self._trace.trace_call(text, may_be_reread=may_be_reread)
@@ -359,6 +363,8 @@ class TextWriter:
             num_unwritten_chars: The number of characters of the prompt that the readers will pass
                 to this writer later.
         """
+        # Drop the white space that content of the output would otherwise start with: the last white
+        # space of the prompt, and white space that a marker of the prompt has removed.
         self._whitespace = []
         self._removed_whitespace = ""
         self._num_prompt_chars = len(self.pending_text) + num_unwritten_chars

@@ -293,15 +293,17 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         json_type: The JSON type of the value.
         types: The JSON types that the schema allows, or None if they are not known.
     """
+    allows_string = types is None or "string" in types
     if json_type == "string":
-        return types is None or "string" in types
+        return allows_string
     if types is None or json_type in types:
         return False
     if json_type == "integer" and "number" in types:
-        return False
-    if "string" in types:
+        return False  # Each integer is a number.
+    if allows_string:
         return True
-    # The schema allows neither the type of this value nor a string.
+    # The value cannot have an allowed type, and a string is not allowed, either. A number, or a
+    # boolean, becomes a string like any other unexpected word. All other values are kept.
     is_fraction_for_integer = json_type == "number" and "integer" in types
     return json_type in ("integer", "number", "boolean") and not is_fraction_for_integer
 

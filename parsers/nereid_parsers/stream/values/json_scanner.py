@@ -96,7 +96,7 @@ class JsonScanner:
         sets the status BROKEN.
         """
         # If no bracket is open, the value is a number or a word such as `true`, so white space ends
-        # the value.
+        # the value. The caller of `scan` has skipped the white space before the value.
         skip_chars = _match_chars_in_container if self._missing_brackets else _match_scalar_chars
         match = skip_chars(text, pos)
         assert match is not None  # The regex also matches the empty text.
@@ -113,7 +113,7 @@ class JsonScanner:
         if not self._missing_brackets:
             self.status = DONE  # The value is a number or a word that ends before `char`.
             return pos
-        return self._close_bracket(char, pos)
+        return self._close_bracket(char, pos)  # Sets DONE after the last bracket, or BROKEN.
 
     def _close_bracket(self, char: str, pos: int) -> int:
         """Read `char`, which must close the innermost open bracket, and set `status`.

@@ -133,6 +133,7 @@ class LiteralReader:
         """
         if self._expected is Expected.VALUE:
             return "null"
+        # The colon is expected as soon as a key starts, even if its string is still open.
         is_key_incomplete = self._expected in (Expected.FIRST_KEY, Expected.COLON)
         if is_key_incomplete:
             # `{` is written only together with the first key, because only the colon after the key
@@ -261,8 +262,9 @@ class LiteralReader:
             The position after the text that was read, or `pos` if more text is required.
         """
         char = text[pos]
-        # The whole literal, and the value after a colon, cannot be missing (Expected.VALUE). All
-        # other values and keys are inside brackets, so `_containers` is not empty.
+        # A closing bracket may replace an item or a key, as in `[]` and `{'a': 1,}`. It may not
+        # replace the whole literal or the value after a colon (Expected.VALUE). Items and keys are
+        # inside brackets, so `_containers` is then not empty.
         may_close = self._expected is not Expected.VALUE
         if may_close and char == self._containers[-1].close:
             self._close_container()
@@ -282,12 +284,14 @@ class LiteralReader:
         """Read an opening bracket: `[`, `(` or `{`. Return the position after the bracket.
 
         Examples: for `[` and `(`, the JSON text `[` is written. For `{`, nothing is written yet.
-        The status becomes BROKEN if a key is expected, because such a value cannot be a key.
+        The status becomes BROKEN, and the result is `pos`, if a key is expected, because such a
+        value cannot be a key, or if more than `_MAX_DEPTH` brackets would be open, because JSON
+        parsers accept only a limited depth.
         """
         is_key = self._expected in _KEYS
         if is_key or len(self._containers) >= _MAX_DEPTH:
             return self._reject(pos)
-        self._prepare_value()  # Writes the comma before the value.
+        self._begin_value_or_key()  # Writes the comma before an item.
         closing_bracket = _BRACKET_PAIRS[bracket]
         if bracket == "{":
             # The first key or item will show whether the brace opens an object or a set. A set
@@ -300,11 +304,12 @@ class LiteralReader:
             self._expected = Expected.FIRST_ITEM
         return pos + 1
 
-    def _prepare_value(self) -> None:
-        """If JSON requires a comma before the value, write the comma. Store what may come next.
+    def _begin_value_or_key(self) -> None:
+        """If JSON requires a comma before the item, write the comma. Store what may come next.
 
-        A comma is written before an item that follows another item, as `2` in `[1, 2]`. A colon is
-        expected after a key. A comma or a closing bracket is expected after any other value.
+        A comma is written before an item that follows another item, as `2` in `[1, 2]`. The comma
+        before a key is written later, by `_write_key`. A colon is expected after a key. A comma or
+        a closing bracket is expected after any other value.
         """
         if self._expected in _KEYS:
             self._expected = Expected.COLON
@@ -336,7 +341,7 @@ class LiteralReader:
         is_empty = end == pos
         if is_empty:
             return self._reject(pos)
-        self._prepare_value()  # Writes the comma before the value.
+        self._begin_value_or_key()  # Writes the comma before an item.
         self._write_word(text[pos:end].rstrip(), is_key)
         return end
 
@@ -361,10 +366,10 @@ class LiteralReader:
         `{'a': '1'}`, the key `'a'` is stored until its colon arrives. The value `'1'` is stored,
         too, if the schema requires a number.
         """
-        # The role depends on `_expected`, so it is determined before `_prepare_value` changes
-        # `_expected` and writes the comma before the value.
+        # The role is a key, a value, or a value that will be converted to another type. It depends
+        # on `_expected`, which `_begin_value_or_key` changes.
         role = self._role_of_string()
-        self._prepare_value()
+        self._begin_value_or_key()
         if role is StringRole.VALUE:
             self._json_parts.append('"')
             string_parts = self._json_parts  # The reader writes the text of the string directly.

@@ -72,8 +72,9 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
 
     Args:
         schema: A JSON schema, or a list or an object that contains schemas, such as the value of
-            `properties`. A property that has the name of a keyword, such as `allOf`, does no harm:
-            its value is a schema, and only values of the keyword's own type are rewritten.
+            `properties`. A property may have the name of a keyword. The schema of a property
+            `allOf` is rewritten like any other schema, because it is no list. The schema of a
+            property with a name in `_VALUE_KEYWORDS`, such as `default`, is not rewritten.
         scope: The outermost schema, and the references that were replaced to build `schema`.
         depth: The number of lists and objects that enclose `schema`.
     """

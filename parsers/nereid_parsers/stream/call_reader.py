@@ -75,8 +75,8 @@ class CallReader:
         # Decides how a tool call may start: with a marker, with a header, or with its first
         # character. Each method returns a value for `_expected`.
         self._starts = CallStarts(context.format.calls, writer)
-        # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`. It
-        # stores whether this part is open, and matches its closing marker and separators.
+        # The part of the message between `<tool_calls>` and `</tool_calls>`. This object stores
+        # whether the part is open, and matches its closing marker and separators.
         self.section = CallSection(context.format.tools)
         # The markers, such as `</tool_call>`, that may still follow the last tool call.
         self._closing_markers: tuple[str, ...] = ()
@@ -187,9 +187,7 @@ class CallReader:
         Returns:
             The state in which the text after this content is read.
         """
-        # The stored descriptions of deviations apply only to a tool call. This text is content, so
-        # the descriptions are deleted.
-        self._call_writer.clear_deviations()
+        self._call_writer.clear_deviations()  # They describe a tool call, but this text is content.
         # If no tool call has started, a marker that precedes all tool calls, such as
         # `<tool_calls>`, is also content. It then opens no section of tool calls.
         if not self.has_calls():
@@ -272,9 +270,8 @@ class CallReader:
         self._begin_body(match)  # Creates the reader of the arguments.
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # The reader may have started or rejected the tool call, although no argument has arrived:
-        # the name in the header is enough for readers of tagged arguments. `read_body` is called
-        # only if there is unread text, so it is called here to handle this result at once.
+        # For some readers, the name in the header is enough to start or to reject the tool call.
+        # The parser calls `read_body` only if there is unread text, so it is called here.
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:

@@ -310,7 +310,7 @@ class TextWriter:
             text: The text after the pending text.
             fault: A description of why the text is not a tool call, for the event's `reason`.
         """
-        # The prompt may end with the start of the pending text, which the client already has.
+        # The prompt may end with the start of the pending text, which is no part of the output.
         content = self._without_prompt(self.pending_text + text)
         self.pending = []
         if content.strip():

@@ -173,8 +173,8 @@ class Machine:
         # The last characters of the prompt may not have been written yet. The TextWriter omits them
         # when it writes them later. There are two cases:
         # - The prompt ends with `<th`, which stays unread, because `ink>` may follow.
-        # - The prompt ends with a possible tool call inside the reasoning, as in `<think><call>`.
-        #   The ReasoningReader stores this text until `</think>` shows that it is reasoning.
+        # - The prompt ends with a possible tool call in the reasoning: `<think>Hm<call>{"name"`.
+        #   This text is stored, because a later `</think>` would show that it is reasoning.
         num_unread_chars = len(self._buffer.unread())
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         self._text_writer.forget_prompt(num_unwritten_chars=num_unread_chars + num_stored_chars)

@@ -148,8 +148,9 @@ class DecodeGroup:
         indices = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
         # A short sequence may have fewer than `max_blocks` blocks after the first block of the
         # window. The last indices would then be too large, so they are replaced by the index of
-        # the last column, whose block is then returned several times. The caller counts these
-        # copies as positions after the end of the sequence, which its bias hides.
+        # the last column, whose block is then returned several times. This is harmless:
+        # `_compute_visible` hides every position after the end of the sequence, and the positions
+        # of the copies are after the end.
         indices.clamp_(max=table_width - 1)
         return self.blocks.gather(1, indices), first_blocks
 

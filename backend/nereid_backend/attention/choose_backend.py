@@ -218,8 +218,9 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
         out: [num_tokens, num_heads, value_dim]. Mutated.
     """
     if isinstance(cache, gpu_attention.GpuKVCache):
+        only_in_cache = None  # in place of the step's key and value, which are only in the cache
         gpu_attention.attend_stored(
-            query, None, layer, cache, batch, scale=scale, sinks=sinks, out=out
+            query, only_in_cache, layer, cache, batch, scale=scale, sinks=sinks, out=out
         )
         return
     # Because the key and the value are None, the reference implementation reads all keys and values
@@ -262,8 +263,10 @@ def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
         return 0
     _, _, block_size, _ = cache.values[0].shape
     distinct_layers = tuple(dict.fromkeys(layers))
+    # `_fastest_backends` caches its results, so its arguments must be hashable. The type checker
+    # wrongly reports that a class is not hashable.
     cache.backends = _fastest_backends(
-        type(cache),  # type: ignore[arg-type]  # mypy does not accept a class as hashable
+        type(cache),  # type: ignore[arg-type]
         layers=distinct_layers,
         block_size=block_size,
         dtype=cache.dtype,

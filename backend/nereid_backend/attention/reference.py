@@ -15,10 +15,10 @@ from nereid_backend.attention.attention_batch import AttentionBatch, Prefill, hi
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
-# A prefill is computed in slices. Each slice has at most `_MAX_ROWS` queries and at most
-# `_MAX_SCORES` attention scores.
+# A prefill is computed in slices of its queries. Each slice has at most `_MAX_SLICE_QUERIES`
+# queries and at most `_MAX_SCORES` attention scores.
 _MAX_SCORES = 2**25
-_MAX_ROWS = 64
+_MAX_SLICE_QUERIES = 64
 
 # The type of a tuple with the query, key and value of a step. The key and the value are None if
 # they are read from the cache.
@@ -137,7 +137,9 @@ def _keys_and_values(
     """Return the keys and the values of all tokens of a prefill's sequence.
 
     If the sequence has no cached tokens, the keys and values of this step are returned. Otherwise,
-    they are copied from the cache, which already contains the keys and values of this step.
+    they are copied from the cache, which already contains the keys and values of this step. They
+    are also copied from the cache if the key and the value in `inputs` are None, because the caller
+    no longer has them.
 
     Returns:
         The keys, [1, num_kv_heads, seq_len, key_dim], and the values, [1, num_kv_heads, seq_len,
@@ -196,10 +198,11 @@ def _attend_prefill(
         # A token attends to itself and to all earlier tokens, so the lower triangle of the mask is
         # True.
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril_()
-    return _attend_in_slices(inputs, mask, spec, scale, sinks)
+    # The scores of all queries would need much memory, so a few queries are computed at a time.
+    return _attend_in_query_slices(inputs, mask, spec, scale, sinks)
 
 
-def _attend_in_slices(
+def _attend_in_query_slices(
     inputs: tuple[Tensor, Tensor, Tensor],
     mask: Tensor,
     spec: LayerSpec,
@@ -208,17 +211,19 @@ def _attend_in_slices(
 ) -> Tensor:
     """Compute the attention of several new tokens, a few queries at a time, to save memory.
 
-    `_attend_prefill` documents the arguments and the result. Example: there are 100 queries, and a
-    slice can have 40 queries. The slices contain the queries 0 to 39, 40 to 79 and 80 to 99. If no
-    tokens are cached, the first slice reads only the keys 0 to 39.
+    `mask` is True if a query attends to a key. `_attend_prefill` documents the other arguments and
+    the result. Example: there are 100 queries, and a slice can have 40 queries. The slices contain
+    the queries 0 to 39, 40 to 79 and 80 to 99. If no tokens are cached, the first slice reads only
+    the keys 0 to 39.
     """
     query, key, value = inputs
     num_queries = query.shape[2]
     num_keys = key.shape[2]
     num_cached = num_keys - num_queries
-    # The scores of a slice, [num_heads, slice_size, num_keys], must fit into `_MAX_SCORES`.
+    # The scores of a slice, [num_heads, slice_size, num_keys], must fit into `_MAX_SCORES`. Short
+    # slices also save time, because a slice does not read the keys after its last query.
     scores_per_query = spec.num_heads * num_keys
-    slice_size = max(1, min(_MAX_ROWS, _MAX_SCORES // scores_per_query))
+    slice_size = max(1, min(_MAX_SLICE_QUERIES, _MAX_SCORES // scores_per_query))
     parts = []
     for start in range(0, num_queries, slice_size):
         end = min(start + slice_size, num_queries)

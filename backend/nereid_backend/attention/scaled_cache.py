@@ -57,7 +57,8 @@ class ScaledKVCache(KVCache):
         )
         self.dtype = dtype
         # Layers with the same place (number in their group of layers) share a tensor. First create
-        # one tensor for each place, and then list the tensor of each layer.
+        # one tensor for each place, and then list the tensor of each layer. The block with the
+        # number `num_blocks` is the null block, which always contains zeros.
         shapes = [
             (num_blocks + 1, layers[index].num_kv_heads, block_size)
             for index in self._first_layer_of_each_place()

@@ -187,4 +187,4 @@ def test_of_several_openmp_libraries_that_of_torch_is_chosen(monkeypatch):
     own = f"{site}/torch/lib/libgomp-1.so.1"
     maps = f"0-1 r-xp 0 0 0 {site}/scikit_learn.libs/libgomp-2.so.1\n0-1 r-xp 0 0 0 {own}\n"
     monkeypatch.setattr(cpu_build.Path, "read_text", lambda self, **_: maps)
-    assert cpu_build._openmp() == own
+    assert cpu_build._openmp_path() == own

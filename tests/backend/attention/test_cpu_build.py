@@ -55,7 +55,7 @@ def test_a_second_build_waits_for_the_first(tmp_path, monkeypatch):
     def build(compiler, instruction_set, path):
         builds.append(path)
         time.sleep(0.2)
-        path.symlink_to(cpu_build._TORCH)  # any library will do
+        path.symlink_to(cpu_build._TORCH_LIBRARY)  # any library will do
 
     monkeypatch.setattr(cpu_build, "_build", build)
     instruction_set = usable_instruction_sets()[-1]

@@ -307,7 +307,8 @@ def serving(
 
     A compiled model calls the kernels without Python, so it cannot pass the cache and the metadata
     of the step as arguments. Instead, the kernels read them from a C struct. The context applies
-    only to models that run in this thread.
+    only to models that run in this thread. Contexts must not be nested, because the end of a
+    context removes the struct.
 
     Args:
         cache: the KV cache, into which the keys and values of the step are stored. Mutated.
@@ -320,6 +321,8 @@ def serving(
     layer_structs = cache.layer_structs(layers, batches[0].block_size)
     group_steps = (NativeGroupStep * len(steps))(*map(_group_step, steps))
     group_of = (ctypes.c_int64 * len(layer_structs))(*cache.group_of)
+    # Only measurements set `kernel_times`. The kernels then add their computing time to it.
+    times = None if cache.kernel_times is None else ctypes.addressof(cache.kernel_times)
     forward = NativeForward(
         layers=ctypes.addressof(layer_structs),
         num_layers=len(layer_structs),
@@ -327,7 +330,7 @@ def serving(
         group_of=ctypes.addressof(group_of),
         num_tokens=steps[0].num_tokens,
         num_threads=torch.get_num_threads(),
-        times=None if cache.kernel_times is None else ctypes.addressof(cache.kernel_times),
+        times=times,
     )
     kernels().nereid_serve(ctypes.byref(forward))
     try:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 # If the package was installed from a wheel, this folder contains the wheel's precompiled libraries.
 _PRECOMPILED = Path(__file__).with_name("precompiled")
 # cpu_shim.cpp calls functions of this library.
-_TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+_TORCH_LIBRARY = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
 # In the file name of a library, the hash has this number of hexadecimal digits.
 _FINGERPRINT_LENGTH = 16
 
@@ -106,14 +106,14 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
     installed version of torch.
     """
     path = _PRECOMPILED / f"{instruction_set.name}.so"
-    openmp = _openmp()
+    openmp = _openmp_path()
     if openmp is None or not path.is_file():
         return None
     try:
         # A precompiled library is not linked with torch and OpenMP, because the file names of these
         # two libraries depend on torch's version. The kernels call functions of torch and OpenMP as
         # global symbols, so torch and OpenMP are loaded first.
-        for needed_path in (str(_TORCH), openmp):
+        for needed_path in (str(_TORCH_LIBRARY), openmp):
             ctypes.CDLL(needed_path, mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
@@ -146,8 +146,8 @@ def _build_lock(path: Path) -> Iterator[None]:
 def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
     """Compile and link the kernels for an instruction set into the file `path`."""
     flags = [*instruction_set.flags, "-mtune=native"]
-    libraries = [str(_TORCH)]
-    openmp = _openmp()
+    libraries = [str(_TORCH_LIBRARY)]
+    openmp = _openmp_path()
     if openmp is not None:
         flags.append("-fopenmp")
         libraries.append(openmp)
@@ -155,7 +155,7 @@ def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
     logger.info("The CPU kernels were built: %s.", path)
 
 
-def _openmp() -> str | None:
+def _openmp_path() -> str | None:
     """Return the path of the OpenMP library that torch uses.
 
     Return None if torch uses no libgomp, or if the libraries of the process cannot be read. The
@@ -179,13 +179,12 @@ def _openmp() -> str | None:
 def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
     """Return one hash of all inputs of a build. The hash becomes part of the library's file name.
 
-    The inputs are the sources, the flags, the compiler's version, torch and its OpenMP library. The
-    library for the instruction set `native` depends on the processor. For this instruction set, the
-    hash includes the name and features of the processor, too.
+    If any input changes, the library is therefore built again under another name.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
     sources = [source.read_text(encoding="utf-8") for source in (*HEADERS, *SOURCES)]
-    libraries = [torch.__version__, str(_TORCH), _openmp() or ""]
+    openmp_path = _openmp_path() or ""  # empty if torch does not use the OpenMP library libgomp
+    libraries = [torch.__version__, str(_TORCH_LIBRARY), openmp_path]
     flags = [*FLAGS, *instruction_set.flags]
     # The instruction set `native` has no list of features. Its kernels are optimised for the
     # processor of this machine, so the hash must depend on the processor.

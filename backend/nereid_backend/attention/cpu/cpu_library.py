@@ -172,7 +172,8 @@ def forced_instruction_set(name: str) -> Iterator[None]:
     """Return a context manager that selects the kernels for another instruction set.
 
     The context is intended for tests and measurements. A model that was compiled outside the
-    context must not be called inside the context.
+    context must not be called inside the context. Its calls stay bound to the previous library of
+    kernels, but the metadata of a step is then passed only to the new library.
 
     Args:
         name: the name of one of the instruction sets in `instruction_sets.INSTRUCTION_SETS`.

@@ -97,7 +97,9 @@ def captured_splits(
     # one sequence is much longer than the others, and only its splits keep the GPU busy.
     wanted_programs = _CAPTURED_FACTOR * _PROGRAMS_PER_PROCESSOR * num_processors(device)
     splits_by_occupancy = divide_up(wanted_programs, rows.count * num_programs)
-    # A minimum is possible, because programs whose split contains no keys end immediately.
+    # In some of the repeated steps, all sequences but one may be short. The minimum lets several
+    # programs share the keys of the long sequence even if `rows.count` is large. It costs little
+    # time in other steps, because programs whose split contains no keys end immediately.
     num_splits = max(splits_by_occupancy, _MIN_CAPTURED_SPLITS)
     return max(1, min(num_splits, max_splits_by_length, MAX_SPLITS))
 

@@ -86,6 +86,8 @@ def attend(
     """
     query, key, value = inputs
     store_layer(key, value, layer, cache, batch)
+    # The key and the value are passed, too, because some attention libraries cannot read the cache
+    # and compute prompts directly from these tensors.
     return attend_stored(query, (key, value), layer, cache, batch, scale=scale, sinks=sinks)
 
 

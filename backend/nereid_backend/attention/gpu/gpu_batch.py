@@ -183,9 +183,10 @@ class StepLayout:
         """Return the arrays that must be copied to the GPU. The arrays contain a step's metadata.
 
         If there are decodes, the first array contains the start of each decode's block table. If
-        there are prefills, the next array contains a row for each prefill. A program of the prefill
-        kernel computes a tile: some new tokens of one prefill. Layers can have tiles of different
-        sizes, so one array of tiles follows for each distinct tiling (tile size and window).
+        there are prefills, the next array contains the position and the sizes of each prefill. A
+        program of the prefill kernel computes a tile: some new tokens of one prefill. Layers can
+        have tiles of different sizes, so one array of tiles follows for each distinct tiling (tile
+        size and window).
 
         Args:
             decode_shapes: one pair for each group of decodes whose sequences have similar lengths:
@@ -196,7 +197,7 @@ class StepLayout:
         if decode_shapes:
             arrays.append(_table_starts(decode_shapes))
         if prefills:
-            arrays.append(_sequence_rows(prefills))
+            arrays.append(_prefill_positions_and_sizes(prefills))
             arrays += [tile_rows(prefills, tiling) for tiling in self._tilings]
         return arrays
 
@@ -228,9 +229,10 @@ class PackedRows:
 
         - if the step has decodes: the start of each decode's block table;
         - if the step has prefills: one row for each prefill, with its position and its sizes;
-        - if the step has prefills: for each tiling, the list of tiles. A program of the prefill
-          kernel computes one tile, which consists of some new tokens of one prefill. A tiling is
-          the number of tokens in a tile and the attention window, which depend on the layer.
+        - if the step has prefills: one array of tiles for each tiling of the model's layers.
+
+        A tile consists of some new tokens of one prefill, which one program of the prefill kernel
+        computes. The `Tiling` of a layer is its tile size and its attention window.
         """
         remaining_tensors = iter(self.tensors)
         decodes = None
@@ -240,7 +242,7 @@ class PackedRows:
         prefills = None
         if batch.prefills:
             prefill_rows = next(remaining_tensors)
-            # The remaining tensors contain the tiles. Layers look up their tiles by their tiling.
+            # The remaining tensors contain the tiles. Each layer looks up the tiles of its tiling.
             tiles_by_tiling = dict(zip(self.layout.tilings, remaining_tensors, strict=True))
             table = _concatenated([prefill.blocks for prefill in batch.prefills])
             prefills = PrefillRows(batch.prefills, table, prefill_rows, tiles_by_tiling)
@@ -263,7 +265,7 @@ def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
     return np.array(starts, dtype=np.int64)
 
 
-def _sequence_rows(prefills: Sequence[PrefillShape]) -> Integers:
+def _prefill_positions_and_sizes(prefills: Sequence[PrefillShape]) -> Integers:
     """Return the position and the sizes of each prefill, as an int64 array [num_prefills, 4].
 
     The columns contain the index of the first new token, the number of new tokens, the number of

@@ -228,8 +228,9 @@ def compare(trial: Trial, computed: Tensor) -> float:
     query, key, value = trial.inputs
     # The reference computes in float32, and reads the same rounded numbers as the kernels.
     reference_cache = _float32_cache(cache, spec, batch.block_size)
-    stored = _read_step_vectors(reference_cache, batch, (key, value), batch.block_size)
-    _check_written(cache, stored, (key, value))
+    # The key and the value of the step as the kernels stored them. An 8-bit cache rounds them.
+    stored = _read_step_vectors(reference_cache, batch)
+    _check_rounding_errors(cache, stored=stored, originals=(key, value))
     inputs = (query.float(), *stored)
     expected = reference.attend(
         inputs, (0, spec), reference_cache, batch, scale=_SCALE, sinks=trial.sinks
@@ -349,34 +350,30 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
     return copy
 
 
-def _read_step_vectors(
-    cache: KVCache, batch: AttentionBatch, written: tuple[Tensor, Tensor], block_size: int
-) -> tuple[Tensor, Tensor]:
+def _read_step_vectors(cache: KVCache, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
     """Read the keys and values that the kernels have stored for the step's new tokens.
 
     Args:
-        cache: a float32 copy of the cache.
-        batch: the metadata of the step.
-        written: the keys and the values that were stored, [num_kv_heads, num_tokens, dim].
-        block_size: the number of tokens in one block.
+        cache: a float32 copy of the cache, with one layer.
+        batch: the metadata of the step. `slots` contains the place of each token in the cache.
 
     Returns:
-        The keys and the values in float32, with the shapes of the tensors in `written`.
+        The keys, [num_kv_heads, num_tokens, key_dim] float32, and the values, [num_kv_heads,
+        num_tokens, value_dim] float32.
     """
-    key, value = written
-    blocks = batch.slots // block_size
-    places_in_block = batch.slots % block_size
+    blocks = batch.slots // batch.block_size
+    places_in_block = batch.slots % batch.block_size
     # The selected vectors have the shape [num_tokens, num_kv_heads, dim].
-    keys = cache.keys[0][blocks, :, places_in_block].transpose(0, 1).reshape(key.shape)
-    values = cache.values[0][blocks, :, places_in_block].transpose(0, 1).reshape(value.shape)
+    keys = cache.keys[0][blocks, :, places_in_block].transpose(0, 1)
+    values = cache.values[0][blocks, :, places_in_block].transpose(0, 1)
     return keys, values
 
 
-def _check_written(
-    cache: KVCache, stored: tuple[Tensor, Tensor], written: tuple[Tensor, Tensor]
+def _check_rounding_errors(
+    cache: KVCache, *, stored: tuple[Tensor, Tensor], originals: tuple[Tensor, Tensor]
 ) -> None:
     """Raise a KernelError if a stored key or value differs too much from the original."""
-    for actual, original in zip(stored, written, strict=True):
+    for actual, original in zip(stored, originals, strict=True):
         expected = original.float()
         is_accepted = (actual - expected).abs() <= _allowed_rounding_error(cache, expected)
         if not bool(is_accepted.all()):

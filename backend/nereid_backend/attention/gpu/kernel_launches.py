@@ -42,6 +42,7 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
 
     Mutates: the cache.
     """
+    # Only installations for GPUs have the package triton, so the kernel is imported here.
     from nereid_backend.attention.gpu.triton_store import store_kernel
 
     num_kv_heads, num_tokens, key_dim = key.shape
@@ -70,8 +71,8 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
         VALUE_PADDED=padded_size(value_dim),
         HAS_SCALES=call.scales is not None,
         IS_FLOAT8=call.float8 is not Float8.NONE,
-        num_warps=4,
-        **_FUSED_MULTIPLY_ADD,
+        num_warps=4,  # 128 threads for each program
+        **_FUSED_MULTIPLY_ADD,  # lets the compiler use fused multiply-add instructions
     )
 
 

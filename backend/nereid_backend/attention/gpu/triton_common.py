@@ -73,8 +73,11 @@ def load_scales(scales, key_rows, is_read, IS_MASKED: tl.constexpr, FLOAT8: tl.c
 
     key_rows [n] contains the indices of the rows. If IS_MASKED is true, the factor is 0 for rows
     for which is_read is false. A number is restored by multiplying the result of `converted` by the
-    factor of its row. If FLOAT8 is FLOAT8_BITS, `converted` returns numbers that are divided by
-    256, so the factors are multiplied by 256.
+    factor of its row.
+
+    If FLOAT8 is FLOAT8_BITS, `converted` shifts the bits of e4m3 numbers into float16 numbers
+    without changing the exponent, which has another bias in float16. Its numbers are therefore
+    divided by 256, so the factors are multiplied by 256.
     """
     if IS_MASKED:
         factors = tl.load(scales + key_rows, mask=is_read, other=0.0)
@@ -124,18 +127,21 @@ def tile_scores(
     of the keys. Rows for which is_read is false are not read.
 
     A long key is divided into MAIN columns, which are padded to DIM columns, and REST columns,
-    which are padded to REST_PADDED columns. Example: a key with 192 columns is divided into 128 and
-    64 columns. Without this division, it would be padded to 256 columns. If the key is not divided,
-    REST is 0. query contains the first MAIN columns of the queries, and query_rest the others.
+    which are padded to REST_PADDED columns. Example: a key with 192 columns (KEY_DIM) is divided
+    into 128 and 64 columns. Without this division, it would be padded to 256 columns. If the key is
+    not divided, REST is 0. query contains the first MAIN columns of the queries, and query_rest the
+    others.
 
     If HAS_CAP is false, `scale` already contains the factor log2(e), and `cap` is not used. If
     HAS_CAP is true, `scale` has been divided by the softcap, and `cap` is the softcap times
     log2(e). If HAS_SCALES is true, the keys are 8-bit numbers, and each score is multiplied by the
     factor of its key, which is read from key_scales.
     """
+    # Load MAIN columns from column 0 on. KEY_DIM is the distance between two rows of the cache.
     key = load_rows(keys, key_rows, is_read, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
     scores = tl.dot(query, tl.trans(converted(key, query.dtype, FLOAT8)), input_precision="ieee")
     if REST > 0:
+        # Load REST columns from column MAIN on.
         rest = load_rows(keys, key_rows, is_read, MAIN, REST, REST_PADDED, KEY_DIM, IS_MASKED)
         rest = converted(rest, query.dtype, FLOAT8)
         scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision="ieee")

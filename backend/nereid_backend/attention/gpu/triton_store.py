@@ -129,7 +129,11 @@ def store_kernel(
 
     A program stores up to HEADS heads of one token. The grid is
     (num_tokens, cdiv(NUM_KV_HEADS, HEADS)). The last dimensions of key and value must be
-    contiguous.
+    contiguous. KEY_PADDED and VALUE_PADDED are KEY_DIM and VALUE_DIM, rounded up to powers of two.
+
+    If HAS_SCALES is true, the cache contains 8-bit numbers: 8-bit floating point numbers if
+    IS_FLOAT8 is true, otherwise integers. key_scales and value_scales then contain one factor for
+    each vector of the cache, by which the 8-bit numbers must be multiplied.
     """
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1).to(tl.int64) * HEADS

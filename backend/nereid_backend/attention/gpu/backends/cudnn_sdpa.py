@@ -41,12 +41,13 @@ class CudnnSdpa:
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
         """Compute the attention of the step's prompts with one call of cuDNN for each prompt.
 
-        The prompts have no cached tokens, so the cache is not read. `AttentionBackend.attend`
-        documents the arguments. Mutates: out.
+        The prompts have no cached tokens, so the cache is not read. The layer has neither an
+        attention window nor a softcap, because `refusal` refuses such layers.
+        `AttentionBackend.attend` documents the arguments. Mutates: out.
         """
         assert inputs.new is not None, "a step of prompts has its keys and values"
         spec = inputs.call.spec
-        with sdpa_kernel(self.implementation):
+        with sdpa_kernel(self.implementation):  # makes torch's function call cuDNN
             for prefill in inputs.batch.prefills:
                 query, key, value = (
                     tensor[None, :, prefill.start : prefill.end]

@@ -109,12 +109,15 @@ class FlashInferPrefill:
         """Return the FlashInfer wrapper for all layers whose properties equal `spec`.
 
         A wrapper is the object of FlashInfer that stores the metadata of a step and launches the
-        kernels. All wrappers share one workspace.
+        kernels. All wrappers share one workspace for intermediate results, because the layers are
+        computed one after the other.
         """
         if spec not in self._wrappers:
             if self._workspace is None:
                 self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             flashinfer = import_module("flashinfer")
+            # "HND" is the layout of the KV cache: the dimensions of a block are heads, tokens, and
+            # the size of a vector.
             self._wrappers[spec] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, kv_layout="HND"
             )

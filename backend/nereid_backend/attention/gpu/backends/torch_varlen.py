@@ -34,15 +34,15 @@ class _Sequences(NamedTuple):
     Attributes:
         blocks: [n, width] int32, the block tables.
         lens: [n] int32, the lengths of the sequences, including the new tokens.
-        first_tokens: [n + 1] int32. The first n numbers are the indices of each sequence's first
-            query. The last number is the total number of queries.
+        query_starts: [n + 1] int32. The first n numbers are the indices of each sequence's first
+            query. The last number is the total number of queries. A query is a new token.
         max_new: the largest number of new tokens in a sequence.
         max_keys: an upper bound on the number of keys of a sequence.
     """
 
     blocks: Tensor
     lens: Tensor
-    first_tokens: Tensor
+    query_starts: Tensor
     max_new: int
     max_keys: int
 
@@ -77,14 +77,17 @@ class TorchVarlen:
         """Compute the attention of the decodes, with one call for each group of decodes.
 
         A decode is a sequence with one new token. A group contains decodes of similar length.
-        Mutates: out.
+        torch's function requires int32 numbers. Mutates: out.
         """
         for group in inputs.batch.decodes:
             count, width = group.blocks.shape
+            # Each decode has one query, so decode i starts at query i. The last number is `count`,
+            # the end of the last decode.
+            query_starts = torch.arange(count + 1, dtype=torch.int32, device=group.lens.device)
             sequences = _Sequences(
                 blocks=group.blocks.to(torch.int32),
                 lens=group.lens.to(torch.int32),
-                first_tokens=torch.arange(count + 1, dtype=torch.int32, device=group.lens.device),
+                query_starts=query_starts,
                 max_new=1,
                 max_keys=width * group.block_size,
             )
@@ -128,7 +131,7 @@ class TorchVarlen:
             query.transpose(0, 1),
             call.keys.transpose(1, 2),
             call.values.transpose(1, 2),
-            sequences.first_tokens,
+            sequences.query_starts,
             None,  # The keys are in blocks, so their lengths are passed as seqused_k.
             sequences.max_new,
             sequences.max_keys,
@@ -155,13 +158,13 @@ def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequen
     nums_new = [prefill.end - prefill.start for prefill in prefills]
     lens = [prefill.seq_len for prefill in prefills]
     # The index of each prefill's first new token. The last element is the number of all new tokens.
-    first_tokens = list(itertools.accumulate(nums_new, initial=0))
+    query_starts = list(itertools.accumulate(nums_new, initial=0))
     # Join the two lists, because one copy to the device takes less time than two copies.
-    uploaded = upload(np.array([*lens, *first_tokens]), device).to(torch.int32)
+    uploaded = upload(np.array([*lens, *query_starts]), device).to(torch.int32)
     return _Sequences(
         blocks=torch.cat(tables).to(torch.int32),
         lens=uploaded[: len(lens)],
-        first_tokens=uploaded[len(lens) :],
+        query_starts=uploaded[len(lens) :],
         max_new=max(nums_new),
         max_keys=max(lens),
     )

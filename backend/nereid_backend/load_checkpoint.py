@@ -25,7 +25,7 @@ from nereid_backend.checkpoints.load_model import (
     model_class,
     takes_attention_by_name,
 )
-from nereid_backend.checkpoints.safetensors_files import check_permission, open_tensors
+from nereid_backend.checkpoints.safetensors_files import check_read_permission, open_tensors
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from nereid_backend.linear.lora_layers import LoraLayers
 from nereid_backend.linear.prepack import has_fast_bfloat16
@@ -197,7 +197,7 @@ def check_files(folder: Path) -> None:
         raise ModelError(
             f"{folder} has no config.json. Set model to the folder of a Hugging Face checkpoint."
         )
-    check_permission(folder / "config.json")
+    check_read_permission(folder / "config.json")
     if not (folder / GGUF_LINK).is_file():
         # `open_tensors` raises a ModelError if a safetensors file is missing or damaged. A GGUF
         # file was checked when its checkpoint folder was created.

@@ -54,7 +54,7 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
         others=(".SCB",),  # the largest absolute weight of each output
         decode=_decode_eight_bits,
         main_dtypes=("I8",),
-        has_integers=True,
+        has_integers=True,  # The result of `decode` is integers with scales.
     )
     # For each of the two 4-bit data types, nf4 and fp4, the tensor `quant_state` has a different
     # name.
@@ -115,7 +115,8 @@ def _decode_four_bits(
     number_by_code = tensors[_MAP].float()
     weight = torch.empty(shape.numel(), dtype=dtype)
     # Decode the weight in parts, because float32 numbers for the whole weight would need much
-    # memory. Each part consists of whole blocks.
+    # memory. Each part consists of whole blocks. bitsandbytes' block sizes are powers of two, so
+    # each part starts at an even index and therefore with the first code of a byte.
     part_size = max(1, PART_NUMBERS // block_size) * block_size
     for start in range(0, len(weight), part_size):
         part = weight[start : start + part_size]

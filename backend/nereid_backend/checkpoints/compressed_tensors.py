@@ -79,6 +79,7 @@ def compressed_tensors_format(settings: Settings) -> Format:
     # weight's tensors show which layout the weight has, so all layouts are returned.
     integers = _integer_layouts(_common_group_size(weight_settings))
     float8 = float8_layouts(_block_shape(weight_settings))
+    # The engine does not quantise activations, so the tensors with their scales are skipped.
     return Format((*integers, _FLOAT4_LAYOUT, *float8), ignored=ACTIVATION_SCALES)
 
 
@@ -100,7 +101,9 @@ def _integer_layouts(group_size: int | None) -> tuple[Layout, Layout]:
         decode=partial(_decode_packed, group_size=group_size),
         optional=optional,
         main_dtypes=("I32",),
-        numbers_per_element=8,  # A 32-bit word usually contains eight 4-bit integers.
+        # A 32-bit word usually contains eight 4-bit integers. The number is used only to estimate
+        # the size of the model, so it need not be exact.
+        numbers_per_element=8,
         has_integers=True,
     )
     int8 = Layout(
@@ -175,7 +178,8 @@ def _decode_packed(
 
     Example: with 4 bits for each integer, one word contains 8 integers. The tensor weight_packed
     contains the integers, int32 [rows, words], and weight_shape contains the number of rows and the
-    number of inputs. If the tensor weight_zero_point does not exist, all zeros are 0.
+    number of inputs. Each signed integer is stored as integer + 2**(bits - 1). If the tensor
+    weight_zero_point does not exist, all zeros are 0.
 
     Args:
         tensors: the tensors of the weight, by suffix.
@@ -189,21 +193,21 @@ def _decode_packed(
     num_rows, num_inputs = map(int, tensors[".weight_shape"])
     packed = tensors[".weight_packed"]
     # The layers of one checkpoint may have different numbers of bits. The number of bits is
-    # therefore computed from the number of words in a row. The quotient is rounded down, because up
-    # to 31 bits of the last word are unused. They do not change the result if a row has at least 32
-    # inputs.
+    # therefore computed from the number of words in a row. Up to 31 bits of the last word are
+    # unused. They are less than one bit for each input, because quantised layers have more than 31
+    # inputs, so rounding down removes them.
     bits = packed.shape[1] * 32 // max(1, num_inputs)
     if not 1 <= bits <= 8 or len(packed) != num_rows:
         raise ValueError(
             f"the packed weight has the shape {tuple(packed.shape)}, but weight_shape is "
             f"({num_rows}, {num_inputs})"
         )
-    values = _signed(unpack_integers(packed, bits, num_inputs), bits)
+    values = _to_signed(unpack_integers(packed, bits, num_inputs), bits)
     zeros = tensors.get(".weight_zero_point")
     if zeros is not None:
         # Each word contains the zeros of several rows, so the shape is [words, groups]. The tensor
         # is transposed, because `unpack_integers` expects the words in the last dimension.
-        zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
+        zeros = _to_signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
     return _create_integer_weight(values, zeros, tensors, group_size, bits)
 
 
@@ -218,8 +222,10 @@ def _decode_int8(
     `tensors` contains the tensors of the weight by suffix, and `group_size` is the number of inputs
     in a group with one scale. `dtype` is not used.
     """
-    zeros = tensors.get(".weight_zero_point")
-    return _create_integer_weight(tensors[".weight"], zeros, tensors, group_size, bits=8)
+    values = tensors[".weight"]
+    zeros = tensors.get(".weight_zero_point")  # None if all zeros are 0
+    # `_create_integer_weight` reads only the scales and the groups from `tensors`.
+    return _create_integer_weight(values, zeros, tensors, group_size, bits=8)
 
 
 def _create_integer_weight(
@@ -237,7 +243,8 @@ def _create_integer_weight(
         values: the integers, int8 [out_features, in_features].
         zeros: the zeros; None if all zeros are 0. The shape is [out_features, groups],
             [out_features], or a single number.
-        tensors: the tensors of the weight. The scales may have the same shapes as `zeros`.
+        tensors: the tensors of the weight. Only the scales, whose shape is one of the shapes of
+            `zeros`, and the groups of the inputs are read.
         group_size: the group size in the settings; None if the settings contain several group
             sizes. If this number does not match the number of scales, the group size is computed
             from the number of scales.
@@ -272,7 +279,7 @@ def _group_of_input(tensors: Mapping[str, Tensor], num_groups: int) -> Tensor | 
     return group_of_input.long()
 
 
-def _signed(values: Tensor, bits: int) -> Tensor:
+def _to_signed(values: Tensor, bits: int) -> Tensor:
     """Convert unpacked integers to signed integers (int8).
 
     The checkpoint stores each signed integer as integer + 2**(bits - 1). Example: with 4 bits, 0

@@ -81,16 +81,19 @@ def _decode(
     packed = tensors[".qweight"].T  # [out_features, words]
     scales = tensors[".scales"].T  # [out_features, groups]
     group_of_input = tensors.get(".g_idx")  # [in_features]
-    weight_bits = bits
-    num_values = None  # None unpacks as many integers as fit into the words of a row.
-    if group_of_input is not None:
-        num_values = len(group_of_input)
-        weight_bits = _derive_bits(packed.shape[1], num_values)
-    values = unpack_integers(packed, weight_bits, num_values)
+    if group_of_input is None:
+        # The number of inputs is unknown. Unpack all integers that fit into the words of a row.
+        weight_bits = bits
+        values = unpack_integers(packed, weight_bits)
+    else:
+        num_words = packed.shape[1]
+        weight_bits = _derive_bits(num_words, num_inputs=len(group_of_input))
+        values = unpack_integers(packed, weight_bits, len(group_of_input))
     zeros = _unpack_zeros(tensors[".qzeros"], weight_bits, len(scales), has_offset=has_offset)
     num_inputs = values.shape[1]
     num_groups = scales.shape[1]
-    if zeros.shape != scales.shape or num_inputs < num_groups:
+    has_empty_group = num_inputs < num_groups
+    if zeros.shape != scales.shape or has_empty_group:
         raise ValueError(
             f"zeros of the shape {tuple(zeros.shape)} and scales of the shape "
             f"{tuple(scales.shape)} do not match weights with {num_inputs} inputs"

@@ -241,12 +241,13 @@ def fill_placeholders(
     placeholders = {
         weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
     }
-    # `freed_memory` returns memory to the operating system when weights are no longer needed.
+    # `freed_memory` returns memory to the operating system when enough bytes were freed. The number
+    # of elements is a rough estimate of the bytes that reading a weight frees.
     freed_memory = FreedMemory()
     num_layers_with_panels = 0
     for module in report_items(list(model.modules()), "filling modules", progress):
         if type(module) is not nn.Linear:
-            continue
+            continue  # `use_placeholders` has left out the layers whose class is a subclass.
         placeholder = placeholders.pop(module.weight.data_ptr(), None)
         if placeholder is not None:
             has_panels = _fill_layer(module, placeholder.weight)
@@ -284,6 +285,8 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
         return True
     decoded = weight.decode()
     if isinstance(decoded, IntegerWeight):
+        # False if the panels of the CPU kernels cannot store these integers exactly. The layer then
+        # stores floating point numbers.
         return _store_integers(layer, decoded)
     _check_shape(decoded.shape, layer)
     layer.weight = nn.Parameter(decoded.to(layer.weight.dtype), requires_grad=False)

@@ -58,9 +58,10 @@ def load_with_attention(
         model = load(attention)
     except _OwnAttentionError:
         return None
-    # If transformers contains the class, `takes_attention_by_name` has already checked that the
-    # class uses the attention interface. Otherwise, a Python file of the checkpoint defines the
-    # class. This file is imported when the model is loaded, so the class is checked here.
+    # If transformers contains the class, the caller has already checked that the class uses the
+    # attention interface (`takes_attention_by_name`). Otherwise, a Python file of the checkpoint
+    # defines the class. This file is imported when the model is loaded, so the class is checked
+    # here.
     is_class_of_transformers = model_class(config) is not None
     if is_class_of_transformers or model._can_set_attn_implementation():
         return model
@@ -202,6 +203,9 @@ def _convert_error(
 ) -> Exception:
     """Convert an exception of transformers' `from_pretrained` to an error of this package.
 
+    If the model's class refuses the attention implementation, the result is an _OwnAttentionError.
+    `load_with_attention` catches this error, and the model is loaded again with its own attention.
+
     Args:
         error: the exception.
         folder: the folder of the checkpoint.
@@ -281,6 +285,8 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
         # transformers has no class for the model. Return True, so that the caller calls
         # `from_pretrained`, which raises an error that contains the reason.
         return True
+    # One of the two classes is enough. In a model with images, only the class of the decoder may
+    # contain attention layers, and this attention is the one that must be replaced.
     return any(candidate._can_set_attn_implementation() for candidate in classes)
 
 

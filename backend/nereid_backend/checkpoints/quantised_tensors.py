@@ -168,7 +168,7 @@ def lazy_weights(
                 "checkpoint again."
             )
         # The weight is not quantised, so it consists of one tensor without a suffix.
-        weights[name] = LazyWeight({"": tensor}, None, dtype)
+        weights[name] = LazyWeight({"": tensor}, layout=None, dtype=dtype)
     return weights
 
 

@@ -117,7 +117,7 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
     return tensors
 
 
-def check_permission(path: Path) -> None:
+def check_read_permission(path: Path) -> None:
     """Raise a ModelError if this process is not allowed to read a file of a checkpoint."""
     try:
         path.open("rb").close()
@@ -136,12 +136,12 @@ def _read_index(folder: Path) -> dict[str, str]:
     {"model.norm.weight": "model-00002-of-00002.safetensors"}.
 
     Raises:
-        ModelError: if the index is damaged, or if a file is missing.
+        ModelError: if the index is damaged or may not be read, or if a file is missing.
     """
     index = folder / INDEX
     if not index.is_file():
         return {}
-    check_permission(index)
+    check_read_permission(index)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         file_of_tensor = {str(tensor): str(file) for tensor, file in weight_map.items()}
@@ -211,7 +211,7 @@ def _open_file(path: Path, framework: str) -> dict[str, StoredTensor]:
     Raises:
         ModelError: if the file is incomplete or damaged.
     """
-    check_permission(path)
+    check_read_permission(path)
     try:
         file: Any = safe_open(path, framework=framework)
         tensors = {}

@@ -33,8 +33,8 @@ _IGNORED_FIELDS = {
 _REMEDY = "Restart the server with the new checkpoint."
 
 
-def read_tokenizer_files(folder: str) -> TokenizerFiles:
-    """Read the tokenizer files in a folder. Return a dictionary that maps file names to hashes.
+def hash_tokenizer_files(folder: str) -> TokenizerFiles:
+    """Hash the tokenizer files in a folder. Return a dictionary that maps file names to hashes.
 
     The hashes show whether two checkpoints have the same tokenizer. Example:
     {"tokenizer.json": "5f0c...", "chat_template.jinja": "91d2..."}. The result is {} if the folder
@@ -53,6 +53,8 @@ def read_tokenizer_files(folder: str) -> TokenizerFiles:
         except OSError as error:
             raise ModelError(f"{file} cannot be read ({error}).") from error
         if file.suffix == ".json":
+            # Programs that save an unchanged tokenizer may format the file differently or change
+            # fields that have no effect.
             content = _canonical(content)
         digests[name] = hashlib.sha256(content).hexdigest()
     return digests
@@ -61,8 +63,10 @@ def read_tokenizer_files(folder: str) -> TokenizerFiles:
 def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
     """Raise a ModelError if two checkpoints have different tokenizers or chat templates.
 
-    Only files that both checkpoints contain are compared. If the new checkpoint contains no
-    tokenizer files, it is accepted, because some training programs save only weights.
+    Only files that both checkpoints contain are compared. If the new checkpoint has vocabulary
+    files, but the old checkpoint has none of them, the new checkpoint is refused. If the new
+    checkpoint contains no tokenizer files, it is accepted, because some training programs save only
+    weights.
 
     Args:
         old: maps the tokenizer files of the served checkpoint to their hashes.
@@ -74,6 +78,7 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
                 f"the file {name} of the new checkpoint differs from the file that the server has "
                 f"loaded, but the tokenizer and the chat template cannot be replaced. {_REMEDY}"
             )
+    # The loop has compared no vocabularies if the checkpoints have no common vocabulary file.
     _check_common_vocabulary(old, new)
 
 

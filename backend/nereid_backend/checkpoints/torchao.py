@@ -47,7 +47,7 @@ def torchao_format(settings: Settings) -> Format:  # noqa: ARG001 - the tensors 
         decode=_decode_int8,
         optional=(_ZERO,),
         main_dtypes=("I8",),
-        has_integers=True,
+        has_integers=True,  # The result of `decode` is integers with scales.
     )
     float8 = Layout(main=_MAIN, others=(_SCALE,), decode=_decode_float8, main_dtypes=FLOAT8)
     int4 = Layout(
@@ -55,9 +55,10 @@ def torchao_format(settings: Settings) -> Format:  # noqa: ARG001 - the tensors 
         others=(_SCALE, _ZERO),
         decode=_decode_int4,
         main_dtypes=("U8",),
-        numbers_per_element=2,
+        numbers_per_element=2,  # A byte contains two 4-bit integers.
         has_integers=True,
     )
+    # The engine does not quantise activations, so the tensors with their scales are skipped.
     return Format(layouts=(int8, float8, int4), ignored=_ACTIVATION_TENSORS)
 
 
@@ -68,6 +69,7 @@ def _decode_int8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     """
     values = tensors[_MAIN]
     num_rows, num_inputs = values.shape
+    # [out_features, groups]. `by_row` repeats the scales if the file has one scale for all rows.
     scales = by_row(tensors[_SCALE], num_rows)
     zeros = tensors.get(_ZERO)
     if zeros is not None:
@@ -76,7 +78,7 @@ def _decode_int8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
         zeros = by_row(zeros, num_rows) if has_nonzero else None
     fits_4_bits = bool(values.min() >= -8) and bool(values.max() <= 7)
     num_groups = scales.shape[1]
-    group_size = math.ceil(num_inputs / num_groups)
+    group_size = math.ceil(num_inputs / num_groups)  # The last group may have fewer inputs.
     return IntegerWeight(values, scales, zeros, group_size, bits=4 if fits_4_bits else 8)
 
 

@@ -34,6 +34,7 @@ def weight_arguments(
         config: the config of the checkpoint.
         dtype: the data type of the weights in the model.
         is_lazy: whether the arguments for an unquantised checkpoint contain a dict of weights, too.
+            The caller can then replace weights in the dict, for example by rounded weights.
 
     Raises:
         ModelError: if the weights are missing or damaged.

@@ -104,16 +104,18 @@ def _gguf_weights(path: Path) -> dict[str, LazyWeight]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json; {} if the file cannot be read.
+    """Return the content of config.json; {} if the file is missing or contains no valid JSON.
 
     Raises:
-        ModelError: if the file contains no JSON object.
+        ModelError: if the file contains another JSON value than an object.
     """
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # load_checkpoint reports the damaged file
+        # The weights can be counted without the file. When the checkpoint is loaded,
+        # `load_checkpoint` reports the missing or damaged file.
+        return {}
     if not isinstance(config, dict):
         raise ModelError(
             f"{file} must contain a JSON object, but it contains another JSON value. Download the "

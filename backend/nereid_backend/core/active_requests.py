@@ -114,7 +114,7 @@ class ActiveRequests:
         """Remove a sequence from the waiting queue, because the sequence starts to run."""
         request = self.of(sequence)
         if sequence in request.followers:
-            self._remove_follower(request, sequence)
+            self._remove_from_followers(request, sequence)
         self.waiting.remove(sequence)
 
     def share_prompt(self, sequence: Sequence) -> None:
@@ -146,12 +146,11 @@ class ActiveRequests:
         self.waiting.unregister(sequence)
         self._remove_from_request(request, sequence)
         if is_follower:
-            self._remove_follower(request, sequence)
+            self._remove_from_followers(request, sequence)
         elif request.waits_for_prompt:
-            # This sequence was the leader, and at least one follower still waits for the prompt, so
-            # the next follower becomes the leader. While the grammar is being compiled,
-            # `waits_for_prompt` is false, because `_enqueue` selects the leader after the
-            # compilation.
+            # This sequence was the leader. `waits_for_prompt` is true only if at least one follower
+            # waits, which now becomes the leader. It is false while the grammar is being compiled,
+            # because `_enqueue` selects the leader after the compilation.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 
@@ -202,7 +201,7 @@ class ActiveRequests:
         for follower in request.followers:
             self.waiting.add(follower)
 
-    def _remove_follower(self, request: Request, sequence: Sequence) -> None:
+    def _remove_from_followers(self, request: Request, sequence: Sequence) -> None:
         """Remove a sequence from `request.followers`, which lists sequences that wait for a prompt.
 
         If no follower is left, release the blocks of the prompt.

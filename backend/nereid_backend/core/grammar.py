@@ -37,7 +37,9 @@ class GrammarSpec(NamedTuple):
     def of(cls, fields: Iterable[object]) -> Self:
         """Create a specification from a list of fields that another process has sent.
 
-        Example: ["regex", "[0-9]+"] gives GrammarSpec(kind="regex", source="[0-9]+", after="").
+        Example: ["regex", "[0-9]+"] gives GrammarSpec(kind="regex", source="[0-9]+", after=""). The
+        optional third field is a text such as "</think>". The grammar then applies only to the part
+        of the answer after this text.
 
         Raises:
             RequestError: if the fields are not a valid specification.

@@ -61,10 +61,10 @@ class InvalidBlocks:
         # A request with several sequences keeps the blocks of its prompt for the sequences that
         # have not started yet. Release these blocks if one of them is invalid.
         self._tables.kept_prompts.drop_with(invalid_blocks)
-        # Sequences share blocks from their first block on. If a sequence shares a block that was
-        # computed from an invalid block, it therefore also shares the invalid block, so one pass
-        # is made.
+        # One pass is enough. Sequences share blocks from their first block on, so a sequence that
+        # shares a block after an invalid block also shares the invalid block.
         for sequence in list(self._running):
+            # An ended sequence computes no more tokens, so it need not be preempted.
             has_ended = sequence in self._pending_plans.ended_sequences
             has_invalid_block = not invalid_blocks.isdisjoint(sequence.all_blocks())
             if has_invalid_block and not has_ended:

@@ -60,8 +60,8 @@ class PrefillShares:
             # budget for each running sequence.
             return num_tokens
         client = sequence.params.client_id
-        # A client has a share only if one of its sequences was passed to `divide`. The first
-        # sequence of any other client may compute all its tokens, which count as the share.
+        # A client has a share only if one of its sequences was passed to `divide`. The first call
+        # for any other client allows all `num_tokens` tokens, and each later call allows one token.
         remaining = self._remaining.get(client, num_tokens)
         num_allowed = min(num_tokens, max(1, remaining))
         # Because one token is always allowed, the number can become negative. It then means that

@@ -311,9 +311,11 @@ class Scheduler:
         for chunk in plan.chunks:
             self._invalid_blocks.add(chunk.sequence)
         for chunk in plan.chunks:
+            # A sequence that was aborted while the step ran already has its last update.
             has_ended_before = chunk.sequence in self._pending_plans.ended_sequences
             if not has_ended_before:
                 updates.append(self._endings.end(chunk.sequence, "error", error=error))
+        # Preempt the running sequences that share blocks with the failed sequences.
         self._invalid_blocks.purge()
         # This step no longer uses the rows and blocks of the sequences that ended while it ran.
         self._endings.release_unused()
@@ -322,22 +324,22 @@ class Scheduler:
     def add_time(self, plan: StepPlan, seconds: float) -> None:
         """Record how many seconds the forward pass and the sampling of a step took together.
 
-        The cost of draft tokens is computed from these times. Steps that compute prompts are
-        ignored, because their times depend mainly on the lengths of the prompts.
+        The cost of draft tokens is computed from these times. A step is ignored if it computes
+        several known tokens of a sequence, because its time then depends mainly on these tokens.
+        Examples of known tokens: a part of a prompt, and the tokens of a preempted sequence.
         """
         if self.drafter is None:
             return
-        # A chunk contains the tokens that a step computes for one sequence. A chunk of an answer
-        # contains the last known token and the draft tokens, and needs the logits of all these
-        # tokens. A chunk of several prompt tokens usually needs fewer logits than it has tokens. A
-        # chunk of one prompt token takes as much time as one token of an answer, so it may count.
-        computes_no_prompt = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
-        if computes_no_prompt:
+        # A step needs the logits of the last known token and of each draft token. Therefore, a
+        # chunk with as many logits as tokens has only one known token. The exception is a prompt
+        # whose log-probabilities were requested. Its tokens are counted like draft tokens.
+        has_one_known_token_per_chunk = all(
+            chunk.num_tokens == chunk.num_logits for chunk in plan.chunks
+        )
+        if has_one_known_token_per_chunk:
             num_sequences = len(plan.chunks)
-            # Each chunk contains one known token. All other tokens are draft tokens.
             num_drafts = plan.num_tokens - num_sequences
-            draft_costs = self.drafter.lengths.costs
-            draft_costs.add_step(num_sequences, num_drafts, seconds)
+            self.drafter.lengths.costs.add_step(num_sequences, num_drafts, seconds)
 
     def check(self) -> None:
         """Check that the block tables, the reference counts and the rows are consistent.
@@ -346,7 +348,10 @@ class Scheduler:
             AssertionError: if a block, a row or a sequence was lost.
         """
         tables = [table for sequence in self._running for table in sequence.block_tables]
-        self.pool.check([*tables, *self._tables.kept_prompts.block_tables()])
+        # Requests with several sequences also keep the blocks of their prompts for the sequences
+        # that do not run yet.
+        tables += self._tables.kept_prompts.block_tables()
+        self.pool.check(tables)
         self._tables.check(self._running)
         if self.cache is not None:
             self.cache.check()
@@ -382,6 +387,7 @@ class Scheduler:
         else:
             update = self._append(sequence, sampled)  # also adds the blocks to the cache
         if self._has_windows:
+            # This call does nothing if the sequence has ended and has released its blocks.
             self._tables.free_blocks_before_window(sequence)
         return update
 
@@ -404,7 +410,8 @@ class Scheduler:
         if self.cache is not None:
             self.cache.add(sequence)
         if sequence.params.n > 1:
-            # A token was sampled, so the whole prompt has been computed.
+            # A token was sampled, so the whole prompt has been computed. For later tokens, the call
+            # does nothing, because the other sequences are already in the queue.
             self._requests.share_prompt(sequence)
         # A stop token may have ended the sequence before the last sampled token. The
         # log-probabilities of the tokens after the stop token are not reported.

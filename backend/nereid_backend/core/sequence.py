@@ -180,7 +180,7 @@ class Sequence:
         """
         copy = Sequence(
             self.request_id,
-            self.token_ids,
+            self.token_ids,  # The constructor copies the list.
             self.params,
             max_total_tokens=self.max_total_tokens,
             # No two sequences of the request get the same seed, because `_SEED_STEP` is odd and

@@ -43,7 +43,10 @@ class SequenceEndings:
         error: str | None = None,
         is_refused: bool = False,
     ) -> RequestUpdate:
-        """Remove an ended sequence, and return the update that reports the end to the client.
+        """End a sequence, and return the update that reports the end to the client.
+
+        The sequence is removed from its request and from the waiting queue. Its row and its blocks
+        are released as soon as no running step uses them.
 
         Args:
             sequence: the sequence.
@@ -56,7 +59,7 @@ class SequenceEndings:
         """
         self._remove(sequence)
         if update is None:
-            update = make_update(sequence, [], None)
+            update = make_update(sequence, new_token_ids=[], top=None)
         update.finish_reason = reason
         update.stop_reason = stop_reason
         update.error = error

@@ -96,7 +96,8 @@ class StepPlanner:
         if self.requests.waiting.has_several_clients:
             chunks = self._plan_fair_chunks()
         else:
-            # A single client may use the whole token budget for its prompts.
+            # A single client may use the whole token budget for its prompts, so remove the limits
+            # that were set for the clients of an earlier step.
             self.prefill_shares.clear()
             chunks = self._plan_chunks()
         return self._make_plan(chunks)
@@ -151,7 +152,8 @@ class StepPlanner:
             chunks.sort(key=_has_several_tokens)
         snapshots = None
         if self.tables.snapshots is not None and chunks:
-            snapshots = self.tables.snapshots.plan(chunks, len(self.running))
+            # Each running sequence needs memory for one state. The rest is used for snapshots.
+            snapshots = self.tables.snapshots.plan(chunks, num_running=len(self.running))
         return StepPlan(chunks, num_tokens, self.tables.take_copies(), snapshots=snapshots)
 
     def _plan_chunks(self) -> list[Chunk]:
@@ -161,9 +163,9 @@ class StepPlanner:
         tokens that the step may compute.
 
         A prompt is overdue if it must be computed in one step, but did not fit into the previous
-        step. If there is an overdue prompt, the step computes only this prompt. If the prompt needs
-        more blocks than are free, the step computes the running sequences, which free blocks when
-        they end.
+        step. The step then computes only this prompt: the running sequences are not planned, and
+        `_plan_waiting` starts no second prompt. If the prompt needs more blocks than are free, the
+        step computes the running sequences, which free blocks when they end.
         """
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
@@ -171,7 +173,8 @@ class StepPlanner:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
-            # Nothing was planned, for example because an overdue prompt could not be started.
+            # Nothing was planned, for example because an overdue prompt could not be started. If
+            # the running sequences were already tried above, this second attempt does no harm.
             self._plan_running(chunks, budget)
         return chunks
 
@@ -212,13 +215,14 @@ class StepPlanner:
                 index += 1
                 continue
             start = sequence.num_computed_tokens
+            # If the plan is made ahead, the last token is a placeholder for the token that the
+            # running step will sample.
             needs_one_token = start + 1 == len(sequence.token_ids) and self.drafter is None
             chunk: Chunk | None
             if needs_one_token and self.tables.has_block(sequence, start):
-                # Most sequences need only one token and no new block. For these sequences, the
-                # chunk is created here, because a call of `_plan_next_tokens` would take more time.
-                # Keyword arguments would also take more time. The arguments after `start` are
-                # `num_tokens`, `samples`, `is_first` and `num_logits`.
+                # `_plan_next_tokens` would create the same chunk, but most sequences need only one
+                # token and no new block, and the call and keyword arguments would take more time.
+                # After `start`, the arguments are num_tokens, samples, is_first and num_logits.
                 chunk = Chunk(sequence, start, 1, True, False, 1)
             else:
                 chunk = self._plan_next_tokens(index, budget)
@@ -255,17 +259,19 @@ class StepPlanner:
         sequence = self.running[index]
         # The number of known tokens that are not computed yet.
         num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-        # With `whole_prefill`, the first step of a sequence computes its whole prompt, and each
-        # later step computes one token.
+        # With `whole_prefill`, `_first_chunk` has planned the whole prompt when the sequence was
+        # started, so a running sequence lacks only its last sampled token.
         max_tokens = 1 if self.whole_prefill else limit
         # The client's share of the budget or a snapshot of a recurrent state can shorten the chunk.
         num_tokens = self._chunk_length(sequence, min(num_remaining, max_tokens))
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
             if not self._free_some_blocks(index):
+                # This sequence was preempted, or a preemption must wait for the running step.
                 return None
         has_last_known_token = num_tokens == num_remaining
         if self.drafter is not None and has_last_known_token:
-            self._propose_drafts(self.drafter, sequence, limit - num_tokens)
+            rest_of_limit = limit - num_tokens
+            self._propose_drafts(self.drafter, sequence, rest_of_limit)
         return make_chunk(sequence, num_tokens, is_first=False)
 
     def _chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
@@ -299,6 +305,8 @@ class StepPlanner:
             # running, so this plan must not take blocks from another sequence. Start no waiting
             # sequence, because that sequence would use the blocks that are still free.
             return
+        # If the overdue prompt cannot be started now, the next step is a normal step, in which the
+        # running sequences come first. The prompt then becomes overdue again.
         is_first_prompt_overdue = self.has_overdue_prompt
         self.has_overdue_prompt = False
         waiting = self.requests.waiting
@@ -314,8 +322,8 @@ class StepPlanner:
             chunks.append(chunk)
             budget -= chunk.num_tokens
             if is_first_prompt_overdue:
-                # This step computes only this prompt, so the running sequences must wait for the
-                # next step. A second prompt would make them wait longer.
+                # This step computes only this prompt. A second prompt would make the running
+                # sequences wait longer.
                 break
 
     def _first_chunk(self, sequence: Sequence, budget: int) -> Chunk:

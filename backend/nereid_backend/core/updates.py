@@ -88,11 +88,13 @@ def _add_prompt_fields(update: RequestUpdate, sequence: Sequence) -> None:
     update.num_cached_tokens = sequence.num_cached_tokens or 0
     # A sequence can end before its whole prompt is computed. Its update then contains no new token.
     has_whole_prompt = bool(update.new_token_ids)
+    # All sequences of a request have the same prompt, so only sequence 0 reports its
+    # log-probabilities.
     if has_whole_prompt and sequence.index == 0:
         if sequence.params.prompt_logprobs is not None:
             # The first token of a prompt has no log-probability.
             update.prompt_logprobs = [None, *sequence.prompt_logprobs]
-        sequence.prompt_logprobs = []
+        sequence.prompt_logprobs = []  # frees memory, because later updates do not report the list
 
 
 def common_prefix_len(first: Iterable[int], second: Iterable[int]) -> int:

@@ -12,7 +12,7 @@ from nereid_backend.checkpoints.same_tensors import (
 from nereid_backend.checkpoints.same_tokenizer import (
     TokenizerFiles,
     check_same_tokenizer,
-    read_tokenizer_files,
+    hash_tokenizer_files,
 )
 from nereid_backend.config import EngineConfig
 from nereid_backend.engine.engine_parts import EngineParts, Report
@@ -33,7 +33,7 @@ class ReloadableModel:
         self.parts = EngineParts(config, report)
         # `reload` compares the tokenizer of each new checkpoint with these files. The files are
         # read now, because a new checkpoint may overwrite the files in the same folder later.
-        self._tokenizer_files = read_tokenizer_files(config.model)
+        self._tokenizer_files = hash_tokenizer_files(config.model)
 
     def reload(self, path: str, report: Report) -> None:
         """Replace the weights of the model with the weights of the checkpoint at `path`.
@@ -144,7 +144,7 @@ def _check_reload(
     try:
         check_same_layout(parts.layout, read_layout(new_config.model))
         architecture = read_architecture(new_config.model)
-        check_same_tokenizer(tokenizer_files, read_tokenizer_files(new_config.model))
+        check_same_tokenizer(tokenizer_files, hash_tokenizer_files(new_config.model))
     except ModelError as error:
         raise RequestError(f"path: {error}") from error
     is_unknown = architecture == ""  # The configuration of the checkpoint names no architecture.

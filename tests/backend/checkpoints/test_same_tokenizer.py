@@ -2,7 +2,7 @@ import json
 
 import pytest
 from nereid_backend import ModelError
-from nereid_backend.checkpoints.same_tokenizer import check_same_tokenizer, read_tokenizer_files
+from nereid_backend.checkpoints.same_tokenizer import check_same_tokenizer, hash_tokenizer_files
 
 VOCABULARY = {"model": {"vocab": {"a": 0, "b": 1}}, "padding": {"length": 8}}
 
@@ -12,7 +12,7 @@ def files(folder, contents):
     for name, content in contents.items():
         text = content if isinstance(content, str) else json.dumps(content)
         (folder / name).write_text(text)
-    return read_tokenizer_files(str(folder))
+    return hash_tokenizer_files(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -89,23 +89,29 @@ def _unpack_1_bit(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
 
 
-def _weight_with_middle(
-    values: Tensor, scales: Tensor, num_rows: int, *, middle: int, bits: int
+def _weight_with_zero_point(
+    values: Tensor, scales: Tensor, num_rows: int, *, zero_point: int, bits_in_memory: int
 ) -> IntegerWeight:
-    """Create an IntegerWeight. Each of its weights equals `scale * (value - middle)`."""
-    centred = values.view(num_rows, -1).to(torch.int8) - middle
+    """Create an IntegerWeight. Each of its weights equals `scale * (value - zero_point)`.
+
+    `bits_in_memory` is 4 or 8, because the CPU kernels support only these sizes. The differences
+    `value - zero_point` must fit into signed integers of this size.
+    """
+    differences = values.view(num_rows, -1).to(torch.int8) - zero_point
     scales = scales.view(num_rows, -1)
-    return IntegerWeight(centred, scales, None, centred.shape[1] // scales.shape[1], bits)
+    group_size = differences.shape[1] // scales.shape[1]
+    return IntegerWeight(differences, scales, None, group_size, bits_in_memory)
 
 
 def _weight_with_minimums(
-    values: Tensor, scales: Tensor, minimums: Tensor, num_rows: int, *, bits: int
+    values: Tensor, scales: Tensor, minimums: Tensor, num_rows: int, *, bits_in_memory: int
 ) -> IntegerWeight:
     """Create an IntegerWeight. Each of its weights equals `scale * value - minimum`.
 
     Each group of consecutive weights has one scale and one minimum. In an IntegerWeight, weight =
     (value - zero) * scale. The weights are equal if zero = minimum / scale. Example: the scale 0.5
-    and the minimum 4 give the zero 8.
+    and the minimum 4 give the zero 8. `bits_in_memory` is the size of a value, 4 or 8, because the
+    CPU kernels support only these sizes.
     """
     values = values.view(num_rows, -1)  # [rows, inputs]
     scales = scales.view(num_rows, -1)  # [rows, groups]
@@ -119,7 +125,7 @@ def _weight_with_minimums(
         values = values.masked_fill(values_of_groups, 0)
         scales = scales.masked_fill(is_scale_zero, 1.0)
     zeros = minimums.view(num_rows, -1) / scales
-    return IntegerWeight(values, scales, zeros, group_size, bits)
+    return IntegerWeight(values, scales, zeros, group_size, bits_in_memory)
 
 
 def _decode_q8_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
@@ -128,7 +134,9 @@ def _decode_q8_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
     Bytes 0 and 1 contain the scale, float16. The other 32 bytes contain the integers q, int8.
     """
     values = _as_int8(blocks[:, 2:])
-    return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=0, bits=8)
+    return _weight_with_zero_point(
+        values, _read_float16(blocks, 0), num_rows, zero_point=0, bits_in_memory=8
+    )
 
 
 def _decode_q4_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
@@ -136,12 +144,12 @@ def _decode_q4_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
     Bytes 0 and 1 contain the scale, float16. The other 16 bytes contain 32 integers q of 4 bits.
     """
-    return _weight_with_middle(
+    return _weight_with_zero_point(
         _unpack_4_bit(blocks[:, 2:], run_length=16),
         _read_float16(blocks, 0),
         num_rows,
-        middle=8,
-        bits=4,
+        zero_point=8,
+        bits_in_memory=4,
     )
 
 
@@ -153,7 +161,7 @@ def _decode_q4_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
     """
     values = _unpack_4_bit(blocks[:, 4:], run_length=16)
     return _weight_with_minimums(
-        values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits=4
+        values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits_in_memory=4
     )
 
 
@@ -164,7 +172,9 @@ def _decode_q5_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
     integers q, and the other 16 bytes contain the low 4 bits of the integers.
     """
     values = _unpack_4_bit(blocks[:, 6:], run_length=16) | (_unpack_1_bit(blocks[:, 2:6]) << 4)
-    return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=16, bits=8)
+    return _weight_with_zero_point(
+        values, _read_float16(blocks, 0), num_rows, zero_point=16, bits_in_memory=8
+    )
 
 
 def _decode_q5_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
@@ -175,7 +185,7 @@ def _decode_q5_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
     """
     values = _unpack_4_bit(blocks[:, 8:], run_length=16) | (_unpack_1_bit(blocks[:, 4:8]) << 4)
     return _weight_with_minimums(
-        values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits=8
+        values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits_in_memory=8
     )
 
 
@@ -185,24 +195,27 @@ def _decode_q2_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     A block has 256 weights in 16 groups of 16. Each of the bytes 0 to 15 contains two 4-bit numbers
     of a group. The low half, times the float16 number at byte 80, is the scale of the group. The
     high half, times the float16 number at byte 82, is its minimum. Bytes 16 to 79 contain the
-    integers q of 2 bits.
+    integers q of 2 bits. In memory, the integers have 4 bits, the smallest size that the CPU
+    kernels support.
     """
     pairs = blocks[:, :16]
     scales = _read_float16(blocks, 80) * (pairs & 15)
     minimums = _read_float16(blocks, 82) * (pairs >> 4)
     return _weight_with_minimums(
-        _unpack_2_bit(blocks[:, 16:80]), scales, minimums, num_rows, bits=4
+        _unpack_2_bit(blocks[:, 16:80]), scales, minimums, num_rows, bits_in_memory=4
     )
 
 
 def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     """Unpack blocks of Q3_K: weight = block_scale * (group_scale - 32) * (q - 4).
 
-    A block has 256 weights in 16 groups of 16. A block contains these bytes:
+    A block has 256 weights in 16 groups of 16. A block contains these bytes. In each line, byte i
+    is counted from the first byte of the line.
 
         0 to 31      the high bits of the integers q: bit j of byte i belongs to q[32 * j + i]
-        32 to 95     the low 2 bits of the integers q: the lowest 2 bits of the first 32 bytes
-                     belong to q[0] to q[31], their next 2 bits to q[32] to q[63], and so on
+        32 to 63     the low 2 bits of q[0] to q[127]: the bits 2 * j and 2 * j + 1 of byte i belong
+                     to q[32 * j + i]
+        64 to 95     the low 2 bits of q[128] to q[255], in the same order
         96 to 103    the low 4 bits of the group scales: the low half of byte i belongs to group i,
                      and the high half belongs to group i + 8
         104 to 107   the high 2 bits of the group scales: the bits 2 * j and 2 * j + 1 of byte i
@@ -215,8 +228,8 @@ def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     high_bits = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
     group_scales = low_bits | (high_bits << 4)
     scales = _read_float16(blocks, 108) * (group_scales.float() - 32)  # [blocks, 16]
-    # A weight of Q3_K equals `scale * (integer - 4)`, so `middle` is 4.
-    return _weight_with_middle(values, scales, num_rows, middle=4, bits=4)
+    # The differences `q - 4` are integers from -4 to 3, which fit into 4 bits.
+    return _weight_with_zero_point(values, scales, num_rows, zero_point=4, bits_in_memory=4)
 
 
 def _decode_q4_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
@@ -229,7 +242,7 @@ def _decode_q4_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
         _unpack_4_bit(blocks[:, 16:], run_length=32),
         *_read_6_bit_pairs(blocks),
         num_rows=num_rows,
-        bits=4,
+        bits_in_memory=4,
     )
 
 
@@ -241,7 +254,9 @@ def _decode_q5_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     """
     low_bits = _unpack_4_bit(blocks[:, 48:], run_length=32)
     values = low_bits | (_unpack_bit_planes(blocks[:, 16:48]) << 4)
-    return _weight_with_minimums(values, *_read_6_bit_pairs(blocks), num_rows=num_rows, bits=8)
+    return _weight_with_minimums(
+        values, *_read_6_bit_pairs(blocks), num_rows=num_rows, bits_in_memory=8
+    )
 
 
 def _decode_q6_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
@@ -254,7 +269,7 @@ def _decode_q6_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     low_bits = _unpack_4_bit(blocks[:, :128], run_length=64)
     values = low_bits | (_unpack_2_bit(blocks[:, 128:192]) << 4)
     scales = _read_float16(blocks, 208) * _as_int8(blocks[:, 192:208])
-    return _weight_with_middle(values, scales, num_rows, middle=32, bits=8)
+    return _weight_with_zero_point(values, scales, num_rows, zero_point=32, bits_in_memory=8)
 
 
 def _decode_iq4_nl(blocks: Tensor, num_rows: int) -> IntegerWeight:
@@ -263,15 +278,19 @@ def _decode_iq4_nl(blocks: Tensor, num_rows: int) -> IntegerWeight:
     `_LEVELS` contains the 16 numbers that the 4-bit integers q represent. Bytes 0 and 1 contain the
     scale, float16. The other 16 bytes contain 32 integers q.
     """
+    # The levels are int8 numbers, so they need 8 bits and no zero point.
     values = _LEVELS[_unpack_4_bit(blocks[:, 2:], run_length=16).int()]
-    return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=0, bits=8)
+    return _weight_with_zero_point(
+        values, _read_float16(blocks, 0), num_rows, zero_point=0, bits_in_memory=8
+    )
 
 
 def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
     """Unpack blocks of IQ4_XS: weight = block_scale * (group_scale - 32) * _LEVELS[q].
 
     `_LEVELS` contains the 16 numbers that the 4-bit integers q represent. A block has 256 weights
-    in 8 groups of 32. A block contains these bytes:
+    in 8 groups of 32. A block contains these bytes. In each line, byte i is counted from the first
+    byte of the line.
 
         0 to 1     the block scale, float16
         2 to 3     the high 2 bits of the group scales: the bits 2 * j and 2 * j + 1 of byte i
@@ -286,8 +305,9 @@ def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
     low_bits = unpack_nibbles(blocks[:, 4:8])
     group_scales = low_bits | (high_bits << 4)
     scales = _read_float16(blocks, 0) * (group_scales.float() - 32)  # [blocks, 8]
+    # The levels are int8 numbers, so they need 8 bits and no zero point.
     values = _LEVELS[_unpack_4_bit(blocks[:, 8:], run_length=16).int()]
-    return _weight_with_middle(values, scales, num_rows, middle=0, bits=8)
+    return _weight_with_zero_point(values, scales, num_rows, zero_point=0, bits_in_memory=8)
 
 
 def _read_6_bit_pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:

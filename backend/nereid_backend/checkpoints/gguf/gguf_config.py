@@ -138,8 +138,9 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         )
     fields = {**_FIELDS, **architecture.more_fields}  # maps metadata keys to fields of the config
     values = _architecture_values(file)
-    # A file may also contain some keys that are not copied to a field of the config.
-    _check_metadata(file, values, allowed={*fields, *_KEYS_WITHOUT_FIELD})
+    # Every required key exists after this check, such as the number of attention heads. A file may
+    # also contain some keys that are not copied to a field of the config.
+    _check_metadata_keys(file, values, allowed={*fields, *_KEYS_WITHOUT_FIELD})
     config = {field: values[name] for name, field in fields.items() if name in values}
     # A file may leave out the following two fields, for which llama.cpp has default values.
     num_heads = config["num_attention_heads"]
@@ -175,8 +176,8 @@ def _fields_of_architecture(
     """
     fields: dict[str, Any] = {}
     # In most architectures, the attention scale is always 1 / sqrt(head_dim), which needs no field.
-    # In some architectures, one model has another scale. Their config contains the number s of the
-    # attention scale 1 / sqrt(s).
+    # In some architectures, the model with a certain number of layers has another scale. Their
+    # config contains the number s of the attention scale 1 / sqrt(s).
     if architecture.num_layers_with_other_scale:
         fields["query_pre_attn_scalar"] = _query_pre_attn_scalar(architecture, config)
     if architecture.has_local_rope:
@@ -220,7 +221,7 @@ def _architecture_values(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _check_metadata(file: GgufFile, values: Mapping[str, Any], allowed: Set[str]) -> None:
+def _check_metadata_keys(file: GgufFile, values: Mapping[str, Any], allowed: Set[str]) -> None:
     """Check that a file contains all required values, and only metadata keys that are supported.
 
     Args:

@@ -203,8 +203,8 @@ def gguf_weights(
         if _ANY_EXPERT in name:  # the tensor contains the weights of several experts
             weights |= _expert_weights(name, file.path, tensor, dtype)
             continue
-        # If the architecture has sandwich norms (norms before and after attention), the file
-        # contains `w + 1` for each weight `w` of a norm.
+        # If the architecture has sandwich norms (norms before and after attention), its norms
+        # multiply by `1 + w`. llama.cpp stores the sum, but transformers needs the weight `w`.
         has_offset = architecture.has_sandwich_norms and name.endswith("norm.weight")
         layer_part = tensor.name.split(".")[-2]  # "attn_q" of "blk.3.attn_q.weight"
         weights[name] = GgufWeight(

@@ -181,7 +181,7 @@ class BlockTables:
         for table in tables:
             if len(table) < num_blocks:
                 table += self._pool.allocate(num_blocks - len(table))
-        self._note_change(sequence)
+        self._update_after_table_change(sequence)
         return True
 
     def free_blocks_before_window(self, sequence: Sequence) -> None:
@@ -217,6 +217,7 @@ class BlockTables:
             self._pool.release(table[start:end])
             table[start:end] = [self._pool.null_block] * (end - start)
             sequence.num_null_blocks[group] = end
+            # The forward path compares this number, and then copies the changed table.
             sequence.table_version += 1
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
@@ -233,7 +234,7 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, and set its number of computed tokens to 0."""
         if self.snapshots is not None:
-            self.snapshots.discard(sequence)
+            self.snapshots.finish(sequence)
         if self.cache is not None and sequence.params.retention_s > 0:
             self.cache.retain(sequence)
         self._pool.release(_without_null_blocks(sequence.block_tables, sequence.num_null_blocks))
@@ -257,7 +258,7 @@ class BlockTables:
         # numbers of cached tokens are also equal.
         num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
-            follower.num_cached_tokens = leader.num_cached_tokens
+            follower.num_cached_tokens = leader.num_cached_tokens  # which updates report
             follower.block_hashes = leader.block_hashes[:num_full_blocks]
         has_recurrent_state = self.snapshots is not None
         if not has_recurrent_state:
@@ -340,6 +341,8 @@ class BlockTables:
             return False
         # `request.block_tables` has one table for each group of layers.
         tables = [table[:num_shared] for table in request.block_tables]
+        # A null block is a placeholder for a block before the attention window. It has no reference
+        # count, so it is not acquired.
         num_null_blocks = self._count_null_blocks(tables)
         self._pool.acquire(_without_null_blocks(tables, num_null_blocks))
         for table in tables:
@@ -373,10 +376,13 @@ class BlockTables:
         # The full blocks of reused tokens are in the prefix cache already.
         sequence.num_blocks_in_cache = num_reused // self._block_size
         sequence.num_null_blocks = num_null_blocks
-        self._note_change(sequence)
+        self._update_after_table_change(sequence)
 
-    def _note_change(self, sequence: Sequence) -> None:
-        """Update the attributes of a sequence that depend on its block tables."""
+    def _update_after_table_change(self, sequence: Sequence) -> None:
+        """Update the attributes of a sequence that depend on its block tables.
+
+        The forward path copies the tables of a sequence again if `table_version` has changed.
+        """
         sequence.num_tokens_with_blocks = self._num_tokens_with_blocks(sequence.block_tables)
         sequence.table_version += 1
 

@@ -108,7 +108,7 @@ class DiskStore:
         self._pending = _PendingFiles()
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._scan()
+        self._find_existing_files()  # sets `_sizes` and `_num_bytes`
         # The names of the files in `_pending`, in the order in which the writer thread must write
         # or delete them. `None` ends the writer thread.
         self._queue: queue.Queue[str | None] = queue.Queue()
@@ -212,8 +212,11 @@ class DiskStore:
         self._queue.put(None)
         self._writer.join(timeout_s)
 
-    def _scan(self) -> None:
-        """Fill `_sizes` with the sizes of the existing files, and delete unfinished files."""
+    def _find_existing_files(self) -> None:
+        """Record the sizes of the existing files, and delete unfinished files.
+
+        Mutates: `_sizes` and `_num_bytes`.
+        """
         existing_files = []
         min_unfinished_time = time.time() - _UNFINISHED_S
         for path in self._folder.iterdir():

@@ -85,9 +85,7 @@ class EvictionOrder(Generic[Item]):
 
         An item is idle while no sequence uses the item. Only idle items are evicted. A session
         consists of the requests of one client with the same cache key. Until the session expires,
-        its items are evicted after the items without a session. Among the sessions, only those with
-        at least the mean number of idle items lose items, so that a large session cannot displace
-        the items of small sessions.
+        its items are evicted after the items without a session.
 
         Args:
             max_retained: the largest number of idle items that sessions can retain in this way. If
@@ -112,10 +110,11 @@ class EvictionOrder(Generic[Item]):
         # Maps each item that belongs to a session to this session. The item may be idle or used.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
-        # The session from which the next item is evicted; None if the next eviction must first
-        # select a session. The same session loses items until it has fewer idle items than the mean
-        # of all sessions. One session then loses a long part of its prefix, instead of each session
-        # a short part, and most evictions need no search for a session.
+        # If the next item must be evicted from a session, it is evicted from this session; None if
+        # a session must be selected first. Only sessions with at least the mean number of idle
+        # items are selected, so that a large session cannot displace the items of small sessions.
+        # The selected session loses items until it has fewer idle items than the mean. One session
+        # then loses a long part of its prefix, instead of each session a short part.
         self._evicted_session: _Session[Item] | None = None
 
     def __contains__(self, item: Item) -> bool:

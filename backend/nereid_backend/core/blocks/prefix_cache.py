@@ -92,7 +92,7 @@ class PrefixCache:
                 attention.
             snapshots: the snapshots of recurrent states; None if the model has no recurrent state.
         """
-        # `BlockTables` updates these two counters when a sequence gets its row.
+        # `BlockTables` updates these two counters when a sequence starts to run.
         self.num_queried_tokens = 0  # the tokens of all sequences
         self.num_hit_tokens = 0  # the tokens whose blocks were found in the cache
         self.snapshots = snapshots
@@ -103,8 +103,9 @@ class PrefixCache:
         self._block_size = block_size
 
         self._windows = tuple(windows)
-        self._window_search = WindowSearch(self._windows, block_size, pool.null_block)
+        # `_window_search` finds cached prefixes if at least one group has an attention window.
         self._has_windows = any(window is not None for window in windows)
+        self._window_search = WindowSearch(self._windows, block_size, pool.null_block)
 
         # For each group of layers, a dict that maps the hash of a block to the id of the block.
         self._blocks: list[dict[bytes, int]] = [{} for _ in windows]
@@ -131,6 +132,8 @@ class PrefixCache:
         """
         hashes = self.prefix_hashes(sequence)
         if self._has_windows:
+            # Cached blocks before a window may be missing, so there is no single position up to
+            # which all blocks are cached, and `end_of_cached_blocks` is not set.
             return self._find_with_windows(hashes)
         block_table = self._leading_cached_blocks(hashes)
         if self.snapshots is not None:
@@ -267,9 +270,9 @@ class PrefixCache:
     def retain(self, sequence: Sequence) -> None:
         """Let the request's session retain the cached blocks and saved states of a sequence.
 
-        A session is identified by the client and the `prompt_cache_key` of its requests. Retained
-        blocks are evicted after other blocks for `retention_s` seconds. Blocks that the sequence
-        has freed are not retained, because no token attends to them.
+        A session is identified by the client and the `prompt_cache_key` of its requests. For the
+        next `retention_s` seconds, retained blocks are evicted only after all other blocks. Blocks
+        that the sequence has freed are not retained, because no token attends to them.
         """
         params = sequence.params
         key = SessionKey(params.client_id, params.prompt_cache_key)
@@ -278,8 +281,8 @@ class PrefixCache:
         # For each group of layers, `num_freed` is the number of leading blocks that the sequence
         # has already freed.
         for cached_blocks, num_freed in zip(self._blocks, sequence.num_null_blocks, strict=True):
-            # List the blocks in reverse order, because the last block of the sequence must be
-            # evicted first.
+            # The first block in the list is evicted first. The list begins with the last block of
+            # the sequence, because a block is useless if an earlier block is missing.
             last_first = reversed(hashes[num_freed:])
             retained_blocks += [cached_blocks[h] for h in last_first if h in cached_blocks]
         self._pool.retain(retained_blocks, key, params.retention_s)
@@ -287,8 +290,9 @@ class PrefixCache:
             # A snapshot applies to all groups of layers, so it is retained if any group still has
             # the block before the snapshot.
             first_retained = min(sequence.num_null_blocks)
-            # The first snapshot must be evicted first, because the next request of the session
-            # probably continues after the last snapshot.
+            # Snapshots do not need earlier snapshots, so their order is not reversed: the first
+            # snapshot is evicted first. The next request of the session probably continues after
+            # the last snapshot.
             self.snapshots.retain(hashes[first_retained:], key, params.retention_s)
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:
@@ -352,6 +356,7 @@ class PrefixCache:
         def can_end_after(num_blocks: int) -> bool:
             # A recurrent model can continue only from a snapshot, which is a saved copy of its
             # recurrent state. Other models have no snapshots and can continue after any block.
+            # `longest_prefix` calls this function only for prefixes of at least one block.
             return self.snapshots is None or hashes[num_blocks - 1] in self.snapshots
 
         return self._window_search.longest_prefix(tables, can_end_after)

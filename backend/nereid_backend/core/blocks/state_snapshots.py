@@ -68,11 +68,12 @@ class StateSnapshots:
                 client with the same cache key, retains its snapshots for a limited time.
         """
         self._block_size = block_size
-        # A new snapshot is saved if at least `_interval_tokens` tokens were computed since the last
-        # snapshot.
+        # If a chunk of a prompt ends at the end of a block, a snapshot is saved if at least
+        # `_interval_tokens` tokens were computed since the last snapshot.
         self._interval_tokens = _INTERVAL * block_size
-        # A prompt may be divided, so that a snapshot can be saved at the position of the division.
-        # This position must be at least `_min_distance_tokens` tokens after the last snapshot.
+        # At two positions (`_snapshot_positions_in_prompt`), a snapshot is so useful that the
+        # prompt is divided there and a smaller distance from the last snapshot is sufficient:
+        # `_min_distance_tokens` tokens.
         self._min_distance_tokens = _MIN_DISTANCE * block_size
 
         self._num_states = num_states
@@ -132,12 +133,13 @@ class StateSnapshots:
 
         Example: block_size is 16, the prompt has 1000 tokens, and the first 512 of them are
         computed. `chunk_length(sequence, 488)` returns 464, because a snapshot should be saved
-        after 976 tokens, which is the end of the second-to-last full block of the prompt.
+        after 976 tokens, which is the end of the second-to-last full block of the prompt. The next
+        turn of a chat repeats the prompt, but the tokens in the last block may be different.
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        # The end of the cached blocks, and the end of the second-to-last full block.
         snapshot_positions = self._snapshot_positions_in_prompt(sequence)
+        # A position that equals `end` needs no shorter chunk.
         positions_in_chunk = [position for position in snapshot_positions if start < position < end]
         if positions_in_chunk:
             return min(positions_in_chunk) - start
@@ -210,21 +212,19 @@ class StateSnapshots:
         is_in_prompt = position <= sequence.num_prompt_tokens
         if is_in_prompt:
             # Mark only snapshots of the prompt for writing to disk. A newer snapshot will probably
-            # replace a snapshot of the answer soon, so `discard` marks the last snapshot of the
+            # replace a snapshot of the answer soon, so `finish` marks the last snapshot of the
             # answer later.
             self._write_to_disk_later(block_hash)
-        # `num_snapshot_tokens` is still the position of the sequence's previous snapshot.
-        self._delete_previous_of_answer(sequence)
+        self._delete_if_in_answer(sequence, previous_position=sequence.num_snapshot_tokens)
         sequence.num_snapshot_tokens = position
 
-    def _delete_previous_of_answer(self, sequence: Sequence) -> None:
+    def _delete_if_in_answer(self, sequence: Sequence, previous_position: int) -> None:
         """Delete a sequence's previous snapshot if this snapshot was saved during the answer.
 
         The next turn of the chat continues after the whole answer, so only the last snapshot of the
         answer is useful. A snapshot of the prompt, or a snapshot from which the sequence started,
         may be useful to other requests.
         """
-        previous_position = sequence.num_snapshot_tokens
         is_in_answer = previous_position > sequence.num_prompt_tokens
         was_saved_by_sequence = previous_position > sequence.num_reused_tokens
         if is_in_answer and was_saved_by_sequence:
@@ -239,12 +239,13 @@ class StateSnapshots:
             self._ids[block_hash] = snapshot_id
             self._order.add(block_hash)
 
-    def discard(self, sequence: Sequence) -> None:
-        """Discard the snapshot that the running step is saving for a sequence.
+    def finish(self, sequence: Sequence) -> None:
+        """Discard a sequence's unfinished snapshot. Let its last finished one be written to disk.
 
         This method is called when the blocks of the sequence are released. A snapshot is a saved
-        copy of the recurrent state. The last finished snapshot of the answer is written to disk
-        later.
+        copy of the recurrent state. It is unfinished while the step that saves it is running. Only
+        a snapshot of the answer is marked for writing, because snapshots of the prompt are marked
+        earlier.
 
         Example: a prompt has 1000 tokens, the last snapshot was saved after 1184 tokens, and the
         running step saves a snapshot after 1200 tokens. The snapshot after 1200 tokens is deleted,
@@ -253,12 +254,12 @@ class StateSnapshots:
         if sequence.unsaved_snapshot_id is not None:
             self._deleted.append(sequence.unsaved_snapshot_id)
             sequence.unsaved_snapshot_id = None
+        # `add` changes `num_snapshot_tokens` only after the step that has saved the snapshot, so it
+        # is the position of the last finished snapshot.
         last_position = sequence.num_snapshot_tokens
         is_in_answer = last_position > sequence.num_prompt_tokens
         if is_in_answer:
-            # The blocks of the sequence are being released, so this snapshot of the answer will not
-            # be replaced and can be written to disk. Snapshots of the prompt need no action here,
-            # because `add` has already marked them for writing.
+            # No further step will replace this snapshot, so it can be written to disk.
             self._write_to_disk_later(self._hash_before(sequence, last_position))
 
     def id_of(self, block_hash: bytes) -> int | None:
@@ -338,8 +339,10 @@ class StateSnapshots:
     def _snapshot_positions_in_prompt(self, sequence: Sequence) -> list[int]:
         """Return the positions in the prompt after which the recurrent state should be saved.
 
-        These are the end of the cached blocks, and the end of the second-to-last full block. A
-        position is left out if it is near the last snapshot.
+        The first position is the end of the cached blocks: two requests have had this prefix, so a
+        third request will probably have the same prefix. The second position is the end of the
+        second-to-last full block: the next turn of a chat repeats the prompt, but its last few
+        tokens may be different. A position is left out if it is near the last snapshot.
         """
         # Sequences with images are computed by other code, which cannot copy recurrent states.
         if sequence.images is not None:

@@ -102,8 +102,10 @@ class WindowSearch:
     ) -> bool:
         """Return whether the cache has all blocks that the first token after a prefix needs.
 
-        The token needs the blocks from the start of its attention window to the end of the prefix,
-        at least the last block. This must be true for every attention window of the model.
+        The token needs the blocks from the start of its attention window to the end of the prefix.
+        The last block of the prefix is required even if the window starts after this block, because
+        a prefix whose end is not in the cache does not count as cached. The condition must be true
+        for every attention window of the model.
 
         Args:
             last_missing_by_window: for each window, a list. Element i is the index of the last

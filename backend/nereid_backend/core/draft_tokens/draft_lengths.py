@@ -234,7 +234,8 @@ class DraftLengths:
             return min(1, self.max_tokens)
         if acceptance_rate >= 1:
             return self.max_tokens
-        # The draft length n for which `acceptance_rate ** n` is equal to the cost ratio.
+        # The draft length n for which `acceptance_rate ** n` is equal to the cost ratio, which is
+        # always positive.
         break_even_length = math.log(self._cost_ratio) / math.log(acceptance_rate)
         return min(self.max_tokens, math.ceil(break_even_length) - 1)
 

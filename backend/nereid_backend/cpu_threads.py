@@ -46,6 +46,8 @@ def set_num_threads(num_threads: int | None) -> "CpuThreads":
     """
     max_threads = num_threads or max(1, usable_cpus() - 1)
     torch.set_num_threads(max_threads)
+    # A container's quota limits `usable_cpus`, but the threads may run on any of these CPUs, so
+    # other processes are measured on all of them.
     cpus = _allowed_cpus()
     return CpuThreads(max_threads, len(cpus), partial(cpu_time_of_others, cpus))
 
@@ -87,7 +89,8 @@ class CpuThreads:
         The thread that computes the steps calls this method before each step. Most calls return
         immediately, because the number of threads changes at most once per second. After a pause
         with hardly any steps, the largest number of threads is used until other processes have been
-        measured again. If their CPU time is unknown, the number of threads does not change.
+        measured again. Otherwise, the number of threads depends on the CPU time of other processes,
+        and does not change if this time is unknown.
         """
         now = self._clock()
         elapsed = now - self._last_time

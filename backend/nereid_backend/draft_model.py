@@ -141,6 +141,7 @@ class DraftModel:
         # `lengths` chooses the number of draft tokens, based on the time that a draft token takes.
         # This time depends on the number of sequences in the batch.
         self.lengths.begin_step(len(sequences))
+        # Preempted sequences do not run, and others may need their rows and blocks.
         self._release_preempted()
         prepared = [self._prepare_draft(target) for target in sequences]
         drafts = [draft for draft in prepared if draft is not None]
@@ -210,6 +211,7 @@ class DraftModel:
             # `draft.sequence` contains only known tokens here. Draft tokens must not get into the
             # prefix cache, because the large model may reject them.
             self._tables.cache.add(draft.sequence)
+        # The sequence keeps the blocks of rejected draft tokens, which are overwritten.
         has_blocks = self._tables.try_extend(draft.sequence, draft.num_known + length)
         if not has_blocks:
             self._release(target)
@@ -227,7 +229,7 @@ class DraftModel:
         # After a preemption, many known tokens must be computed again. Draft tokens would then cost
         # more time than they save.
         is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
-        is_text_only = target.images is None
+        is_text_only = target.images is None  # The draft model gets only token ids.
         if not (has_output and is_decoding and is_text_only):
             return 0
         return min(
@@ -235,6 +237,7 @@ class DraftModel:
             # Subtract 1, because the large model itself adds one token after the accepted draft
             # tokens.
             target.max_total_tokens - num_known - 1,
+            # The draft model computes only known tokens and draft tokens.
             self._sizes.max_model_len - num_known,
         )
 
@@ -257,6 +260,8 @@ class DraftModel:
         )
         if not self._tables.try_admit(own, Request([own])):
             return None
+        # A row is free, because only running sequences have rows, and at most `max_num_seqs`
+        # sequences run.
         own.row = self._free_rows.pop()
         if self._mtp is not None:
             self._mtp.follow(own, target)  # uses the hidden states of `target` for `own`
@@ -316,7 +321,7 @@ class DraftModel:
         plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
         logits = self._path.forward(plan)
         for draft, chunk in planned:
-            draft.is_new = False
+            draft.is_new = False  # The next chunk is not the first chunk of this sequence.
             draft.sequence.num_computed_tokens += chunk.num_tokens
         sampling = [draft for draft, chunk in planned if chunk.samples]
         return self._append_sampled_tokens(logits, sampling) if sampling else []
@@ -333,10 +338,10 @@ class DraftModel:
         budget = self._sizes.max_num_batched_tokens
         planned: list[tuple[SequenceDraft, Chunk]] = []
         for draft in sorted(drafts, key=lambda draft: draft.num_missing):
-            num_missing = draft.num_missing
-            num_tokens = min(num_missing, budget)
-            if num_tokens == 0:
+            if budget == 0:
                 break
+            num_missing = draft.num_missing  # at least 1, because the last token is not computed
+            num_tokens = min(num_missing, budget)
             budget -= num_tokens
             has_last_token = num_tokens == num_missing
             chunk = Chunk(

@@ -88,7 +88,8 @@ def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Int
     """
     values = tensors[".weight"]
     scales = tensors[".SCB"].float().unsqueeze(1) / _MAX_INT8
-    return IntegerWeight(values, scales, None, values.shape[1], bits=8)
+    # Each output has one scale, so all inputs form one group.
+    return IntegerWeight(values, scales, zeros=None, group_size=values.shape[1], bits=8)
 
 
 def _decode_four_bits(

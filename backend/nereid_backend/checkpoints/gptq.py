@@ -70,7 +70,7 @@ def _decode(
 
     Args:
         tensors: the tensors of the weight, by suffix.
-        dtype: not used, because the weight consists of integers. Every decoder has this argument.
+        dtype: not used, because the weight consists of integers.
         bits: the number of bits in the settings. A layer can have another number, which is derived
             from the number of inputs. Only g_idx shows the number of inputs.
         has_offset: whether the file contains zero - 1 instead of zero.
@@ -86,12 +86,10 @@ def _decode(
         weight_bits = bits
         values = unpack_integers(packed, weight_bits)
     else:
-        num_words = packed.shape[1]
-        weight_bits = _derive_bits(num_words, num_inputs=len(group_of_input))
+        weight_bits = _derive_bits(num_words=packed.shape[1], num_inputs=len(group_of_input))
         values = unpack_integers(packed, weight_bits, len(group_of_input))
     zeros = _unpack_zeros(tensors[".qzeros"], weight_bits, len(scales), has_offset=has_offset)
-    num_inputs = values.shape[1]
-    num_groups = scales.shape[1]
+    num_inputs, num_groups = values.shape[1], scales.shape[1]
     has_empty_group = num_inputs < num_groups
     if zeros.shape != scales.shape or has_empty_group:
         raise ValueError(

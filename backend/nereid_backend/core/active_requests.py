@@ -148,9 +148,9 @@ class ActiveRequests:
         if is_follower:
             self._remove_from_followers(request, sequence)
         elif request.waits_for_prompt:
-            # This sequence was the leader. `waits_for_prompt` is true only if at least one follower
-            # waits, which now becomes the leader. It is false while the grammar is being compiled,
-            # because `_enqueue` selects the leader after the compilation.
+            # This sequence was the leader, so the next follower becomes the leader.
+            # `waits_for_prompt` is true only if there is a follower. It is false while the grammar
+            # is being compiled, because `_enqueue` selects the leader after the compilation.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 

@@ -99,9 +99,9 @@ class PendingPlans:
         """Correct a plan that was made before the result of the previous step was known.
 
         The previous step must have been committed, and none of its sequences may have failed, so
-        that each sampling sequence has got at least one token. The plan assumed that the step adds exactly
-        one token to each sequence. For each of these tokens, the plan has a chunk of one token,
-        which computes this token and samples the next token.
+        that each sampling sequence has got at least one token. The plan assumed that the step adds
+        exactly one token to each sequence. For each of these tokens, the plan has a chunk of one
+        token, which computes this token and samples the next token.
 
         Example: a sequence had 20 tokens. The previous step sampled the token at index 20, and then
         the grammar forced the token at index 21. The chunk of the plan computes only the token at

@@ -305,9 +305,10 @@ class StepPlanner:
             # running, so this plan must not take blocks from another sequence. Start no waiting
             # sequence, because that sequence would use the blocks that are still free.
             return
-        # If the overdue prompt cannot be started now, the next step is a normal step, in which the
-        # running sequences come first. The prompt then becomes overdue again.
-        is_first_prompt_overdue = self.has_overdue_prompt
+        # A step with an overdue prompt starts no second prompt, which would make the running
+        # sequences wait longer. If the prompt cannot be started now, the next step is a normal step
+        # that computes the running sequences first, and the prompt then becomes overdue again.
+        starts_only_one = self.has_overdue_prompt
         self.has_overdue_prompt = False
         waiting = self.requests.waiting
         while waiting and self.running.free_rows and budget > 0:
@@ -321,9 +322,7 @@ class StepPlanner:
             chunk = self._first_chunk(sequence, budget)  # with `whole_prefill`, the whole prompt
             chunks.append(chunk)
             budget -= chunk.num_tokens
-            if is_first_prompt_overdue:
-                # This step computes only this prompt. A second prompt would make the running
-                # sequences wait longer.
+            if starts_only_one:
                 break
 
     def _first_chunk(self, sequence: Sequence, budget: int) -> Chunk:

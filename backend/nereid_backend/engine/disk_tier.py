@@ -129,6 +129,8 @@ class DiskTier:
         needs_snapshot = snapshots is not None and hashes[-1] not in snapshots
         if not missing_hashes and not needs_snapshot:
             return None
+        # The request waits for the read until the deadline at the latest. Then it starts with the
+        # blocks that were read before the deadline.
         deadline = time.monotonic() + _MAX_WAIT_S
         return _PrefixRead(hashes, missing_hashes, needs_snapshot, deadline)
 
@@ -158,13 +160,14 @@ class DiskTier:
     def finish_reading(self, request_id: str) -> None:
         """Finish the disk read of a request. Add the blocks to the prefix cache in memory.
 
-        If the thread has not read all files yet, only the blocks that it has read so far are added.
-        Do nothing if no files were being read for the request.
+        This method is called when the thread has read all files, or when the request must not wait
+        any longer. In the second case, only the blocks that were read so far are added. Do nothing
+        if no files were being read for the request.
         """
         read = self._reads.pop(request_id, None)
         if read is None:
             return
-        read.is_cancelled = True  # If the deadline has passed, the thread may still read files.
+        read.is_cancelled = True  # stops the thread if it is still reading files
         # `has_all_files` is whether the thread has read all missing blocks and the snapshot.
         if read.needs_snapshot and not read.has_all_files:
             # The snapshot is the recurrent state after the last block. A recurrent model can

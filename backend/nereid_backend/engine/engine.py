@@ -194,9 +194,10 @@ class Engine:
         """
         parts = self._parts
         parts.scheduler.abort(request_id, index)
-        # If only one sequence was aborted, the other sequences may still need the grammar.
-        needs_grammar = parts.scheduler.is_preparing(request_id)
-        if not needs_grammar:
+        # The preparation of a request compiles its grammar and reads its prefix from disk. If only
+        # one sequence was aborted, the other sequences may still wait for the preparation.
+        needs_preparation = parts.scheduler.is_preparing(request_id)
+        if not needs_preparation:
             parts.preparation.cancel(request_id)
 
     def has_work(self) -> bool:
@@ -234,6 +235,7 @@ class Engine:
             RequestError: if a prompt or a parameter is invalid, or if the engine has other
                 requests.
         """
+        # The function `decode` converts the token ids of an answer to the text of the answer.
         return generate(self, prompt_token_ids, params, self._parts.decode)
 
     def chat(
@@ -265,6 +267,7 @@ class Engine:
         def add_with_images(
             request_id: str, token_ids: abc.Sequence[int], request_params: SamplingParams
         ) -> None:
+            # `prompt.images` also contains the videos and the audio of the messages.
             self.add_request(request_id, token_ids, request_params, prompt.images)
 
         [output] = generate(

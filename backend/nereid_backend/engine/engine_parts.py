@@ -200,6 +200,9 @@ def _make_scheduler(
 
     `report` is called with a line of text if speculative decoding was requested but is impossible.
     """
+    # `loaded.spec` describes the forward path: whether the blocks of a sequence contain its whole
+    # state, so that sequences can share them, and whether it must compute each prompt in one pass.
+    # `num_states` is the number of recurrent states that fit into the memory.
     return Scheduler(
         pool,
         block_size=loaded.info.block_size,

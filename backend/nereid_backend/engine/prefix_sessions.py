@@ -70,7 +70,9 @@ class PrefixSessions:
         }
 
     def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:
-        """Retain sessions for at least `seconds` more seconds, and return how many were retained.
+        """Retain sessions for at least `seconds` seconds from now. Return how many were retained.
+
+        A session that expires later anyway is not changed.
 
         Args:
             client_id: the client of the session. None selects the sessions of all clients with

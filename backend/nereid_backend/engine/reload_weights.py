@@ -172,7 +172,9 @@ def _check_replaceable(parts: EngineParts, new_config: EngineConfig) -> None:
             "path: the weights cannot be replaced with tensor_parallel_size="
             f"{new_config.tensor_parallel_size}. Restart the server."
         )
-    if parts.layout is None or new_config.model.endswith(".gguf"):
+    # `layout` contains the shapes of the tensors in the present checkpoint's safetensors files.
+    has_safetensors = parts.layout is not None
+    if not has_safetensors or new_config.model.endswith(".gguf"):
         raise RequestError(
             "path: the present checkpoint and the new checkpoint must have safetensors files, "
             "but one of the checkpoints has none. Restart the server with the new checkpoint."

@@ -100,7 +100,9 @@ def _weight_with_zero_point(
     differences = values.view(num_rows, -1).to(torch.int8) - zero_point
     scales = scales.view(num_rows, -1)
     group_size = differences.shape[1] // scales.shape[1]
-    return IntegerWeight(differences, scales, None, group_size, bits_in_memory)
+    return IntegerWeight(
+        differences, scales, zeros=None, group_size=group_size, bits=bits_in_memory
+    )
 
 
 def _weight_with_minimums(

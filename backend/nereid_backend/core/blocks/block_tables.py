@@ -255,10 +255,10 @@ class BlockTables:
         Mutates: the followers, which get the block hashes of the prompt, and `request`.
         """
         # All sequences of a request have the same prompt. Therefore, their block hashes and their
-        # numbers of cached tokens are also equal.
+        # numbers of cached tokens, which are reported to the client, are also equal.
         num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
-            follower.num_cached_tokens = leader.num_cached_tokens  # which updates report
+            follower.num_cached_tokens = leader.num_cached_tokens
             follower.block_hashes = leader.block_hashes[:num_full_blocks]
         has_recurrent_state = self.snapshots is not None
         if not has_recurrent_state:

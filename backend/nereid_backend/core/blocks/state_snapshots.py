@@ -240,7 +240,7 @@ class StateSnapshots:
             self._order.add(block_hash)
 
     def finish(self, sequence: Sequence) -> None:
-        """Discard a sequence's unfinished snapshot. Let its last finished one be written to disk.
+        """Discard a sequence's unfinished snapshot, and mark its last snapshot for the disk.
 
         This method is called when the blocks of the sequence are released. A snapshot is a saved
         copy of the recurrent state. It is unfinished while the step that saves it is running. Only

@@ -434,6 +434,7 @@ class StepPlanner:
 
     def _propose_drafts(self, drafter: Drafter, sequence: Sequence, limit: int) -> None:
         """Set the draft tokens of a sequence. Do nothing if there are not enough free blocks."""
+        # Subtract 1, because the step adds one sampled token after the accepted draft tokens.
         num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
         drafts = drafter.propose(sequence, min(limit, num_allowed))
         if self.tables.try_extend(sequence, len(sequence.token_ids) + len(drafts)):

@@ -160,9 +160,9 @@ class DiskTier:
     def finish_reading(self, request_id: str) -> None:
         """Finish the disk read of a request. Add the blocks to the prefix cache in memory.
 
-        This method is called when the thread has read all files, or when the request must not wait
-        any longer. In the second case, only the blocks that were read so far are added. Do nothing
-        if no files were being read for the request.
+        The thread may not have read all files yet, because a request also starts when its grammar
+        has been compiled or the deadline of the read has passed. Only the blocks that were read so
+        far are then added. Do nothing if no files were being read for the request.
         """
         read = self._reads.pop(request_id, None)
         if read is None:

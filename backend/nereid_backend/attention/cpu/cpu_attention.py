@@ -155,7 +155,9 @@ class CpuKVCache(KVCache):
         """
         if self._all_structs is None:
             structs = [
-                self._make_layer_struct(index, spec, 0.0, self.dtype, block_size)
+                self._make_layer_struct(
+                    index, spec, scale=0.0, dtype=self.dtype, block_size=block_size
+                )
                 for index, spec in enumerate(specs)
             ]
             self._all_structs = (NativeLayer * len(structs))(*structs)

@@ -56,6 +56,8 @@ class FlashInferPrefill:
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
         """Compute all prefills of a step in one call; see `AttentionBackend.attend`."""
         spec = inputs.call.spec
+        # `shared` contains values of this step. The wrapper is planned once per step, for the first
+        # layer with the properties `spec`.
         shared = inputs.rows.shared
         wrapper = shared.get(("flashinfer", spec))
         if wrapper is None:

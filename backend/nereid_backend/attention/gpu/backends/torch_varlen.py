@@ -102,6 +102,7 @@ class TorchVarlen:
         Mutates: out, and `inputs.rows.shared`.
         """
         prefills = inputs.batch.prefills
+        # `shared` contains values of this step, which the first layer computes for all layers.
         shared = inputs.rows.shared
         sequences = shared.get("varlen")
         if sequences is None:

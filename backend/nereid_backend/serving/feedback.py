@@ -171,6 +171,7 @@ class FeedbackWriter:
         except OSError as error:
             raise _address_error(os.strerror(error.errno or 0)) from None
         self._words = memory.cast("Q")
+        # The executor signs its messages with this random key (see `attach_and_verify`).
         self._key = bytes(memory[:_KEY_BYTES])
         self.address = address
 

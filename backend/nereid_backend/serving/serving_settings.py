@@ -178,6 +178,7 @@ def read_settings(
     texts = _parameters(args)
     check_names(texts, _LANGUAGE_MODEL_NAMES)
     texts |= _variables(_NEREID, environ)
+    # Each settings class ignores the names that are not its own settings.
     return from_texts(ServingSettings, texts), from_texts(EngineConfig, texts)
 
 
@@ -203,8 +204,9 @@ def read_pooling_settings(
     check_names(texts, _POOLING_NAMES, prefix=prefix)
     if "model" in texts and not Path(texts["model"]).is_dir():
         # config.pbtxt sets a default checkpoint. If this checkpoint is not installed, ignore the
-        # default.
+        # default. A checkpoint that an environment variable sets below must exist.
         del texts["model"]
+    # This function also checks the names of the environment variables.
     texts |= _variables(f"{_NEREID}{prefix}".upper(), environ)
     serving = from_texts(PoolingServing, texts, prefix=prefix)
     if texts.get("model", _NO_MODEL).lower() == _NO_MODEL:
@@ -223,6 +225,7 @@ def _parameters(args: Mapping[str, str]) -> dict[str, str]:
     texts = {name: value.get("string_value", "").strip() for name, value in parameters.items()}
     nonempty = {name: text for name, text in texts.items() if text}
     if "model" in nonempty:
+        # Triton server's argument "model_repository" is the folder of the model in the repository.
         repository = Path(args["model_repository"]).parent
         nonempty["model"] = str((repository / nonempty["model"]).resolve())
     return nonempty
@@ -233,9 +236,9 @@ def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
 
     The keys of the result are the names without the prefix, in lower case. Example: with the prefix
     "NEREID_EMBEDDING_", the variable `NEREID_EMBEDDING_DTYPE=float32` returns `{"dtype":
-    "float32"}`. With the prefix "NEREID_", the same variable returns `{"embedding_dtype":
-    "float32"}`. The settings classes of the language model ignore the variables of the other
-    models.
+    "float32"}`. With the prefix "NEREID_" of the language model, the same variable returns
+    `{"embedding_dtype": "float32"}`. The caller ignores this name, because the language model has
+    no such setting.
 
     Args:
         prefix: "NEREID_", "NEREID_EMBEDDING_" or "NEREID_RERANK_".
@@ -250,7 +253,8 @@ def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
         for variable, text in environ.items()
         if variable.startswith(_NEREID) and text.strip()
     }
-    # Check the names of all variables of Nereid, so that a typing error in `prefix` is found, too.
+    # Check the names of all variables of Nereid, and not only those that begin with `prefix`.
+    # Otherwise, a variable such as NEREID_EMBEDING_DTYPE would be ignored silently.
     names = [variable.removeprefix(_NEREID) for variable in all_given]
     check_names(names, _variable_names(), prefix=_NEREID)
     return {

@@ -343,7 +343,8 @@ def _unpack(title: str, data: bytes, read: Callable[[Any], MessageT]) -> Message
             f"envelope: the {title} is damaged: {field}: {first_error['msg']}."
         ) from None
     except (ValueError, TypeError) as error:
-        # All errors of msgpack are ValueErrors. Their messages can be empty.
+        # All errors of msgpack are ValueErrors. If the message of an error is empty, `first_line`
+        # returns the name of its class.
         raise RequestError(f"envelope: the {title} is damaged: {first_line(error)}") from None
 
 

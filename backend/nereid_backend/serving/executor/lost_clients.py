@@ -61,19 +61,21 @@ class LostClientDetector:
     def detect_lost_client(self, stream: Stream) -> bool:
         """Return whether the server has dropped a step of `stream`, because the client is gone.
 
-        A step is a message to the postprocessor. The server delivers the steps of all streams in
-        the order in which they were sent. Example: if the postprocessor has processed step 8 of any
-        stream, but not step 7 of this stream, the server has dropped step 7. Steps also count as
-        dropped if the postprocessor has processed no step of this stream for `patience_s` seconds.
+        A step is a message to the postprocessor. The steps of all streams are numbered together,
+        and the server delivers the steps in this order. Example: the postprocessor has processed
+        step 8, which may belong to another stream, but not step 7, which belongs to this stream.
+        Then the server has dropped step 7. Steps also count as dropped if the postprocessor has
+        processed no step of this stream for `patience_s` seconds.
 
         Mutates: removes processed steps from `stream.unconsumed_steps`.
         """
+        # `stalled_s` is the time since the postprocessor last processed a step of the stream.
         if stream.unconsumed_steps and stream.stalled_s > self._patience_s:
             return True
         if not self._has_dropped_step(stream):
             return False
-        # The feedback memory was last read some time ago. Read the memory again, because the
-        # postprocessor may have processed the step since then.
+        # The postprocessor reports processed steps in shared memory. Read this memory again,
+        # because the postprocessor may have processed the step since the last read.
         self.remove_consumed_steps(stream)
         return self._has_dropped_step(stream)
 
@@ -88,7 +90,11 @@ class LostClientDetector:
     def remove_consumed_steps(self, stream: Stream) -> None:
         """Remove each step that the postprocessor has processed from `stream.unconsumed_steps`.
 
-        Set the stream's waiting time `stalled_s` to 0 if a step was removed, or if none is left.
+        `unconsumed_steps` contains step numbers in ascending order. All streams share the numbers.
+
+        Mutates: `stream.stalled_s`, the time since the last processed step, becomes 0 if a step was
+        removed or if none is left. `_newest_consumed`, the highest step number that was processed
+        for any stream, increases if a removed step has a higher number.
         """
         steps = stream.unconsumed_steps
         num_consumed = self._feedback.consumed(stream.slot, stream.serial)

@@ -49,10 +49,12 @@ class RequestTiming:
         waits for its start. The limit timeout applies to the whole request. `now` is the current
         time.
         """
+        # `next_deadline` depends on `queue_timeout_s` only until the request starts.
         if now < self.next_deadline:
             return None
         elapsed_s = now - self.arrived
-        if self.started is None and elapsed_s >= self.queue_timeout_s:
+        is_waiting = self.started is None
+        if is_waiting and elapsed_s >= self.queue_timeout_s:
             return CapacityError(
                 f"the request waited in the queue for {elapsed_s:.1f} s, but the limit is "
                 f"{self.queue_timeout_s:g} s (queue_timeout). Try again later."

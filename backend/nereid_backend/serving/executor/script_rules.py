@@ -40,13 +40,14 @@ def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
         encode: converts text to token ids.
 
     Raises:
-        ConfigError: the script cannot be read, or a rule has an unknown key.
+        ConfigError: the script cannot be read, or a rule has an unknown key or no key `when`.
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         for entry in entries:
             _check_keys(entry)
-        return [_rule(dict(entry), encode) for entry in entries]
+        return [_rule(entry, encode) for entry in entries]
+    # An entry that is not an object raises an AttributeError, and a missing key a TypeError.
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"script: the file {path} cannot be read as a list of rules: {error}"
@@ -65,13 +66,18 @@ def _check_keys(entry: dict[str, Any]) -> None:
 
 
 def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
-    """Convert one entry of the script to a Rule."""
-    text = entry.pop("text", None)
-    ids = entry.pop("token_ids", None)
+    """Convert one entry of the script to a Rule.
+
+    The output is given as `text` or as `token_ids`. Each of these keys contains either one output
+    for all sequences of a request, or a list with one output for each sequence.
+    """
+    text = entry.get("text")
+    ids = entry.get("token_ids")
     if text is not None:
         texts = text if isinstance(text, list) else [text]
         outputs = [tuple(encode(text_of_sequence)) for text_of_sequence in texts]
     else:
         rows = ids if ids and isinstance(ids[0], list) else [ids or []]
         outputs = [tuple(row) for row in rows]
-    return Rule(token_ids=tuple(outputs), **entry)
+    other_fields = {key: entry[key] for key in entry.keys() - {"text", "token_ids"}}
+    return Rule(token_ids=tuple(outputs), **other_fields)

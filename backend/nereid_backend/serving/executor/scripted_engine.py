@@ -92,9 +92,9 @@ class ScriptedEngine:
         # The running and the waiting requests, by request id.
         self._requests: dict[str, ScriptedRequest] = {}
         self._queue: dict[str, ScriptedRequest] = {}
-        # `started` contains the requests that the last call of `step` has started. `compiled`
-        # contains the grammars that this call has compiled. Scripted output needs no grammar, so
-        # `compiled` is always empty.
+        # `started` contains the id and the start time of each request that the last call of `step`
+        # has started. `compiled` contains the request id, the start time and the end time of each
+        # finished grammar compilation. Scripted output needs no grammar, so `compiled` is empty.
         self.started: list[tuple[str, float]] = []
         self.compiled: list[tuple[str, float, float]] = []
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
@@ -260,7 +260,10 @@ class ScriptedEngine:
         """
         rule = sequence.rule
         num_top = request.params.logprobs
+        # Raise the rule's error, or use the CPU for some seconds without a message.
         cause_fault(sequence)
+        # Only the first update contains `prompt_logprobs`. An update is the first one if the
+        # sequence has no tokens, so this call must come before `next_tokens`.
         prompt_logprobs = self._prompt_logprobs(request, sequence)
         token_ids, finish_reason = next_tokens(request, sequence)
         sequence.due = now + rule.delay_ms / 1000

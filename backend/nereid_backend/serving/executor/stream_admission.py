@@ -40,8 +40,9 @@ class StreamAdmission:
         self._serials = itertools.count(1)
         # Counts the requests that wait for the engine. WaitingLimits is thread-safe.
         self._waiting_limits = WaitingLimits(max_num_waiting, settings.max_waiting_tokens)
-        # Counts the sequences of all running and waiting requests. SharedLimit reserves a part of
-        # the limit for further clients. It is not thread-safe, so it needs a lock.
+        # Counts the sequences of all running and waiting requests. A client that already has
+        # sequences may not use the whole limit, so that other clients can start sequences, too.
+        # SharedLimit is not thread-safe, so it needs a lock.
         self._sequence_limit = SharedLimit(settings.max_streams)
         self._sequence_limit_lock = threading.Lock()
 
@@ -63,6 +64,7 @@ class StreamAdmission:
         self._waiting_limits.enter(timing)
         slots = self._acquire_slots(envelope)
         if slots is None:  # The request would exceed the limit max_streams.
+            # None means that the request leaves the waiting requests without having started.
             self._waiting_limits.leave(timing, started=None)
             raise self._too_many_sequences(envelope)
         serial = next(self._serials)
@@ -72,7 +74,7 @@ class StreamAdmission:
             serial=serial,
             sequences=[Sequence(index, slot) for index, slot in enumerate(slots)],
             opening=Opening(envelope.context, slots),
-            last_sent=timing.arrived,
+            last_sent=timing.arrived,  # The first heartbeat is due one interval after this time.
             grammar_field=envelope.grammar_field,
             timing=timing,
         )

@@ -239,9 +239,10 @@ class Stream:
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
         """Return the earliest time of the stream's next step, as a value of time.monotonic().
 
-        A step is a message to the postprocessor. The step with the first output and the last step
-        are due immediately. At the returned time, the caller must check with `may_send` whether the
-        postprocessor has processed enough earlier steps.
+        A step is a message to the postprocessor. The last step is due immediately, and so is the
+        first step if it has output. After a heartbeat, the first output waits like any other. At
+        the returned time, the caller must check with `may_send` whether the postprocessor has
+        processed enough earlier steps.
 
         Args:
             interval_s: the number of seconds between two steps with output.
@@ -249,8 +250,8 @@ class Stream:
                 sent.
         """
         has_output = self.has_output
-        is_first_output = has_output and self.num_sent_steps == 0
-        if self.has_ended or is_first_output:
+        is_first_step = self.num_sent_steps == 0
+        if self.has_ended or (has_output and is_first_step):
             return 0.0  # A time in the past means that the step is due immediately.
         if not self.may_send():
             # The postprocessor still has to process too many earlier steps, so check again later.

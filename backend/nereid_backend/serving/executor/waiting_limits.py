@@ -32,10 +32,10 @@ _MIN_SAMPLES = 8
 _MIN_PASSED_S = 1e-3
 _LONGEST_RETRY_S = 60
 # The real waiting time can be longer than the estimated time. Therefore a request is refused if the
-# estimate exceeds `_MARGIN` times the request's time limit. Without this margin, requests with an
-# estimate just below the time limit would be accepted. About half of these requests would then
-# exceed the time limit while they wait.
-_MARGIN = 0.8
+# estimate exceeds `_SAFETY_FACTOR` times the request's time limit. Without this margin, requests
+# with an estimate just below the time limit would be accepted. About half of these requests would
+# then exceed the time limit while they wait.
+_SAFETY_FACTOR = 0.8
 _TRY_LATER = re.compile(r"Try again later\.$")
 
 
@@ -113,23 +113,26 @@ class WaitingLimits:
         """
         client = timing.client_id
         num_tokens = timing.num_prompt_tokens
+        # Example: " (3 of them from this client)"; "" if the client is unknown.
+        count_of_client = self._count_of_client(client)
         if not self._requests.allows(client, 1):
             return (
-                f"{self._requests.used} requests are waiting{self._count_of_client(client)}, and "
-                f"the limit is {self._requests.limit} (max_num_waiting)"
+                f"{self._requests.used} requests are waiting{count_of_client}, and the limit is "
+                f"{self._requests.limit} (max_num_waiting)"
             )
         # A limit of 0 means no limit. If no other request is waiting, a request may wait regardless
         # of the number of its tokens. Otherwise, a long prompt could never be accepted.
         token_limit_applies = self._tokens.limit and self._requests.used
         if token_limit_applies and not self._tokens.allows(client, num_tokens):
             return (
-                f"requests with {self._tokens.used} prompt tokens are waiting"
-                f"{self._count_of_client(client)}, and this request has {num_tokens} more, but the "
-                f"limit is {self._tokens.limit} (max_waiting_tokens)"
+                f"requests with {self._tokens.used} prompt tokens are waiting{count_of_client}, "
+                f"and this request has {num_tokens} more, but the limit is {self._tokens.limit} "
+                "(max_waiting_tokens)"
             )
-        # Refuse the request now if it would probably exceed its time limit in the queue.
+        # Refuse the request now if it would probably exceed its time limit in the queue. The
+        # factor is below 1, because the estimate may be too short.
         limit_s = min(timing.queue_timeout_s, timing.timeout_s)
-        if wait_s is not None and wait_s > _MARGIN * limit_s:
+        if wait_s is not None and wait_s > _SAFETY_FACTOR * limit_s:
             return (
                 f"{self._requests.used} requests are waiting, so this request would wait for about "
                 f"{wait_s:.1f} s, but its limit is {limit_s:g} s (queue_timeout, timeout)"

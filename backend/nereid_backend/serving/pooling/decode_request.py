@@ -105,7 +105,8 @@ def split_token_ids(
 
     Args:
         ids: the token ids of all inputs, of shape [sum of lengths].
-        lengths: the number of tokens of each input, of shape [n]. None means one input.
+        lengths: the number of tokens of each input, of shape [n]. None means one input, which may
+            be empty: the ids [] then return [[]].
         max_len: the largest number of tokens of one input.
         truncate: whether a longer input is truncated to its first `max_len` tokens. If False, a
             longer input is refused.

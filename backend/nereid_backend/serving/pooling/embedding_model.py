@@ -56,6 +56,8 @@ class EmbeddingModel(PoolingStub):
         The tensor `input_ids` contains the token ids of all inputs, and the tensor `input_lengths`
         contains the number of token ids of each input. Without lengths, there is one input.
         """
+        # `read_array` also limits the number of inputs. This number is the number of lengths, but
+        # not the number of ids.
         ids = tensors.array(request, names.INPUT_IDS)
         lengths = None
         if tensors.has_tensor(request, names.INPUT_LENGTHS):

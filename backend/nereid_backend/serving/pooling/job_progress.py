@@ -188,6 +188,7 @@ class _JobProgress:
             input 3: image: it is damaged      ->  texts: element 259: image: it is damaged
             input 3: task: it is unknown       ->  task: it is unknown
         """
+        # The engine only raises errors with a text, so the index and the field are parsed from it.
         match = _ENGINE_MESSAGE.fullmatch(str(error))
         assert match is not None, "the pattern matches every text"
         problem = match["problem"]
@@ -273,6 +274,7 @@ class WorkerJobs:
             items = progress.next_slice()
             self._engine.add(progress.slice_id(first), items)
         except RequestError as error:
+            # The engine counts the inputs of this slice: "input 3" becomes "element 259".
             self._refuse(progress, RequestError(progress.job_message(error, first)))
         except NereidError as error:
             self._refuse(progress, error)
@@ -289,7 +291,7 @@ class WorkerJobs:
             started: the time at which the step of this result began, by time.monotonic().
 
         Raises:
-            EngineError: the GPU is lost.
+            EngineError: the result has an error because the GPU is lost (`_refuse_result`).
         """
         # The engine treats each slice as one request. The id of this request consists of the id of
         # the job and the index of the slice's first input.
@@ -308,7 +310,11 @@ class WorkerJobs:
             self._send(["done", request_id, progress.started, *progress.outcome().row()])
 
     def _refuse_result(self, progress: _JobProgress, index: int, problem: str) -> None:
-        """Refuse a whole job, because the computation of the input `index` has failed."""
+        """Refuse a whole job, because the computation of the input `index` has failed.
+
+        Raises:
+            EngineError: the computation has failed because the GPU is lost.
+        """
         if is_lost_device(problem):
             # The device is lost, so every later computation would fail. Therefore this worker
             # process ends. The Triton model then starts a new worker process.

@@ -66,9 +66,10 @@ class PoolingMetrics:
         self._labels = labels
         self._families = families  # The metrics exist as long as this object exists.
         self._values = _Values()
-        # `publish` sends the numbers in `_values` to the following metrics of the server. A family
-        # of gauges is the server's own object, so its one metric is created here. A family of
-        # counters (CounterFamily) creates a metric when `raise_to` gets new labels.
+        # `publish` sends the numbers in `_values` to the following metrics of the server. In Triton
+        # server, a family contains one metric for each combination of labels. The gauge has only
+        # one combination. Counters create the metric of a combination at its first publication.
+        # Histograms are published as counters with the names NAME_bucket, NAME_count and NAME_sum.
         gauge_family = families.gauge("pooling_num_requests", "Requests without a response")
         self._num_requests = gauge_family.Metric(labels)
         self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")
@@ -91,14 +92,15 @@ class PoolingMetrics:
 
         Args:
             arrived: the time at which the request arrived, by time.monotonic().
-            started: the time at which the computation of the request's first input started.
+            started: the time at which the computation of the request's first input started. The
+                worker process measures this time, with the same clock as this process.
             num_inputs: the number of inputs of the request.
             num_tokens: the number of tokens of these inputs.
         """
         now = time.monotonic()
         values = {
-            "pooling_queue_time_seconds": max(started - arrived, 0.0),
-            "pooling_compute_time_seconds": max(now - started, 0.0),
+            "pooling_queue_time_seconds": started - arrived,
+            "pooling_compute_time_seconds": now - started,
             "pooling_e2e_latency_seconds": now - arrived,
             "pooling_request_inputs": num_inputs,
             "pooling_request_prompt_tokens": num_tokens,
@@ -126,7 +128,7 @@ class PoolingMetrics:
         self._values.counts["pooling_restarts_total"] += 1
 
     def publish(self, num_requests: int) -> None:
-        """Publish the changed metrics. Do nothing if the last publication was less than 1 s ago."""
+        """Publish all metrics. Do nothing if the last publication was less than 1 s ago."""
         now = time.monotonic()
         if now < self._publish_due:
             return

@@ -112,7 +112,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         Raises:
             RequestError: there are too many texts, or a text is too long or is not UTF-8.
         """
-        values = self.read_array(request, name)
+        values = self.read_array(request, name)  # This call refuses too many texts.
         if not options.get("truncate"):
             for index, value in enumerate(values):
                 element = f" element {index}:" if len(values) > 1 else ""
@@ -142,7 +142,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the worker process, and wait until its model is loaded.
 
-        If no checkpoint is set, no process is started, and every request is refused.
+        If no checkpoint is set, no process is started (`child` stays None). Then every request is
+        refused, except requests for information about the model.
         """
         # The id of each job is the next number of this counter.
         self._ids = itertools.count(1)
@@ -353,6 +354,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 f"{self.kind}: {error} (The variables of this model begin with "
                 f"{self._variable_prefix}.)"
             ) from error
+        # `child`, and therefore `text_limit`, reads what the worker in `processes` has reported.
         self.processes = [worker]
         # If the setting max_num_waiting is missing, the limit on the number of inputs depends on
         # the model's length limit, which the worker has reported.

@@ -75,6 +75,8 @@ def serve_worker(make: MakeEngine) -> NoReturn:
         engine = make(PoolingConfig(**settings), progress)
         return WorkerService(engine, send)
 
+    # `serve` receives the settings from the parent process and calls `load` once. The function
+    # `send` sends a message to the parent process.
     serve(load)
 
 

@@ -27,6 +27,8 @@ class RerankModel(PoolingStub):
 
         A request that scores documents has one query for all documents, or one query for each
         document. In the second case, each input of the job is a pair of a query and a document.
+        The tensor `documents` contains texts. The tensor `parts` contains documents as JSON, each
+        of which is a text or an image.
 
         Args:
             request: the server's request.

@@ -125,6 +125,8 @@ class Choice:
         self._token_texts = token_texts
         # The objects that process each text of the choice, in this order: convert tokens to text,
         # search for stop strings, parse the text into fields, and validate the complete message.
+        # The seed tokens are the last tokens of a completion's prompt. The detokenizer needs them,
+        # because the text of a token can depend on the tokens before it.
         self._detokenizer = Detokenizer(decode, context.seed_token_ids)
         self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
@@ -145,8 +147,9 @@ class Choice:
     def add(self, delta: SequenceDelta) -> None:
         """Add the tokens of one step (a message of the executor) to this choice.
 
-        After a stop string was found, the tokens are ignored, because they do not belong to the
-        output. Only the reason why the sequence ended is then read from `delta`.
+        After a stop string was found, the tokens of `delta` are ignored, because they do not belong
+        to the output. The other fields of `delta` still count, such as the reason why the sequence
+        ended.
         """
         # A delta that does not report the number of cached tokens contains the number 0. Therefore
         # keep the larger of the old and the new number.
@@ -171,10 +174,11 @@ class Choice:
         num_output_tokens = self._add_text_of_tokens(text_ids)
         if self.stop_string is None and len(text_ids) < len(delta.token_ids):
             # The sequence ends with a stop token. The stop token has no text, but it belongs to the
-            # output. If the reasoning has not ended, the stop token is a reasoning token.
+            # output. If the reasoning has not ended, the stop token is a reasoning token. (The call
+            # of `_add_text_of_tokens` has counted all other reasoning tokens.)
             num_output_tokens += 1
             self._totals.num_reasoning_tokens += self._message.is_reasoning
-        self._count_tokens(num_output_tokens, delta)
+        self._record_tokens(num_output_tokens, delta)
         if delta.ending is not None:
             self._add_withheld_text()
 
@@ -187,6 +191,7 @@ class Choice:
             return None
         # The finish reason and the stop reason are None until the choice has ended.
         is_last = self._end_reasons is not None
+        # Streamed output is sent if it contains text, log-probabilities or requested token ids.
         can_stream = self.context.stream and self._has_unsent_output
         if not is_last and not can_stream:
             return None
@@ -272,17 +277,18 @@ class Choice:
         self._unsent.text += text
         self._message.feed(text)
 
-    def _count_tokens(self, count: int, delta: SequenceDelta) -> None:
-        """Record the first `count` tokens of `delta`, and the log-probabilities of these tokens.
+    def _record_tokens(self, num_output_tokens: int, delta: SequenceDelta) -> None:
+        """Record the first `num_output_tokens` tokens of `delta`, and their log-probabilities.
 
         The remaining tokens of the step do not belong to the output.
         """
-        self._totals.num_tokens += count
-        self._unsent.token_ids += delta.token_ids[:count]
-        if count:
-            self._totals.cumulative_logprob = delta.cumulative_logprobs[count - 1]
+        self._totals.num_tokens += num_output_tokens
+        self._unsent.token_ids += delta.token_ids[:num_output_tokens]
+        if num_output_tokens:
+            # Item i is the sum of the log-probabilities up to token i of the step.
+            self._totals.cumulative_logprob = delta.cumulative_logprobs[num_output_tokens - 1]
         if delta.logprobs is not None:
-            self._unsent.logprobs += delta.logprobs[:count]
+            self._unsent.logprobs += delta.logprobs[:num_output_tokens]
 
     def _finish(self, ending: Ending) -> None:
         """End the parsed message, and set the finish reason and the stop reason of the choice.
@@ -304,16 +310,18 @@ class Choice:
     def _build_delta(self) -> dict[str, Any]:
         """Convert the output that has not been sent yet to the JSON object of the tensor `delta`.
 
-        Example of the last delta: `{"content": "Hi", "cumulative_logprob": -0.5, "finish_reason":
-        "stop", "usage": {...}}`.
+        Example of a delta: `{"content": "Hi", "token_ids": [5], "usage": {...}}`. The fields for
+        log-probabilities and token ids exist only if the request asks for them. The last delta also
+        has the fields "cumulative_logprob" and "finish_reason".
 
         Raises:
             EngineError: the message is complete, and does not match a strict schema of the request.
         """
         message = self._message.take()
         if self._checked_message is not None:
+            # Collect the parts of the message, because only the whole message can be validated. A
+            # message that ends early, such as at a length limit, need not match the schema.
             self._checked_message.add(message)
-            # A message that ends early, such as at a length limit, need not match the schema.
             if self._has_model_ended:
                 self._checked_message.validate()
         # The index 0 is omitted, so that the deltas of requests with only one choice are shorter.

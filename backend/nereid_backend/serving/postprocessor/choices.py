@@ -42,11 +42,13 @@ class Choices:
         self.context = context
         self._slots = slots
         self._choices = list(choices)
-        # The docstring of the class describes these times and the other public attributes.
+        # Times by time.monotonic(). Before the first response, the stream counts as just answered.
         self.opened_at = time.monotonic()
         self.last_response_at = self.opened_at
+        # The value 0 makes the first check for a disconnected client due immediately.
         self.last_cancel_check_at = 0.0
         self.is_cancelled = False
+        # The seconds that decoding and parsing of the output have taken so far.
         self.parsing_s = 0.0
 
     def add(self, state: StepState) -> None:

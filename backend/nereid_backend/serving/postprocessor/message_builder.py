@@ -74,6 +74,7 @@ class ParsedMessage:
                 of the prompt, and the options for reasoning and tool calls are used.
         """
         self._context = context
+        # The adapted format leaves reasoning or tool calls in the content if the request wants so.
         adapted = _adapt_format(fmt, context)
         tools = [dict(tool) for tool in context.tools]
         if not context.reads_calls:
@@ -97,9 +98,9 @@ class ParsedMessage:
 
         Example: the prompt ends with the opening marker "<think>", and the model generates
         "a</think>b". If reasoning stays in the content (`separate_reasoning` is False), the parser
-        returns "<think>a</think>b", because some of its callers need complete pairs of markers. A
-        response of this model may contain only generated text. Therefore `_add` removes the marker
-        again.
+        returns "<think>a</think>b", so that the markers form a pair. This method then returns
+        "<think>". A response may contain only generated text, so `_add` removes this marker, and
+        the response contains "a</think>b".
 
         Call this method before the first output.
         """
@@ -152,9 +153,10 @@ class ParsedMessage:
                     if self._context.include_reasoning:
                         self._new_texts["reasoning"].append(text)
                 case ReasoningDelta(text) | ContentDelta(text):
-                    # Some prompts end with a marker such as <think>, and the parser adds this
-                    # marker to the first text. The model did not generate the marker, so remove the
-                    # marker from the text.
+                    # Reasoning reaches this case only if it stays in the content. Then some prompts
+                    # end with a marker such as <think>, and the parser adds this marker to the
+                    # first text. The model did not generate the marker, so remove it. In all other
+                    # cases, `_prompt_marker` is empty.
                     self._new_texts["content"].append(text.removeprefix(self._prompt_marker))
                     self._prompt_marker = ""
                 case ToolCallStart(index, id=call_id, name=name):

@@ -64,22 +64,23 @@ class PostprocessorModel:
         self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
-        """Process the messages in `requests` in order, and send the responses to the clients.
+        """Process the messages in `requests` in order, and respond to each message.
 
         A step is a message of the executor with new tokens. All steps of the same client request
-        belong to one stream.
+        belong to one stream. Triton server forwards the response to a step to the client.
         """
         for request in requests:
             sender = request.get_response_sender()
             try:
-                reply = self._process_step(request)
+                response = self._process_step(request)  # None if the step has no output.
             except Exception as error:  # noqa: BLE001 - the step ends here and needs a response
                 if not isinstance(error, NereidError):
                     tensors.log.exception(
                         "a step of request %s failed in the postprocessor", request.request_id()
                     )
-                reply = tensors.error_response(error)
-            tensors.send(sender, reply, final=True)
+                response = tensors.error_response(error)
+            # `final` ends only the request of this step, not the stream.
+            tensors.send(sender, response, final=True)
 
     def finalize(self) -> None:
         """Send the recorded spans."""
@@ -124,7 +125,9 @@ class PostprocessorModel:
         message = tensors.array(request, tensor_names.STATE).tobytes()
         previous_address = self._feedback.address
         packed_state = self._feedback.attach_and_verify(message)
-        # Each executor process has its own shared memory, and its messages contain the address.
+        # Each executor process has its own shared memory, and its messages contain the address. A
+        # forged message cannot change the address, because the address contains a random number
+        # that only the executor and this process know.
         is_from_restarted_executor = self._feedback.address != previous_address
         if is_from_restarted_executor:
             self._streams.clear()
@@ -144,7 +147,8 @@ class PostprocessorModel:
             self._record_span(choices)
         else:
             # Tell the executor which sequences need no more tokens: all sequences of a disconnected
-            # client, and sequences that have reached a stop string.
+            # client, and sequences that have reached a stop string. If the client has disconnected,
+            # Triton server marks the requests of later steps as cancelled.
             self._check_cancel(choices, state, request)
             self._signal_stop_strings(choices, state)
         outputs = choices.take_outputs(is_last=state.is_last)
@@ -250,6 +254,7 @@ class PostprocessorModel:
             decode = self._decode_without_special_tokens
         else:
             decode = self._decode_with_special_tokens
+        # This function validates a complete message; None if the request has no strict schema.
         check = strict_check(context)
         choices = []
         for index in range(context.n):
@@ -260,10 +265,9 @@ class PostprocessorModel:
     def _response(self, context: StreamContext, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
         """Return the response that contains the outputs of one or several choices.
 
-        Each output tensor has one element for each element of `outputs`. Exceptions are the number
-        of prompt tokens, which is the same for all choices, and the finish reasons, which have no
-        elements until a choice has ended. `context.returns` contains the names of the optional
-        tensors that the client has requested.
+        The tensors with the text and with the JSON object (`delta`) have one element for each
+        element of `outputs`. `context.returns` contains the names of the optional tensors that the
+        client has requested, such as the finish reasons.
         """
         output_tensors: dict[str, npt.NDArray[Any]] = {
             tensor_names.TEXT_OUTPUT: tensors.strings(*(output.text for output in outputs)),

@@ -78,7 +78,7 @@ class Channel:
             if not self._poll.poll(timeout_ms):
                 return []
             data = self._socket.recv(_READ_BYTES)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ChannelClosedError(str(error)) from error
         if not data:  # The other end is closed.
             raise ChannelClosedError("the connection was closed")

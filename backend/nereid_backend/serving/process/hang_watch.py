@@ -47,7 +47,8 @@ class HangWatch:
         self.silent_s = 0.0
         self._last_checked = clock()
         # When half of the time limit has passed without a message, the CPU time that the process
-        # has used is stored here. Until then, the value is None.
+        # has used is stored here. At the limit, the CPU time since then shows whether the process
+        # is busy or hangs. Until half of the limit has passed, the value is None.
         self._cpu_at_half_limit_s: float | None = None
 
     def note_message(self) -> None:
@@ -64,14 +65,15 @@ class HangWatch:
         a second, because the measurement counts at most 0.5 s between two calls.
 
         Args:
-            is_working: whether the process has work.
+            is_working: whether the process has work. Without work, the measurement starts again.
             is_on_cpu: whether the process computes on the CPU. A process with a GPU can use the CPU
                 while it only waits, so its CPU use is ignored.
         """
         self._measure_silence(is_working=is_working)
         # `_is_busy` needs the CPU time at half of the limit: it measures the CPU load since then.
         self._store_cpu_at_half_limit()
-        if not self._limit_s or self.silent_s <= self._limit_s:
+        has_limit = self._limit_s != 0
+        if not has_limit or self.silent_s <= self._limit_s:
             return False
         if is_on_cpu and self._is_busy():
             return self.silent_s > _BUSY_LIMIT_FACTOR * self._limit_s

@@ -95,7 +95,10 @@ class ChildProcess:
         # The connection to the process, and the thread that sends messages over this connection.
         self._channel = Channel(parent_end)
         self._outbox = Outbox(self._channel)
-        self._hang_watch = HangWatch(program.hang_timeout.value, lambda: cpu_seconds(pid))
+        # Detects that the process sends no message although it has work. On a CPU, the used CPU
+        # time distinguishes a long step from a process that hangs.
+        hang_timeout_s = program.hang_timeout.value
+        self._hang_watch = HangWatch(hang_timeout_s, lambda: cpu_seconds(pid))
         # The text of the message "fatal": the reason that the process gave before its end.
         self._fatal_message = ""
         # The settings are the first message to the process. The process then loads its model.
@@ -176,11 +179,12 @@ class ChildProcess:
         return messages
 
     def _kill_if_hanging(self, *, is_working: bool) -> None:
-        """Kill the process if it hangs (see hang_watch.py).
+        """Kill the process if it hangs: it has work, but has sent no message for too long.
 
         Raises:
             EngineDiedError: the process hung and was killed.
         """
+        # A step of a large model on a CPU can take minutes, so the time limit is longer there.
         # `info` describes the loaded model. Before the model is loaded, `info` is empty.
         is_on_cpu = self.info.get("device") == "cpu"
         if not self._hang_watch.detect_hang(is_working=is_working, is_on_cpu=is_on_cpu):
@@ -206,6 +210,7 @@ class ChildProcess:
             if not has_ended:
                 self._process.send_signal(number)
                 has_ended = self._wait_for_end()
+        # If sending has failed, the outbox has not closed the channel. Closing it again is allowed.
         self._channel.close()
         self._outbox.join(_STOP_TIMEOUT_S)
 

@@ -217,7 +217,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         process = self.processes[index]
         child = process.child
         # Queue the request before the message is sent. Otherwise, the child process could answer
-        # before the loop has received the request.
+        # before the loop has received the request. If the process is restarted until the loop
+        # receives the request, `process.child` is no longer `child`, and the loop ends the request.
         self._arrivals.put(_Arrival(request_id, request, process, child))
         child.send_packed(packed)
 
@@ -282,8 +283,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
             wait_s: the longest time to wait for the first message, in seconds.
 
         Returns:
-            The value of `wait_s` for the next round.
+            The value of `wait_s` for the next round: the time until periodic work is due again.
         """
+        # If the restart of a process has ended, use the new process or log the failure.
         self._use_restarted_processes()
         received = self._receive(wait_s)
         # A received message can belong to a request that has just arrived. Therefore take the new
@@ -362,7 +364,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
             # process has already been started, `process.child` is a different object.
             has_died = not process.is_running or process.child is not arrival.child
             if has_died:
-                assert process.error is not None, "the process has died"
+                # `error` is the reason of the last death, and is not removed by a restart.
+                assert process.error is not None, "a process that has died has no error"
                 self.end(arrival.request, process.error)
         for sender, result in _drain(self._results):
             self.respond(sender, result)

@@ -46,13 +46,14 @@ class SupervisedProcess:
         """
         self._program = program
         self._log_prefix = log_prefix
-        # The state of the process. The docstring of the class describes the attributes.
         self.index = index
         self.title = program.title
+        # `tensors.progress` writes the progress of loading to the server's log.
         self.child = ChildProcess.start(program, tensors.progress)
         self.is_running = True
         self.num_requests = 0
-        # The history of deaths and restarts.
+        # The reason of the last death, the number of attempts to restart the process since it last
+        # worked, and the number of all successful restarts.
         self.error: EngineError | None = None
         self.num_attempts = 0
         self.num_restarts = 0
@@ -104,10 +105,11 @@ class SupervisedProcess:
         (self._replacement or self.child).stop()
 
     def _replace(self) -> None:
-        """Start a new process. Repeat failed attempts until `max_restarts` is reached.
+        """Start a new process. Repeat failed attempts at once until `max_restarts` is reached.
 
         The limit applies to all attempts since the process last worked, even if they belong to
-        several deaths. This method runs in the restart thread.
+        several deaths. This method runs in the restart thread. `error`, the reason of the death,
+        does not change.
 
         Mutates: `_replacement` is the new process. Each attempt increases `num_attempts`.
         """
@@ -118,7 +120,7 @@ class SupervisedProcess:
                 f"restarting the {self._program.title} (attempt {self.num_attempts} of {limit}), "
                 f"because {self.error}"
             )
-            self._replacement = self._start_replacement()
+            self._replacement = self._start_replacement()  # None if the attempt has failed.
             if self._replacement is not None:
                 return
 

@@ -145,14 +145,15 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
         return text
     # Some known types of content parts, such as files, are not supported. For these types, the
     # error message contains the reason.
-    refusal = refused_part(part)
-    if refusal is None:
+    type_and_reason = refused_part(part)
+    if type_and_reason is None:
         kind = "without the field type" if part_type is None else f"of type {shown(part_type)}"
         raise RequestError(
             f"messages: item {index} has a content part {kind}, but this server supports only "
             f"parts with text, images, videos or audio. {_EXAMPLE_OF_PART}"
         )
-    refused_type, reason = refusal
+    # A part without the field `type` has the type of its other field, such as "file".
+    refused_type, reason = type_and_reason
     raise RequestError(
         f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"
     )

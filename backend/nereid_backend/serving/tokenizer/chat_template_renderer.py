@@ -108,7 +108,7 @@ class ChatTemplateRenderer:
             RequestError: no template can be used.
         """
         try:
-            templates = self._templates
+            templates = self._templates  # The first access compiles the templates.
         except TemplateError as error:
             raise RequestError(f"messages: the chat template cannot be used: {error}") from error
         names = ("default",) if tools is None else ("tool_use", "default")

@@ -134,6 +134,7 @@ def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JS
     """
     if not _is_image_part(part):
         return part
+    # The source of a video or of audio is a data URL, even if the part contains the plain data.
     if is_video_part(part):
         source, placeholder = _video_source(part), VIDEO_PLACEHOLDER
     elif is_audio_part(part):
@@ -195,7 +196,7 @@ class ImagePrompts:
     def prepare(self, text: str, images: list[bytes]) -> tuple[list[int], bytes]:
         """Return the token ids of a prompt with images, and the packed inputs of the image encoder.
 
-        The method is thread-safe. Requests are prepared one after another.
+        The method is thread-safe. The process prepares requests one after another.
 
         Args:
             text: the rendered prompt, with one placeholder for each image.
@@ -205,6 +206,8 @@ class ImagePrompts:
             RequestError: an image is invalid or exceeds a limit.
             EngineError: the process has ended or cannot be started.
         """
+        # Base64 converts three bytes to four characters, so _MAX_FILE_BYTES is three quarters of
+        # MAX_IMAGE_BYTES. The sum is checked again below, because it also includes data URLs.
         images_in_base64 = self._sources.read(images, ImageLimits(), _MAX_FILE_BYTES)
         num_bytes = sum(map(len, images_in_base64))
         if num_bytes > MAX_IMAGE_BYTES:

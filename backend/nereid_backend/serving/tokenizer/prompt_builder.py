@@ -48,9 +48,9 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     """
     # If torch is installed, transformers imports torch. This import needs much memory and can
     # crash. The entry None in sys.modules makes the import fail, and transformers then works
-    # without torch.
+    # without torch. If this process has already imported torch, nothing is saved, so torch stays.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    with importing():
+    with importing():  # The imports in this block are faster.
         from transformers import AutoTokenizer
 
     if not Path(model).is_dir():
@@ -98,6 +98,7 @@ class PromptBuilder:
         self._encoder = PromptEncoder(tokenizer, max_model_len)
         self._renderer = ChatTemplateRenderer(tokenizer)
         self._check_template_defaults()
+        # The limits on the sizes of requests, such as the number of messages.
         self.limits = self._derive_limits(max_model_len, max_image_bytes)
 
     def _check_template_defaults(self) -> None:
@@ -152,8 +153,9 @@ class PromptBuilder:
         Raises:
             RequestError: the text is too long.
         """
+        # The limit on bytes always applies, because a huge text would take too long to tokenise.
         self.limits.check_text(text)
-        # A text with too many tokens is not refused if the surplus tokens are removed below.
+        # The limit on tokens does not apply if the surplus tokens are removed below.
         removes_surplus_tokens = num_kept is not None
         token_ids = self._encoder.encode(
             text, add_special_tokens=add_special_tokens, limit_length=not removes_surplus_tokens
@@ -216,6 +218,8 @@ class PromptBuilder:
         Raises:
             RequestError: the checkpoint has no chat template, or a variable is wrong or reserved.
         """
+        # The source of the template determines which variables exist. For example, the field
+        # `reasoning_effort` sets `enable_thinking` only if the template uses this variable.
         template_kwargs = read_template_kwargs(body, self._renderer.source())
         for name in template_kwargs:
             if name in self._renderer.reserved_variables:

@@ -62,9 +62,9 @@ class RequestOptions:
 def read_generation_defaults(model: Path) -> dict[str, Any]:
     """Read generation_config.json of a checkpoint, and return the sampling defaults.
 
-    `do_sample: false` sets the temperature to 0 (greedy decoding). If the file does not contain
-    `do_sample`, the temperature has the API's default of 1. Example: `{"do_sample": false,
-    "max_new_tokens": 9}` returns `{"temperature": 0.0, "max_tokens": 9}`.
+    `do_sample: false` sets the temperature to 0 (greedy decoding), even if the file contains a
+    temperature. Example: `{"do_sample": false, "top_p": 0.9, "max_new_tokens": 9}` returns
+    `{"temperature": 0.0, "top_p": 0.9, "max_tokens": 9}`.
     """
     path = model / "generation_config.json"
     if not path.is_file():
@@ -104,7 +104,7 @@ def read_sampling(
     """
     refuse_unsupported(fields)
     # The fields that have the same name and the same form in a request and in the engine.
-    engine_fields = {**defaults, **select_and_parse(fields, ENGINE_FIELDS)}
+    engine_fields = defaults | select_and_parse(fields, ENGINE_FIELDS)
     if engine_fields.get("allowed_token_ids") == []:
         # Some clients send an empty list if all tokens are allowed, but the engine refuses an empty
         # list.
@@ -113,6 +113,8 @@ def read_sampling(
     checked = RequestFields.check(fields)
     params = CheckedSamplingParams(
         **engine_fields,
+        # Requests share cached prefixes only with requests that have the same salt, and cached
+        # prefixes of this request expire after `prompt_cache_ttl` seconds.
         cache_salt=_cache_salt(checked),
         prompt_cache_ttl=CACHE_RETENTIONS[checked.prompt_cache_retention or "in_memory"],
         logprobs=_read_logprobs(checked, is_chat=is_chat),
@@ -169,6 +171,7 @@ def _options(fields: RequestFields) -> RequestOptions:
         skip_special_tokens=fields.skip_special_tokens,
         separate_reasoning=separate_reasoning,
         include_reasoning=fields.include_reasoning,
+        # Either field returns the token ids of the prompt and of the output.
         return_token_ids=fields.return_token_ids or fields.return_prompt_token_ids,
         timeout_s=fields.timeout,
         queue_timeout_s=fields.queue_timeout,
@@ -236,7 +239,8 @@ def _sequences_of_word(word: str, encode: Encode) -> list[list[int]]:
 
     A word can begin a text ("no") or follow a space (" no"). Tokenizers usually have different
     tokens for these two cases, so the result has two sequences. As in vLLM, the second sequence is
-    added only if both sequences have the same length and different first tokens.
+    added only if both sequences have the same length and different first tokens. If the space is a
+    token of its own, the lengths differ, and the first sequence also matches after a space.
 
     Raises:
         RequestError: the word has no tokens.

@@ -223,8 +223,9 @@ def _names_functions(choice: object) -> bool:
 def _refuse_calls_without_format(choice: object) -> None:
     """Raise a RequestError if `tool_choice` requires a tool call or forbids tool calls.
 
-    The checkpoint has no chat format, so tool calls in the output cannot be recognised. Tools with
-    the tool_choice "auto" are still accepted. The model's output is then plain text.
+    The checkpoint has no chat format, so tool calls in the output cannot be recognised. Therefore
+    calls can be neither required nor removed from the output (tool_choice "none"). Tools with the
+    tool_choice "auto" are still accepted. The model's output is then plain text.
     """
     if choice in (None, "auto"):
         return

@@ -110,15 +110,18 @@ class RequestLimits:
             text: the JSON text.
 
         Raises:
-            RequestError: the text has more than max_request_bytes bytes, or more than max_values
-                opening brackets.
+            RequestError: the text has more than max_request_bytes characters, or more than
+                max_values opening brackets.
         """
         # Each character has at least one byte, so a text with too many characters also has too many
         # bytes. Counting the characters is fast, because the text need not be encoded.
-        if len(text) > self.max_request_bytes:
-            min_prompt_bytes = len(text) // _ESCAPED_BYTES
+        min_bytes = len(text)
+        if min_bytes > self.max_request_bytes:
+            # The error message gives the least number of tokens of the prompt. JSON may have
+            # written each byte of the prompt as an escape sequence, such as \u0041.
+            min_prompt_bytes = min_bytes // _ESCAPED_BYTES
             raise self._length_error(
-                f"{field}: the request has {len(text)} bytes", min_prompt_bytes
+                f"{field}: the request has {min_bytes} bytes", min_prompt_bytes
             )
         # Parsed objects take much more memory than their JSON text. Therefore the brackets are
         # counted before the text is parsed.
@@ -157,11 +160,11 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # `derive` has computed max_messages as max_model_len // min_message_tokens, so this
-        # division returns min_message_tokens, apart from rounding.
+        # `derive` has chosen max_messages so that more messages exceed max_model_len tokens. This
+        # quotient is the least number of tokens of one message. Rounding can make it too low.
         min_message_tokens = self.max_model_len // self.max_messages
-        # The estimate can be too low. The number in the message must exceed the limit, because the
-        # frontend recognises prompts that are too long by the numbers.
+        # The number in the message must exceed the limit, because the frontend recognises prompts
+        # that are too long by the numbers.
         least_tokens = max(count * min_message_tokens, self.max_model_len + 1)
         raise RequestError(
             f"messages: the request has {count} messages, which need at least {least_tokens} "

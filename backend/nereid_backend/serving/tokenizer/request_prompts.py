@@ -125,9 +125,10 @@ class RequestPrompts:
             return self._prompts.from_text(
                 text, add_special_tokens=add_special_tokens, num_kept=num_kept
             )
+        # The request has token ids, so `ids` is not None.
         if not ids:
             raise RequestError("input_ids: the list is empty. Send at least one token id.")
-        return Prompt(ids, None)
+        return Prompt(ids, text=None)
 
 
 def _image_error(field: str) -> RequestError:

@@ -138,6 +138,7 @@ def build_thinking_spec(
         # With an empty `start`, the engine never regards a token as reasoning.
         start=gate.start if can_contain_reasoning else "",
         end=gate.end,
+        # If reasoning is a separate message, these tokens also begin the next message.
         end_token_ids=tuple(encode(_end_of_reasoning(fmt, gate))),
         is_open=gate.is_open,
         budget=budget,

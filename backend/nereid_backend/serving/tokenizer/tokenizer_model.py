@@ -74,6 +74,8 @@ class TokenizerModel:
             # usually takes longer.
             self._images.warm_up()
         self._tracing = Tracing("tokenizer")
+        # Requests with images or long texts run in other threads, so that short requests need not
+        # wait for them.
         self._workers = RequestWorkers(self.respond, _is_long)
 
     def _load(self, settings: ServingSettings, config: EngineConfig) -> None:
@@ -182,7 +184,8 @@ class TokenizerModel:
             RequestError: a field is wrong or not supported, or the request exceeds a limit.
         """
         limits = self._prompts.limits
-        body = json_object(request, tensor_names.CHAT_REQUEST, limits)
+        body = json_object(request, tensor_names.CHAT_REQUEST, limits)  # None for a completion
+        is_chat = body is not None
         # The images are replaced by placeholders in `body` before `body` is rendered.
         images = self._request_prompts.take_images(request, body)
         fields = sampling_fields(request, body, limits)
@@ -191,9 +194,8 @@ class TokenizerModel:
         else:
             prompt = self._request_prompts.without_images(request, body, fields)
         returns = _requested_outputs(request)  # the names of the optional output tensors
-        tools = read_tools(body) if body else None
+        tools = None if body is None else read_tools(body)
         grammar = self._grammar(body, fields, prompt, tools)
-        is_chat = body is not None
         # A request for the output tensor `logprobs` needs no field `logprobs`. The engine computes
         # log-probabilities only if the field is set, so the field is added.
         logprobs_field = _missing_logprobs_field(fields, returns, is_chat=is_chat)
@@ -258,6 +260,8 @@ def _make_envelope(
 ) -> RequestEnvelope:
     """Return the message to the executor: all data of a request except the prompt's token ids."""
     return RequestEnvelope(
+        # The packed parameters contain the grammar. The executor does not unpack them, so the
+        # values that the executor needs itself, such as `n`, are sent again.
         params=pack_params(checked.params),
         n=checked.params.n,
         context=stream_context(request, checked, traceparent).pack(),

@@ -27,6 +27,7 @@ def read_num_kept(fields: Mapping[str, Any], max_model_len: int) -> int | None:
     # The other fields are checked later, so validate only this field.
     only_this_field = {_FIELD: fields[_FIELD]} if _FIELD in fields else {}
     num_kept = RequestFields.check(only_this_field).truncate_prompt_tokens
+    # `check` has refused values below -1.
     if num_kept == 0:
         raise RequestError(f"{_FIELD}: the value must be -1 or at least 1, but the request has 0.")
     if num_kept != _AS_MANY_AS_FIT:

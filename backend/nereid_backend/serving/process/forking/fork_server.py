@@ -393,12 +393,14 @@ def _reason_against_forks() -> str | None:
 def main(argv: list[str]) -> int:
     """Import the modules, and then serve requests for child processes that need these modules.
 
-    Return an exit code only if an imported module makes forks unsafe.
+    Return the exit code 1 if an imported module makes forks unsafe. Otherwise, never return.
 
     Args:
         argv: the name of the program, the file descriptor of the listening socket, and the names of
             the modules.
     """
+    # Ctrl-C sends SIGINT to all processes of the group, but only the parent decides when this
+    # process stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=int(argv[1]))
     # Copy the variables before the imports, because imported libraries set further variables.
@@ -411,7 +413,7 @@ def main(argv: list[str]) -> int:
     if reason is not None:
         log.warning("the fork server ends, because %s", reason)
         return 1
-    ForkServer(listener, environment).run()
+    ForkServer(listener, environment).run()  # `run` serves requests until the process is killed.
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def start_process(
     """Start a child process that runs a module.
 
     If there is a fork server, it creates the process. The fork server has already imported the
-    large libraries, so such a process starts faster. Otherwise, a new Python process is started.
+    large libraries, so such a process starts faster. If there is no fork server, or if it refuses
+    the request, a new Python process is started.
 
     Args:
         module: the module.
@@ -120,6 +121,8 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
         "module": module,
         # The fork server replaces {fd} by the file descriptor of `channel` in the new process.
         "arguments": ["{fd}", title],
+        # If the Python version or the environment differs from its own, the fork server refuses,
+        # because its imported modules would be wrong for the new process.
         "python": python_identity(),
         "environment": dict(os.environ),
         "folder": os.getcwd(),

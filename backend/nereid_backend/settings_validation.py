@@ -59,9 +59,9 @@ _PHRASES = {
 def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
     """Turn a class into a frozen dataclass, so that pydantic validates the values of its fields.
 
-    A wrong value raises a ConfigError. A text is not converted to another type, except to a size in
-    bytes: max_num_seqs="8" is wrong, and kv_cache_memory="2GiB" is allowed. Use this function as a
-    class decorator.
+    A wrong value raises a ConfigError. A text is not converted to another type: max_num_seqs="8" is
+    wrong. Only the field type of sizes in bytes accepts texts, such as kv_cache_memory="2GiB". Use
+    this function as a class decorator.
     """
     validated: Any = dataclass(frozen=True, slots=True, config=_CONFIG)(cls)
     pydantic_init = validated.__init__
@@ -220,13 +220,15 @@ def _describe_problem(problem: ErrorDetails) -> str:
     """Return the part of an error message that describes a wrong value of a setting.
 
     Example: pydantic's message "Input should be a valid integer, unable to parse string as an
-    integer" becomes "the value must be an integer, but it is 'many'."
+    integer" becomes "the value must be an integer, but it is 'many'." Settings have only checks
+    whose messages continue the sentence "the value must be ...".
     """
     if problem["type"] == "missing":
         return "this setting has no default, so it must be set."
     # Remove the beginning and the end of pydantic's message, so that only a phrase such as "a valid
     # integer" remains.
     expected = re.sub(r"^(Input should be|Value error,) |, unable to .*", "", problem["msg"])
+    # Replace phrases by simpler ones, such as "a valid integer" by "an integer".
     for pydantic_phrase, phrase in _PHRASES.items():
         expected = expected.replace(pydantic_phrase, phrase)
     return f"the value must be {expected}, but it is {problem['input']!r}."

@@ -146,7 +146,9 @@ class Runner:
         if self._cpu_threads is not None:
             self._cpu_threads.adjust()
         sampling = sampling_of(plan)
-        mask_jobs: abc.Sequence[Job] | None = None
+        mask_jobs: abc.Sequence[Job] | None = None  # None means that `sample` fills the masks.
+        # The size of the vocabulary is the number of columns of the logits, so it is not known
+        # before the first forward pass.
         if previous is None and self._vocab_size is not None:
             mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
         # The tokens that were sampled after the previous forward pass. These tokens are stored on
@@ -181,7 +183,9 @@ class Runner:
         if plan is not step.plan:  # The previous step has ended sequences.
             step.plan = plan
             step.sampling = sampling_of(plan)
+        # If an error occurs, the KV cache blocks and the other data of the sequences are reset.
         with self._clearing_on_error(plan):
+            # If `start` has begun to fill the masks, wait for these masks. Otherwise, fill them.
             step.masks = self._filled_masks(step)
             self._launch_sampling(step)
 
@@ -208,11 +212,12 @@ class Runner:
         plan = step.plan
         with self._clearing_on_error(plan):
             reports = {index: _read_reports(parts) for index, parts in step.reports.items()}
-            if step.pending is None:
+            if step.pending is None:  # The step samples no token.
                 return StepResult(prompt_logprobs=reports)
             sampled_tokens, device_token_ids = step.pending.result()
+        # The masks also contain the errors of the guides.
         sampled = read_sampled(step.sampling, sampled_tokens, step.masks)
-        if sampled_tokens.errors:
+        if sampled_tokens.errors:  # Some logits are NaN or infinity.
             self._clear_not_finite(plan, sampled)
         return StepResult(sampled, reports, device_token_ids)
 
@@ -241,7 +246,8 @@ class Runner:
         sampling = step.sampling
         if not sampling.positions:
             return
-        # Tokens are sampled only from the rows in `sampling.rows`.
+        # `sampling.rows` contains the row of the logits for each position. The rows are different
+        # and ordered, so if their number equals the number of all rows, nothing must be selected.
         samples_from_all_rows = len(sampling.rows) == len(logits)
         if not samples_from_all_rows:
             logits = logits[upload(np.array(sampling.rows), logits.device)]
@@ -283,6 +289,7 @@ def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_R
         num_top = chunk.sequence.params.prompt_logprobs
         if num_top is None:
             continue
+        # The last logits of a prompt predict an output token, so they are not used here.
         tokens = _predicted_prompt_tokens(chunk)
         if tokens:
             rows = logits[first_row : first_row + len(tokens)]

@@ -77,10 +77,9 @@ class Detokenizer:
                 prompt. The text of these tokens is not returned.
         """
         self._decode = decode
-        # The last tokens of the text. The text of the first `_num_returned` tokens was already
-        # returned, and these tokens are the context for decoding the tokens after them.
+        # The last tokens of the text. The first `_num_returned` tokens are only the context for
+        # decoding the tokens after them: their text was already returned, or they are seed tokens.
         self._window = list(seed_token_ids)
-        # The number of tokens in `_window` whose text was returned.
         self._num_returned = len(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -107,9 +106,10 @@ class Detokenizer:
         num_waiting = len(self._window) - self._num_returned
         if not is_ready and num_waiting <= _MAX_WAITING_TOKENS:
             return ""
-        if ends_within_character:
+        if ends_within_character:  # Too many tokens have waited for the rest of a character.
             return self._return_decodable(returned_text)
-        # If too many tokens without text have waited, the new text is "".
+        # Return all new text. (If too many tokens without text have waited, this text is "".) From
+        # now on, the tokens of the new text are the context, and earlier tokens are removed.
         self._mark_returned(len(self._window))
         return text[len(returned_text) :]
 
@@ -139,15 +139,15 @@ class Detokenizer:
         Args:
             returned_text: the text of the tokens in the window whose text was returned earlier.
         """
-        # The text cannot become shorter than `returned_text`, because more tokens wait than are
-        # left out.
+        # The window consists of tokens whose text was returned, and of more than 8 waiting tokens.
+        # At most 4 tokens are left out, so `text` always begins with `returned_text`.
         num_decoded = len(self._window) - 1
         min_decoded = len(self._window) - _MAX_CHARACTER_TOKENS
         text = self._decode(self._window[:num_decoded])
         while text.endswith(_REPLACEMENT) and num_decoded > min_decoded:
             num_decoded -= 1
             text = self._decode(self._window[:num_decoded])
-        self._mark_returned(num_decoded)
+        self._mark_returned(num_decoded)  # The tokens that were left out still wait.
         return text[len(returned_text) :]
 
     def _mark_returned(self, end: int) -> None:

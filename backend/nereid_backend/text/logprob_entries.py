@@ -53,7 +53,7 @@ def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]
             # tokens. Keep only the entry that was added first.
             continue
         entry[key] = {
-            "logprob": max(logprob, LOWEST),
+            "logprob": max(logprob, LOWEST),  # JSON has no minus infinity.
             "rank": rank,
             "decoded_token": texts.text(token_id),
         }

@@ -48,7 +48,8 @@ class PromptEncoder:
             # Both attributes have the same meaning: whether a special token in a text, such as
             # "<|im_end|>", is split into normal tokens instead of becoming one token id.
             self._backend.encode_special_tokens = tokenizer.split_special_tokens
-        self.max_token_bytes = _longest_token(tokenizer, self._backend)
+        # Callers compute the largest useful size of a prompt's text from this number.
+        self.max_token_bytes = _max_token_bytes(tokenizer, self._backend)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = False, limit_length: bool = True
@@ -60,11 +61,12 @@ class PromptEncoder:
         Args:
             text: the text.
             add_special_tokens: whether the tokenizer adds its own special tokens.
-            limit_length: whether a text that is much too long is refused. Callers that remove
-                surplus tokens themselves set this to False.
+            limit_length: whether a very long text is refused if it certainly has more tokens than
+                the encoder's limit. Callers that remove surplus tokens themselves set this to
+                False. Shorter texts are not refused, so callers must count the tokens.
 
         Raises:
-            RequestError: `limit_length` is true, and the text has far too many tokens.
+            RequestError: `limit_length` is true, and a very long text has too many tokens.
         """
         if limit_length and self._max_tokens is not None:
             self._check_length(text, self._max_tokens)
@@ -95,8 +97,9 @@ class PromptEncoder:
         for start in range(0, len(text), _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
             num_piece_tokens += len(self._encode(piece, add_special_tokens=False))
-            # A token of the text can be split at the end of a piece. Therefore the pieces can have
-            # more tokens than the text, but at most `_SPLIT_FACTOR` (1.1) times as many.
+            # A token of the text can be split at the end of a piece, so the pieces can have more
+            # tokens than the text. A piece has thousands of tokens, and only few of them are at its
+            # end, so the pieces have at most `_SPLIT_FACTOR` (1.1) times as many tokens.
             if num_piece_tokens > _SPLIT_FACTOR * limit:
                 min_tokens = int(num_piece_tokens / _SPLIT_FACTOR)
                 raise RequestError(
@@ -105,7 +108,7 @@ class PromptEncoder:
                 )
 
 
-def _longest_token(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  # noqa: ANN401
+def _max_token_bytes(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  # noqa: ANN401
     """Return an upper bound for the number of bytes in one token of a tokenizer.
 
     Args:

@@ -68,6 +68,8 @@ def convert(source: str, target: str, dtype: Target) -> None:
         quantization_config = None
     else:
         linear_weights = _linear_weights(config, arguments["config"])
+        # Some linear layers of the model may have no weight of this name in the checkpoint. These
+        # layers are not converted, and quantization_config must list them.
         integer_names = linear_weights & weights.keys()
         quantization_config = _quantization_config(bits, linear_weights, integer_names)
     new_folder.mkdir(parents=True, exist_ok=True)
@@ -135,10 +137,11 @@ def _rounded_tensors(weight: Tensor, bits: int) -> dict[str, Tensor]:
     integers has one scale and, with 4 bits, one zero point. Integers of 4 bits are packed.
     """
     values, scales, zeros = quantise_weight(weight, bits)
-    if zeros is None:
+    if zeros is None:  # Integers of 8 bits have no zero points, and torch has a type for them.
         return {".weight": values, ".weight_scale": scales.half()}
-    # In the file, a 32-bit word contains the zero points of 8 consecutive outputs of the layer.
-    # `_pack` packs numbers of the same row, so the matrix is transposed before and after packing.
+    # The shape of `zeros` is [outputs, groups]. In the file, a 32-bit word contains the zero points
+    # of 8 consecutive outputs. `_pack` packs numbers of the same row, so the matrix is transposed
+    # before and after packing.
     zeros_by_group = zeros.to(torch.uint8).T
     return {
         ".weight_packed": _pack(values),

@@ -39,7 +39,8 @@ def describe(path: str, *, loads: bool = False) -> list[Finding]:
 
     Args:
         path: the folder of a checkpoint, or a GGUF file.
-        loads: whether the checkpoint is loaded to find its forward path.
+        loads: whether the checkpoint is loaded to find its forward path, which is the method by
+            which the engine runs the model. The engine chooses this method while it loads a model.
     """
     files = _run_check("files", lambda: _describe_files(path))
     if not files["ok"]:

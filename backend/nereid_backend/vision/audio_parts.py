@@ -166,7 +166,8 @@ def _decode(audio: FoundAudio, limits: ImageLimits) -> tuple[Samples, int]:
         source = decode_base64(source, field, limits)
     if isinstance(source, bytes):
         return decode_wav(source, field, limits)
-    assert audio.rate is not None, "an array has a sampling rate"
+    # The source is an array of NumPy.
+    assert audio.rate is not None, "an array has no sampling rate"
     check_rate(audio.rate, field)
     check_duration(len(source), audio.rate, field, limits)
     samples = np.asarray(source, np.float32)

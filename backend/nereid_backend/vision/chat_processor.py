@@ -99,6 +99,8 @@ class TextProcessor:
             raise RequestError(
                 f"messages: images, videos and audio are refused, because {self._reason}"
             )
+        # Many templates for text expect one text instead of a list of parts. Therefore join the
+        # texts of each message.
         text_messages = [_with_joined_texts(message) for message in split]
         try:
             text = self._tokenizer.apply_chat_template(
@@ -134,6 +136,8 @@ class ChatProcessor:
         """
         self.limits = limits or ImageLimits()
         self.processor: Any = load_processor(folder, config)
+        # Maps each kind of media that the processor does not accept to the reason. The kinds are
+        # "images", "videos" and "audio".
         self.refused = refused_kinds(self.processor)
         self.placeholder_ids = _placeholder_ids(self.processor, config)
         # Some models need the type of each token (text or image), but not every processor returns
@@ -176,6 +180,7 @@ class ChatProcessor:
             RequestError: a message, an image, a video or an audio file is invalid.
         """
         if not self.has_template:
+            # The prompt consists of the placeholders and the texts, such as "<image>Hi".
             return self._prepare_plain(messages, media)
         return self.prepare_text(self.render(messages, template_arguments), list(media))
 
@@ -217,7 +222,8 @@ class ChatProcessor:
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
 
-        Mutates: `media`. The image files are removed, so that their memory is freed early.
+        Mutates: `media`. When an image is decoded, its file is removed, so that the memory of the
+            file is freed early.
         """
         kinds = _kinds(media)
         for kind in kinds:
@@ -229,6 +235,8 @@ class ChatProcessor:
             return ImagePrompt(token_ids, None, text)
         # The outputs that describe the media, such as the pixels, are arguments of the model.
         arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
+        # The token types tell the model which tokens are text and which tokens are images. Some
+        # processors do not return them.
         if self._needs_token_types and _MM_TOKEN_TYPES not in arguments:
             types = self.processor.create_mm_token_type_ids([token_ids])
             arguments[_MM_TOKEN_TYPES] = torch.tensor(types)
@@ -243,11 +251,13 @@ class ChatProcessor:
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Render messages with the chat template, and return the text.
 
-        The text contains one placeholder for each image, video and audio file.
+        The text contains one placeholder for each image, video and audio file. `arguments` are
+        variables of the template, such as {"enable_thinking": False}.
 
         Raises:
             RequestError: the chat template fails.
         """
+        # Templates for images expect lists: the content "Hi" becomes [{"type": "text", ...}].
         messages = [{**message, "content": _parts(message.get("content"))} for message in messages]
         try:
             return str(
@@ -268,7 +278,7 @@ class ChatProcessor:
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
 
-        Mutates: `media`. The image files are removed.
+        Mutates: `media`. `_media_arguments` removes the image files to free their memory.
         """
         arguments = self._media_arguments(media)
         tokenizer = getattr(self.processor, "tokenizer", None)
@@ -297,11 +307,12 @@ class ChatProcessor:
         Raises:
             RequestError: a file is damaged or exceeds a limit.
 
-        Mutates: `media`. The image files are removed.
+        Mutates: `media`. `read_images` removes each image file after decoding, to free its memory.
         """
         arguments: dict[str, Any] = {}
-        # `refused` contains the kinds of media that the processor does not accept. If "images" is
-        # one of these kinds, the processor has no argument `images`.
+        # `refused` contains the kinds of media that the processor does not accept. The caller has
+        # refused such media. If "images" is one of these kinds, the processor has no argument
+        # `images`. Otherwise, the value None means that there are no images.
         if "images" not in self.refused:
             arguments["images"] = read_images(media, self.limits) or None
         videos = [item for item in media if isinstance(item, FoundVideo)]

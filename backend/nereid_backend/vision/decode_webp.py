@@ -33,6 +33,7 @@ def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images 
     library = _libwebp()
     if library is None or image.n_frames != 1 or image.mode not in ("RGB", "RGBA"):
         return None
+    # If metadata follows damaged pixels, libwebp does not detect that the pixels are incomplete.
     data = _without_metadata(data)
     width, height = ctypes.c_int(), ctypes.c_int()
     is_valid = library.WebPGetInfo(data, len(data), ctypes.byref(width), ctypes.byref(height))

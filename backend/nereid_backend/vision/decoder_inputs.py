@@ -124,10 +124,12 @@ def record_inputs(
         raise _RecordedError
 
     ids = torch.tensor([token_ids], device=model.device)
+    # The arguments are the token ids, the images, the positions and the attention mask.
+    arguments = first_call_arguments(model, ids, images.arguments)
     handle = decoder.register_forward_pre_hook(record, with_kwargs=True)
     try:
         with suppress(_RecordedError):
-            model(**first_call_arguments(model, ids, images.arguments), return_dict=True)
+            model(**arguments, return_dict=True)
     finally:
         handle.remove()
     if not isinstance(recorded.get("inputs_embeds"), Tensor):
@@ -142,6 +144,9 @@ def first_call_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that transformers' `generate` passes to the first call of the model.
 
+    The caller runs the model with these arguments without generating tokens. Like `generate`, this
+    function calls the model's own methods, which compute the positions and select the arguments.
+
     Args:
         model: a vision-language model.
         ids: the token ids of the prompt, [1, num_tokens].
@@ -149,7 +154,7 @@ def first_call_arguments(
     """
     kwargs: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
-        "use_cache": False,
+        "use_cache": False,  # There is only one call, so no KV cache is needed.
         **arguments,
     }
     kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids, kwargs)
@@ -180,13 +185,16 @@ def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> Decod
     if position_ids is not None:
         # The shape is [1, num_tokens] or [num_axes, 1, num_tokens].
         by_axis = position_ids.reshape(-1, num_tokens)
-        positions = PromptPositions(by_axis, _next_positions(by_axis))
-    # Some decoders add image features to the hidden states of their first layers (DeepStack).
+        next_token_positions = _next_positions(by_axis)  # of the first token after the prompt
+        positions = PromptPositions(by_axis, next_token_positions)
+    # Some decoders add image features to the hidden states of their first layers (DeepStack). Such
+    # a decoder gets the features together with a mask of the image tokens.
     features_of_layers = recorded.get(DEEPSTACK)
     mask = recorded.get(DEEPSTACK_MASK)
     if features_of_layers is None or mask is None:
         return DecoderInputs(embeddings[0], positions, deepstack=[], deepstack_mask=None)
     mask = mask.reshape(num_tokens)
+    # Add a row of zeros for each text token, so that the rows can be divided into chunks.
     deepstack = [_with_text_rows(features, mask, embeddings[0]) for features in features_of_layers]
     return DecoderInputs(embeddings[0], positions, deepstack, mask)
 

@@ -61,7 +61,8 @@ class FeatureCache:
         # encoders for these images. The number of a call is a part of the key of its features.
         self._digest: bytes | None = None
         self._num_calls = 0
-        # Whether an encoder is currently running.
+        # Whether an encoder is currently running. An encoder may call another replaced method. Such
+        # an inner call does not use the cache.
         self._is_encoding = False
         self._replace_methods(model)
 
@@ -80,6 +81,7 @@ class FeatureCache:
         # Some audio models have no method `get_audio_features`. Replace the method `forward` of
         # their audio encoder instead.
         if isinstance(model, PreTrainedModel) and "get_audio_features" not in replaced:
+            # This method of PreTrainedModel returns the model itself if there is no audio encoder.
             encoder: Any = model.get_encoder(modality="audio")
             if encoder is not model:
                 encoder.forward = self._cached(encoder.forward)
@@ -119,6 +121,7 @@ class FeatureCache:
             if key in self._features:
                 self.num_reused += 1
                 self._features.move_to_end(key)
+                # The model may change the returned features, but not the stored features.
                 return _copy(self._features[key])
             self._is_encoding = True
             try:
@@ -149,8 +152,9 @@ def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model
     A model may replace fields of the returned output, but the stored output must not change.
     """
     if isinstance(features, dict):
-        # The outputs of transformers are subclasses of dict. A model may have added attributes that
-        # are not items of the dict. Copy these attributes, too.
+        # The outputs of transformers are objects of ModelOutput, a subclass of dict, and never
+        # plain dicts. A model may have added attributes that are not items of the dict. Copy these
+        # attributes, too.
         copied = type(features)(**dict(features))
         for name, value in vars(features).items():
             if name not in copied:

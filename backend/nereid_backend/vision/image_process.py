@@ -106,7 +106,7 @@ class ImageProcess:
             EngineError: the process cannot be started.
         """
         try:
-            connection = self._connection or self._start()
+            connection = self._connection or self._start()  # `_start` stores the new connection.
             if self._is_ready:
                 return connection
             # The first message of the process is ["ready"] or ["failed", reason].

@@ -104,6 +104,8 @@ class ImageSources:
         budget = _Budget(max_total_bytes, time.monotonic() + self._timeout_s)
         result = []
         for number, item in enumerate(media, 1):
+            # The first 8 bytes contain the scheme of a remote or file URL. Do not split the whole
+            # item, because a base64 text can be large.
             scheme = item[:8].split(b":", 1)[0].lower()
             if scheme in (b"http", b"https", b"file"):
                 content = self._read_url(item, f"messages: image {number}", limits, budget)
@@ -169,9 +171,10 @@ class ImageSources:
         """Download the file at a remote URL, and follow at most `_MAX_REDIRECTS` redirects.
 
         The host of each URL is checked, and its address is looked up once. The connection uses this
-        address, because a second lookup could return the address of a private network.
+        address, because a second lookup could return the address of a private network. The caller
+        limits the total time.
         """
-        import httpx2
+        import httpx2  # The HTTP client is an optional package.
 
         # The proxy settings of the environment are ignored, because a proxy could connect to an
         # address that was not checked.
@@ -190,7 +193,7 @@ class ImageSources:
                 )
                 response = await client.send(request, stream=True)
                 if not response.has_redirect_location:
-                    return await _read_body(response, field, limit)
+                    return await _read_body(response, field, limit)  # This call also closes it.
                 target = urljoin(url.geturl(), response.headers["location"])
                 await response.aclose()
                 url = _parse(target.encode(), field)
@@ -207,11 +210,15 @@ class ImageSources:
                 f"{field}: the URL has the scheme {url.scheme}, but this server downloads no such "
                 "images. Send the image as a data URL, such as data:image/png;base64,..."
             )
-        host = (url.hostname or "").rstrip(".")
+        host = (url.hostname or "").rstrip(".")  # "example.org." is the same host as "example.org".
         port = url.port or default_port
-        is_default = port == default_port
-        if not any(_allows(allowed, host, port, is_default=is_default) for allowed in self._hosts):
-            name = host if is_default else f"{host}:{port}"
+        # A setting without a port, such as "example.org", allows only the default port.
+        is_default_port = port == default_port
+        is_allowed = any(
+            _allows(allowed, host, port, is_default_port=is_default_port) for allowed in self._hosts
+        )
+        if not is_allowed:
+            name = host if is_default_port else f"{host}:{port}"
             raise RequestError(
                 f"{field}: images from {name} are not allowed. The setting image_url_hosts lists "
                 "the allowed hosts."
@@ -288,7 +295,7 @@ def _parse(url: bytes, field: str) -> SplitResult:
     return parts
 
 
-def _allows(allowed: str, host: str, port: int, *, is_default: bool) -> bool:
+def _allows(allowed: str, host: str, port: int, *, is_default_port: bool) -> bool:
     """Return whether an entry of the setting image_url_hosts allows a host and a port.
 
     Examples: "*.example.org" allows "a.example.org" but not "example.org". "*" allows every host on
@@ -298,10 +305,10 @@ def _allows(allowed: str, host: str, port: int, *, is_default: bool) -> bool:
         allowed: the entry.
         host: the host.
         port: the port.
-        is_default: whether the port is the default port of the URL's scheme.
+        is_default_port: whether the port is the default port of the URL's scheme.
     """
     allowed_host, colon, allowed_port = allowed.partition(":")
-    has_right_port = allowed_port == str(port) if colon else is_default
+    has_right_port = allowed_port == str(port) if colon else is_default_port
     if not has_right_port:
         return False
     if allowed_host.startswith("*."):

@@ -131,8 +131,9 @@ class ChildProcesses:
                 f"the images or the audio were not prepared within {self._timeout_s:g} seconds. "
                 "Send smaller or fewer files"
             )
-        if not answer.starts_with(_DONE) or child.num_requests >= _MAX_REQUESTS:
-            self.close()
+        has_failed = not answer.starts_with(_DONE)
+        if has_failed or child.num_requests >= _MAX_REQUESTS:
+            self.close()  # This call ends `child`, because there is at most one child process.
         return answer
 
     def close(self) -> None:
@@ -310,12 +311,15 @@ def _load(folder: Path) -> Prepare:
 def run_worker(load: Callable[[Path], Prepare]) -> None:
     """Load the processor, and answer requests until the parent process closes the connection.
 
-    The arguments of the command line are described at the top of this file.
+    The arguments of the command line are the file descriptor of the connection, the folder of the
+    checkpoint, and the time limit of a request in seconds.
 
     Args:
         load: loads the processor of a checkpoint, and returns the function that prepares the images
             of a request.
     """
+    # Ctrl-C sends SIGINT to all processes of the group, but only the parent decides when this
+    # process stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection_fd, folder, timeout_s = sys.argv[1:]
     connection = Connection(int(connection_fd))

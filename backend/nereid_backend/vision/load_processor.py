@@ -59,7 +59,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
     declare_operators()
     try:
         processor = _load_complete(folder, config)
-        if processor is None:
+        if processor is None:  # A component, usually the one for videos, cannot be loaded.
             processor = _load_without_video(folder, config)
     except Exception as error:
         # A processor can raise any exception for a broken file. The message of the ModelError
@@ -94,7 +94,8 @@ def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | N
             raise
         return None
     # If the files do not name the class of the processor, AutoProcessor returns only a component of
-    # the processor, such as the tokenizer.
+    # the processor, such as the tokenizer. The caller's second attempt then finds the class by the
+    # type of the model.
     return processor if isinstance(processor, ProcessorMixin) else None
 
 
@@ -173,6 +174,8 @@ def _load_without_video(folder: Path, config: PretrainedConfig) -> Any:  # noqa:
         if name == "image_processor":
             components.append(image_processor)
         elif name == "video_processor":
+            # Processors read numbers, such as `merge_size`, from their component for videos. The
+            # `_NoVideo` copies these numbers from the image processor.
             components.append(_NoVideo(image_processor))
         else:
             components.append(_from_pretrained(_AUTO_CLASSES[name], folder))
@@ -187,7 +190,10 @@ def _load_without_video(folder: Path, config: PretrainedConfig) -> Any:  # noqa:
 
 
 def _class_accepting_no_video(processor_class: type[ProcessorMixin]) -> Any:  # noqa: ANN401 - a class
-    """Return a subclass of a processor's class whose constructor accepts a `_NoVideo`."""
+    """Return a subclass of a processor's class whose constructor accepts a `_NoVideo`.
+
+    A `_NoVideo` is an object in place of a video processor that cannot be loaded.
+    """
     check_class: Any = processor_class.check_argument_for_proper_class
 
     def check_argument(self: Any, name: str, value: object) -> None:  # noqa: ANN401 - a processor

@@ -191,6 +191,7 @@ def read_video(video: FoundVideo, limits: ImageLimits) -> list["Image"]:
         ModelError: Pillow is not installed.
     """
     frames = []
+    # A frame is a base64 text, the bytes of an image file, or an image of Pillow.
     for number, frame in enumerate(video.video.frames):
         field = f"{video.field}: frame {number}"
         source = decode_base64(frame, field, limits) if isinstance(frame, str) else frame

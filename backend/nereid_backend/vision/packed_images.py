@@ -77,11 +77,12 @@ class PackedImages:
         Args:
             model: a vision-language model of transformers.
             features: the cache of the features that the image encoder computes.
-            attention: replaces the engine's attention by the model's own attention while the inputs
-                of the decoder are recorded.
+            attention: replaces the engine's attention by the model's own attention. This is needed
+                while the model encodes the images of a prompt. The embeddings that the decoder then
+                gets are stored, because the prompt is computed in chunks.
 
         Raises:
-            UnfitError: the model does not name its decoder.
+            UnfitError: the model does not name its decoder, so another method must be used.
         """
         self._model = model
         decoder = model.get_decoder()
@@ -110,6 +111,7 @@ class PackedImages:
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            # The new arguments contain the embeddings and positions of prompts with images.
             return args, {**kwargs, **self._new_arguments(batch, chunks, kwargs)}
 
         handle = self._decoder.register_forward_pre_hook(inject, with_kwargs=True)
@@ -117,6 +119,7 @@ class PackedImages:
             yield
         finally:
             handle.remove()
+        # After an error, the prompts are not computed, so this line is not reached.
         self._free_embeddings(plan)
 
     def _image_chunks(self, plan: StepPlan) -> list[_ImageChunk]:
@@ -135,13 +138,14 @@ class PackedImages:
     def _inputs_of(self, chunk: Chunk, images: ImageInputs) -> DecoderInputs:
         """Return the inputs of the decoder for the whole prompt of `chunk.sequence`.
 
-        The inputs are computed once for each sequence. After the prompt, the embeddings are freed.
-        If the sequence is preempted later, its prompt is computed again, and so are the inputs.
+        The inputs are computed once for each sequence. When the prompt has been computed,
+        `_free_embeddings` replaces the embeddings by an empty tensor. If the sequence is preempted
+        later, its prompt is computed again, and so are the inputs.
         """
         sequence = chunk.sequence
         inputs = self._inputs.get(sequence)
         needs_embeddings = chunk.start < sequence.num_prompt_tokens
-        if inputs is None or (needs_embeddings and not len(inputs.embeddings)):
+        if inputs is None or (needs_embeddings and len(inputs.embeddings) == 0):
             token_ids = sequence.token_ids[: sequence.num_prompt_tokens]
             with self._attention.activated(), self._features.used_for(images.digest):
                 inputs = record_inputs(self._model, self._decoder, token_ids, images)
@@ -164,7 +168,8 @@ class PackedImages:
         """Return new values for the decoder's arguments in a step that includes images.
 
         The embeddings of the prompts with images are replaced by the recorded embeddings, which
-        contain the image features. Output tokens have no recorded embeddings.
+        contain the image features. They were recorded when the first chunk of the prompt was
+        planned (`_inputs_of`). Output tokens have no recorded embeddings.
 
         Args:
             batch: the inputs of the step.
@@ -197,6 +202,8 @@ def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
     axes). A token of a sequence without images has the same position on all axes. Return None if
     the decoder computes the positions itself.
     """
+    # A model passes positions to its decoder either for all prompts or for none, and the number of
+    # axes is the same for all prompts. Therefore look only at the first chunk.
     first_positions = chunks[0].inputs.positions
     if first_positions is None:
         return None
@@ -217,7 +224,8 @@ def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> 
 
     Args:
         batch: the inputs of the step.
-        prompt_chunks: the parts of prompts with images that this step computes.
+        prompt_chunks: the parts of prompts with images that this step computes, in the order of
+            their tokens in the batch. The decoder needs the features in this order.
     """
     mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
     # One list for each chunk. The list contains one feature tensor for each layer.

@@ -63,8 +63,9 @@ def decode_data_url(url: str, field: str, limits: ImageLimits) -> bytes:
     """
     match = IMAGE_DATA_URL.match(url)
     if match is None:
-        scheme = url.split(":", 1)[0][:20] if ":" in url[:20] else ""
-        if scheme.lower() in ("http", "https", "file"):
+        # The first 8 characters contain the scheme and the colon. The whole text can be large.
+        scheme, colon, _ = url[:8].partition(":")
+        if colon and scheme.lower() in ("http", "https", "file"):
             raise RequestError(
                 f"{field}: the URL has the scheme {scheme}, but the server reads no remote and no "
                 "local files. Send the image as a data URL, such as data:image/png;base64,..."
@@ -169,6 +170,8 @@ def _decode_pixels(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of 
         # The module is imported here, because it is needed only for WebP files.
         from nereid_backend.vision.decode_webp import decode_still_webp
 
+        # For a WebP file, Pillow needs several times as much memory as this function. The function
+        # returns None for an animation, or if the library libwebp cannot be called.
         decoded = decode_still_webp(image, data)
         if decoded is not None:
             return decoded
@@ -203,7 +206,7 @@ def _to_rgb(image: Any) -> "Image":  # noqa: ANN401 - an image of Pillow
     import PIL.Image
 
     if image.mode == "RGB" and "transparency" not in image.info:
-        image.load()
+        image.load()  # Decode the pixels. The conversions below do this themselves.
         return image  # type: ignore[no-any-return]
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         rgba = image if image.mode == "RGBA" else image.convert("RGBA")

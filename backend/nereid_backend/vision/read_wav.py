@@ -149,6 +149,7 @@ def _read_format(content: memoryview, field: str) -> _Format:
             f'{field}: the chunk "fmt " of the WAV file has {len(content)} bytes, but it must have '
             "at least 16 bytes."
         )
+    # The two fields that are not used are the bytes per second and the bytes per frame.
     kind, num_channels, rate, _, _, num_bits = struct.unpack_from("<HHIIHH", content)
     if kind == _EXTENSIBLE and len(content) >= 26:
         # In the format "extensible", the type of the samples (integer or float) is at byte 24.
@@ -174,17 +175,18 @@ def _decode(content: memoryview, layout: _Format, field: str, limits: ImageLimit
     """
     # A frame contains one sample of each channel.
     frame_bytes = layout.num_bits // 8 * layout.num_channels
-    num_samples, num_left = divmod(len(content), frame_bytes)
+    num_frames, num_left = divmod(len(content), frame_bytes)
     if num_left:
         raise RequestError(
             f"{field}: the samples of the WAV file have {len(content)} bytes, which is not a "
             f"multiple of {frame_bytes}. Send the complete file."
         )
-    check_duration(num_samples, layout.rate, field, limits)
+    check_duration(num_frames, layout.rate, field, limits)
     if layout.kind == _FLOAT:
         samples = np.frombuffer(content, "<f4")
         if not np.isfinite(samples).all():
             raise RequestError(f"{field}: a sample of the WAV file is not a finite number.")
+        # Samples outside the range are too loud, but not invalid. Clip them, as players do.
         samples = samples.clip(-1.0, 1.0)
     elif layout.num_bits == 8:
         # Samples of 8 bits are unsigned, and 128 means silence.

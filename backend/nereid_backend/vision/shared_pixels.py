@@ -127,18 +127,21 @@ def pixel_array(image: Any) -> "np.ndarray[Any, Any] | None":  # noqa: ANN401 - 
         pixels = _SharedPixels(image)
     except (ValueError, AttributeError):
         return None
-    # The array has the only reference to `pixels`, so the entry is removed with the array.
+    # `_shared_by_address` is a dictionary with weak references, and the array has the only strong
+    # reference to `pixels`. Therefore the entry is removed with the array.
     _shared_by_address[pixels.address] = pixels
-    return np.asarray(pixels)
+    return np.asarray(pixels)  # NumPy does not copy the memory of `pixels`.
 
 
 def shared_image(array: "np.ndarray[Any, Any]") -> Any:  # noqa: ANN401 - an image of Pillow
     """Return the image whose pixels an array shares; None if there is no such image.
 
     The array must contain all pixels of the image, with the channels as the first or the last
-    dimension. `pixel_array` has stored the image under the address of its first pixel.
+    dimension. `pixel_array` has stored the image under the address of its first pixel. This entry
+    exists as long as an array uses the pixels, so the address cannot belong to other memory.
     """
     address = array.__array_interface__["data"][0]
+    # An object of _SharedPixels, which has the image and describes the memory of its pixels.
     pixels = _shared_by_address.get(address)
     if pixels is None:
         return None

@@ -129,10 +129,14 @@ class SplitPath:
             return self._text.forward(plan, sampled)
         assert not plan.pending, "async scheduling is off for models whose images use this path"
         text_plan = _plan_of_sequences(plan, has_images, with_images=False)
+        image_plan = _plan_of_sequences(plan, has_images, with_images=True)
+        # The keys mean: whether the sequences have images.
         parts: dict[bool, Tensor] = {}
+        # A snapshot is a stored copy of a recurrent state. The forward path also deletes snapshots,
+        # so it must be called even if no sequence is without images.
         if text_plan.chunks or text_plan.snapshots is not None:
             parts[False] = self._text.forward(text_plan)
-        parts[True] = self._image_logits(_plan_of_sequences(plan, has_images, with_images=True))
+        parts[True] = self._image_logits(image_plan)
         return _interleave(plan, has_images, parts)
 
     def _image_logits(self, plan: StepPlan) -> Tensor:
@@ -142,6 +146,8 @@ class SplitPath:
         store the features under the digest of the chunk's images.
         """
         logits_of_chunks = []
+        # The image encoder and the forward path for images use the model's own attention, because
+        # the engine's attention needs KV cache blocks.
         with self._attention.activated():
             for chunk in plan.chunks:
                 images = chunk.sequence.images
@@ -149,10 +155,9 @@ class SplitPath:
                 chunk_plan = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.used_for(images.digest):
                     logits_of_chunks.append(self._images.forward(chunk_plan))
-        # For a chunk without logits, `forward` returns a tensor with 0 rows, and with one column
-        # for each embedding of the model, because the number of logits is not known then. Some
-        # models have more embeddings than logits. Tensors with different numbers of columns cannot
-        # be concatenated, so leave out the tensors with 0 rows.
+        # For a chunk without logits, `forward` returns a tensor with 0 rows. The number of its
+        # columns can be wrong, and tensors with different numbers of columns cannot be
+        # concatenated. Therefore leave out the tensors with 0 rows.
         nonempty = [logits for logits in logits_of_chunks if len(logits)]
         return torch.cat(nonempty) if nonempty else logits_of_chunks[0]
 
@@ -168,14 +173,15 @@ def _plan_of_sequences(plan: StepPlan, has_images: list[bool], *, with_images: b
     Args:
         plan: the plan of a step. Each chunk in `plan.chunks` belongs to one sequence.
         has_images: for each chunk, whether its sequence has images.
-        with_images: whether the copy contains the sequences with images. If False, the copy
+        with_images: whether the result contains the sequences with images. If False, the result
             contains the sequences without images.
     """
     flagged_chunks = zip(plan.chunks, has_images, strict=True)
     chunks = [chunk for chunk, has in flagged_chunks if has == with_images]
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    # A sequence with images has no data in KV cache blocks, and no snapshots of a recurrent state,
-    # because its forward path does not use the engine's cache.
+    # `plan.copies` are the copies of KV cache blocks, and `plan.snapshots` are stored copies of
+    # recurrent states. A sequence with images has no such data, because its forward path does not
+    # use the engine's cache.
     copies = [] if with_images else plan.copies
     snapshots = None if with_images else _snapshots_without_images(plan.snapshots, has_images)
     return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)
@@ -201,7 +207,14 @@ def _snapshots_without_images(
 
 
 def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor]) -> Tensor:
-    """Merge the logits of sequences with and without images, in the order of `plan.chunks`."""
+    """Merge the logits of sequences with and without images, in the order of `plan.chunks`.
+
+    Args:
+        plan: the plan of the step.
+        has_images: for each chunk, whether its sequence has images.
+        parts: `parts[True]` are the logits of the sequences with images, and `parts[False]` are the
+            logits of the other sequences.
+    """
     next_rows = {False: 0, True: 0}
     rows = []
     for chunk, has in zip(plan.chunks, has_images, strict=True):
@@ -209,4 +222,5 @@ def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor
             start = next_rows[has]
             next_rows[has] = start + chunk.num_logits
             rows.append(parts[has][start : start + chunk.num_logits])
+    # If no chunk has logits, `parts[True]` is a tensor with 0 rows.
     return torch.cat(rows) if rows else parts[True]

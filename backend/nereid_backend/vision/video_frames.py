@@ -77,6 +77,8 @@ def read_video_url(url: str, field: str, limits: ImageLimits) -> VideoFrames:
     match = _DATA_URL.match(url)
     if match is None:
         raise RequestError(f"{field}: the server decodes no video files. {_REMEDY}")
+    # Split at most `max_frames` times. If there are more frames, the list has `max_frames + 1`
+    # items, which is enough to refuse the video, however long the URL is.
     frames = url[match.end() :].split(",", limits.max_frames)
     check_num_frames(len(frames), field, limits)
     return VideoFrames(frames, _read_fps(match.group(1), field))
@@ -85,9 +87,10 @@ def read_video_url(url: str, field: str, limits: ImageLimits) -> VideoFrames:
 def read_video_part(part: Mapping[str, Any], field: str, limits: ImageLimits) -> VideoFrames:
     """Return the frames in a content part that contains a video.
 
-    The part contains a data URL of all frames, or a list of frames. The field `fps` contains the
-    number of frames per second. Example: {"video": ["data:image/jpeg;base64,AA=="], "fps": 2}
-    returns the frame "AA==" and 2 frames per second.
+    The field `video_url`, `video` or `url` contains a data URL of all frames, a list of frames, or
+    an object with the fields `url` and `fps`. `fps` is the number of frames per second. Example:
+    {"video": ["data:image/jpeg;base64,AA=="], "fps": 2} returns the frame "AA==" and 2 frames per
+    second.
 
     Args:
         part: a content part for which `is_video_part` returns true.
@@ -97,11 +100,11 @@ def read_video_part(part: Mapping[str, Any], field: str, limits: ImageLimits) ->
     Raises:
         RequestError: the content part has no frames or too many frames.
     """
-    source = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
-    fps = part.get("fps")
-    if isinstance(source, Mapping):
-        fps = source.get("fps", fps)
-        source = source.get("url")
+    value = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
+    if isinstance(value, Mapping):
+        source, fps = value.get("url"), value.get("fps", part.get("fps"))
+    else:
+        source, fps = value, part.get("fps")
     if isinstance(source, str):
         video = read_video_url(source, field, limits)
         # The field `fps` overrides the number of frames per second in the URL.
@@ -132,7 +135,11 @@ def video_url(video: VideoFrames) -> str:
 def _read_frame(frame: Any, field: str) -> Any:  # noqa: ANN401 - a text, bytes or an image
     """Return a frame of a video. If the frame is a data URL, return only the base64 text.
 
-    Example: "data:image/jpeg;base64,AA==" returns "AA==".
+    Frames are stored as base64 texts, because a data URL of a whole video consists of such texts.
+    Example: "data:image/jpeg;base64,AA==" and {"url": "data:image/jpeg;base64,AA=="} return "AA==".
+
+    Raises:
+        RequestError: the frame is a text, but not a data URL of an image.
     """
     if isinstance(frame, Mapping):
         frame = frame.get("url")

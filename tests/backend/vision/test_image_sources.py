@@ -131,10 +131,10 @@ def test_urls_that_the_settings_do_not_allow_are_refused(hosts, url, problem):
 
 
 def test_subdomains_are_allowed_by_a_wildcard():
-    assert image_sources._allows("*.example.org", "a.b.example.org", 80, is_default=True)
-    assert not image_sources._allows("*.example.org", "a.b.example.org", 81, is_default=False)
-    assert image_sources._allows("example.org:81", "example.org", 81, is_default=False)
-    assert not image_sources._allows("example.org:81", "example.org", 80, is_default=True)
+    assert image_sources._allows("*.example.org", "a.b.example.org", 80, is_default_port=True)
+    assert not image_sources._allows("*.example.org", "a.b.example.org", 81, is_default_port=False)
+    assert image_sources._allows("example.org:81", "example.org", 81, is_default_port=False)
+    assert not image_sources._allows("example.org:81", "example.org", 80, is_default_port=True)
 
 
 def test_only_files_in_the_folder_are_read(tmp_path):

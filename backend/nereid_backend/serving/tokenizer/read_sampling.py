@@ -104,17 +104,15 @@ def read_sampling(
     """
     refuse_unsupported(fields)
     # The fields that have the same name and the same form in a request and in the engine.
-    engine_fields = defaults | select_and_parse(fields, ENGINE_FIELDS)
+    engine_fields = {**defaults, **select_and_parse(fields, ENGINE_FIELDS)}
     if engine_fields.get("allowed_token_ids") == []:
-        # Some clients send an empty list if all tokens are allowed, but the engine refuses an empty
-        # list.
+        # Some clients send [] if all tokens are allowed, but the engine refuses an empty list.
         del engine_fields["allowed_token_ids"]
     # The fields that must be converted for the engine.
     checked = RequestFields.check(fields)
     params = CheckedSamplingParams(
         **engine_fields,
-        # Requests share cached prefixes only with requests that have the same salt, and cached
-        # prefixes of this request expire after `prompt_cache_ttl` seconds.
+        # Only requests with the same salt share cached prefixes, which expire after the TTL.
         cache_salt=_cache_salt(checked),
         prompt_cache_ttl=CACHE_RETENTIONS[checked.prompt_cache_retention or "in_memory"],
         logprobs=_read_logprobs(checked, is_chat=is_chat),

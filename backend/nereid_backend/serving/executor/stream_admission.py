@@ -103,8 +103,8 @@ class StreamAdmission:
 
     def close(self, stream: Stream) -> None:
         """Release the memory slots of an ended stream, and no longer count it toward limits."""
-        if stream.timing.started is None:
-            self._waiting_limits.leave(stream.timing, None)
+        if stream.timing.started is None:  # The request has ended while it was waiting.
+            self._waiting_limits.leave(stream.timing, started=None)
         self._feedback.release(stream.slots)
         with self._sequence_limit_lock:
             self._sequence_limit.remove(stream.timing.client_id, len(stream.slots))

@@ -172,7 +172,9 @@ class _JobProgress:
 
     def outcome(self) -> Outcome:
         """Return the outcome of the complete job."""
+        # The job is complete, so no value is None.
         values = [value for value in self.values if value is not None]
+        # The kind of the values, such as "dense". All values of a job have the same kind.
         kind = self.job.options.get("kind") or _kind_of(values[0])
         offsets = [offset for offset in self.offsets if offset is not None]
         return Outcome.from_values(kind, values, self.num_tokens, offsets)

@@ -63,8 +63,9 @@ def read_generation_defaults(model: Path) -> dict[str, Any]:
     """Read generation_config.json of a checkpoint, and return the sampling defaults.
 
     `do_sample: false` sets the temperature to 0 (greedy decoding), even if the file contains a
-    temperature. Example: `{"do_sample": false, "top_p": 0.9, "max_new_tokens": 9}` returns
-    `{"temperature": 0.0, "top_p": 0.9, "max_tokens": 9}`.
+    temperature. If `do_sample` is missing, it counts as true. Example: `{"do_sample": false,
+    "top_p": 0.9, "max_new_tokens": 9}` returns `{"temperature": 0.0, "top_p": 0.9, "max_tokens":
+    9}`.
     """
     path = model / "generation_config.json"
     if not path.is_file():

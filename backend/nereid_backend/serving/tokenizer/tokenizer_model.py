@@ -341,6 +341,7 @@ def _missing_logprobs_field(
     """
     if tensor_names.LOGPROBS not in returns or fields.get("logprobs"):
         return {}
+    # In a chat, the field is a boolean. In a completion, it is the number of alternative tokens.
     return {"logprobs": True if is_chat else 0}
 
 

@@ -210,7 +210,7 @@ def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
     num_axes = len(first_positions.prompt)
     positions = batch.position_ids.repeat(num_axes, 1)
     for chunk in chunks:
-        if chunk.inputs.positions is not None:
+        if chunk.inputs.positions is not None:  # This is true, but mypy needs the check.
             positions[:, chunk.batch_rows] = chunk.inputs.positions.between(chunk.start, chunk.end)
     return positions if num_axes == 1 else positions[:, None]
 

@@ -146,8 +146,8 @@ class SplitPath:
         store the features under the digest of the chunk's images.
         """
         logits_of_chunks = []
-        # The image encoder and the forward path for images use the model's own attention, because
-        # the engine's attention needs KV cache blocks.
+        # In this block, the model uses its own attention. The engine's attention reads KV cache
+        # blocks, but sequences with images have none.
         with self._attention.activated():
             for chunk in plan.chunks:
                 images = chunk.sequence.images

@@ -126,8 +126,7 @@ class PostprocessorModel:
         previous_address = self._feedback.address
         packed_state = self._feedback.attach_and_verify(message)
         # Each executor process has its own shared memory, and its messages contain the address. A
-        # forged message cannot change the address, because the address contains a random number
-        # that only the executor and this process know.
+        # client cannot forge the address of a new executor, because it contains a random number.
         is_from_restarted_executor = self._feedback.address != previous_address
         if is_from_restarted_executor:
             self._streams.clear()

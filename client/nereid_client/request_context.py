@@ -190,7 +190,7 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
     if len(contexts_of(request).all) > 1:  # the model in the body decides which limits hold
         return await _read_body_and_select_model(request, max_prompts)
     limits = await context_of(request).limits.get()
-    if limits is None:
+    if limits is None:  # not yet published by the tokenizer model, which also checks its limits
         return await read_body(request)
     limits.check_size(_content_length(request), max_prompts)
     raw = await _read_with_limit(request, limits)
@@ -274,10 +274,10 @@ async def _read_bytes(request: Request) -> bytes:
 async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
     """Read a body. Stop as soon as a prompt in the body is certainly too long.
 
-    A prompt is a string or a list of token ids, so a quotation mark or an opening bracket begins
-    the prompt. If more than max_request_bytes bytes arrive without these characters, all of the
-    bytes belong to the same prompt, and this prompt is too long. A prompt can contain these
-    characters, too. This check can then miss a prompt that is too long, but a later check finds it.
+    A prompt is a string or a list of token ids. If more than `limits.max_request_bytes` bytes
+    arrive without a quotation mark or an opening bracket, all of these bytes are in one string or
+    list, which is longer than any valid prompt. The check misses a long prompt that contains these
+    characters, but a later check finds it.
 
     Example: max_request_bytes is 5 MB, and the client sends the body {"prompt": "aaa..."} with
     40 MB. The request is refused after about 5 MB.
@@ -291,13 +291,12 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
     try:
         async for chunk in request.stream():
             chunks.append(chunk)
-            # The index at which the last prompt in this chunk may start, or -1 if no prompt starts
-            # in the chunk.
             last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
-            if last_start < 0:
-                num_bytes_of_prompt += len(chunk)
-            else:
+            may_start_prompt = last_start >= 0  # `rfind` returns -1 if the character is missing
+            if may_start_prompt:
                 num_bytes_of_prompt = len(chunk) - (last_start + 1)
+            else:
+                num_bytes_of_prompt += len(chunk)
             limits.check_prompt_size(num_bytes_of_prompt)
     except ClientDisconnect:
         raise Disconnected from None
@@ -307,13 +306,16 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
 async def _parse_in_turn(request: Request, raw: bytes) -> dict[str, Any]:
     """Wait until the current client may start a request. Then return the parsed JSON body.
 
+    If the requests of several clients wait, the clients start requests in turn.
+
     The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each
     large body, other requests run for as long as the parser needed for the body.
 
     Raises: ApiError 400 if the body is not a JSON object.
     """
     contexts = contexts_of(request)
-    await contexts.turns.wait(current_client.get().share)
+    client = current_client.get().share  # the client's name in fair scheduling
+    await contexts.turns.wait(client)
     if len(raw) <= _LARGE_BODY_BYTES:
         return parse_json_object(raw)
     async with contexts.large_bodies:

@@ -137,7 +137,8 @@ def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
     for table in tables:
         for name, refusal in table.items():
             value = body.get(name)
-            is_harmless = any(_is_same(value, harmless) for harmless in refusal.harmless)
+            # Python's `==` cannot distinguish the JSON values true and 1.
+            is_harmless = any(_is_equal_json(value, one) for one in refusal.harmless)
             if value is None or is_harmless:
                 continue
             raise FieldError(
@@ -168,6 +169,6 @@ def refuse_nested(
     refuse(fields, refusals)
 
 
-def _is_same(value: object, harmless: object) -> bool:
+def _is_equal_json(first: object, second: object) -> bool:
     """Return whether two JSON values are equal. True and 1 are equal in Python, but not in JSON."""
-    return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
+    return first == second and isinstance(first, bool) == isinstance(second, bool)

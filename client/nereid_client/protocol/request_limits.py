@@ -78,6 +78,8 @@ class RequestLimits:
 
         Raises: ApiError 400 with the code context_length_exceeded.
         """
+        # Each message needs some tokens of the chat template, so a chat with more than max_messages
+        # messages has more than max_model_len tokens.
         limits_of_lists = {
             "messages": self.max_messages,
             # In the Responses API, several input items can become one message of a chat.

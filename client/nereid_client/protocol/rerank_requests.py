@@ -350,9 +350,9 @@ def _document_of(value: object, field: str, place: str) -> Document:
     has_image = isinstance(part, dict) and ("image" in part or "image_url" in part)
     if not has_image:
         return text_of(value, field, place)  # `value`, because the error message shows it
-    image = content_part(part, field, place)
-    if "text" in image:
+    content = content_part(part, field, place)  # {"image": ...}, and the key "text" if given
+    if "text" in content:
         raise FieldError(
             field, f"{place} has both a text and an image, but a document must be one of them"
         )
-    return image
+    return content

@@ -220,12 +220,12 @@ class ResponsesRequest(GenerationRequest):
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         chat_tools = self.chat_tools or ()  # `tools` in the format of chat completions
         # In a chat, a custom tool is a function, and a tool in a namespace is called
-        # NAMESPACE__TOOL. The frontend converts the calls of these tools back. If another tool had
-        # the same name, the frontend could not determine which tool the model has called.
+        # NAMESPACE__TOOL. The frontend finds these tools by their names in a chat, to convert the
+        # calls back. No other tool may therefore have such a name.
         check_unique_names(
             [tool[tool["type"]]["name"] for tool in chat_tools],
-            converted_tools(self.tools or ()),
-            "A tool in a namespace is called NAMESPACE__TOOL.",
+            names_to_check=converted_tools(self.tools or ()).keys(),
+            hint="A tool in a namespace is called NAMESPACE__TOOL.",
         )
         if self.tool_choice is not None:
             check_tool_choice(to_chat_tool_choice(self.tool_choice), chat_tools)
@@ -303,20 +303,21 @@ class ResponsesRequest(GenerationRequest):
         """The tool choice in the format of chat completions."""
         return None if self.tool_choice is None else to_chat_tool_choice(self.tool_choice)
 
-    def untranslated_fields(self, body: Mapping[str, Any]) -> Json:
+    def fields_copied_to_chat(self, body: Mapping[str, Any]) -> Json:
         """Return the fields of the body that are copied unchanged to the chat completion.
 
-        Other fields have another name there, or only the frontend evaluates them.
+        These are the fields that both APIs have, such as `temperature`, and all unknown fields.
+        Other fields have another name in a chat, or only the frontend evaluates them.
         """
         return {
             name: value
             for name, value in body.items()
-            if value is not None and name not in _TRANSLATED
+            if value is not None and name not in _NOT_COPIED
         }
 
 
-_TRANSLATED = frozenset(ResponsesRequest.__annotations__) - {"parallel_tool_calls"}
-_TRANSLATED |= ResponsesRequest.fields_of_frontend()
+_NOT_COPIED = frozenset(ResponsesRequest.__annotations__) - {"parallel_tool_calls"}
+_NOT_COPIED |= ResponsesRequest.fields_of_frontend()
 """Fields that are not copied to the chat completion.
 
 The frontend itself evaluates these fields, or they have another name in a chat completion.

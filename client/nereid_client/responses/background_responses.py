@@ -33,7 +33,7 @@ class BackgroundResponse:
 
     Args:
         builder: builds the response.
-        context: the JSON list of all items in the prompt of the model.
+        input_items: the JSON list of all items in the prompt of the model.
         streams: whether the events are stored, because the client has requested a stream.
 
     Attributes:
@@ -41,9 +41,9 @@ class BackgroundResponse:
         client: the client that created the response.
     """
 
-    def __init__(self, builder: ResponseBuilder, context: bytes, *, streams: bool) -> None:
+    def __init__(self, builder: ResponseBuilder, input_items: bytes, *, streams: bool) -> None:
         self.builder = builder
-        self.context = context
+        self.input_items = input_items
         self.events: list[bytes] | None = [] if streams else None
         self.client = current_client.get()
         self._changed = asyncio.Event()
@@ -59,14 +59,13 @@ class BackgroundResponse:
         return self.client.name
 
     def record(self, events: Sequence[Json]) -> int:
-        """Store new events, and return how many bytes they add to the size of the response.
+        """Store new events, wake their readers, and return how many bytes the response has grown.
 
         The text of each delta counts, because the response itself contains all text. If the client
         has requested a stream, the encoded events are stored next to the response, so they count in
-        addition. The generators that `follow` has returned then yield the stored events.
+        addition.
 
-        Mutates: the attribute `events`, to which the argument `events` is appended, and `_changed`,
-            an asyncio.Event that wakes the generators.
+        Mutates: the attribute `events`, to which the argument `events` is appended.
         """
         num_text_bytes = sum(len(event.get("delta", "").encode()) for event in events)
         num_event_bytes = 0
@@ -74,22 +73,28 @@ class BackgroundResponse:
             encoded = [sse.named_event(event) for event in events]
             self.events += encoded
             num_event_bytes = size_of(encoded)
-        # Wake all waiting generators. They then wait for the new event, which announces the next
-        # change.
+        self._wake_readers()
+        return num_text_bytes + num_event_bytes
+
+    def _wake_readers(self) -> None:
+        """Wake all generators of `follow`.
+
+        Mutates: `_changed`, which is set, and replaced by a new event for the next change.
+        """
         self._changed.set()
         self._changed = asyncio.Event()
-        return num_text_bytes + num_event_bytes
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
         """Yield the events with a sequence number greater than `after`, until the response ends.
 
-        Closing this generator does not end the response.
+        Events are numbered from 0, so the sequence number is the index in `events`. Closing this
+        generator does not end the response.
         """
-        position = after + 1
+        position = after + 1  # the index of the next event
         while True:
-            # `changed` and `is_over` must be read before the events. If an event is added after the
-            # events were read, `changed` is set, and the wait below ends at once. If `is_over` is
-            # true, no more events are added, so `new_events` contains all remaining events.
+            # `changed` and `is_over` must be read before the events. If `record` adds an event
+            # afterwards, it sets `changed`, and the wait below ends at once. If `is_over` is true,
+            # no more events are added, so `new_events` contains all remaining events.
             changed = self._changed
             is_over = self.builder.is_over
             events = self.events or []  # None if the client has not requested a stream
@@ -142,7 +147,7 @@ class Responses:
 
         Raises: ApiError if the store is full.
         """
-        self.store.begin(run, len(run.context) + run.record(run.builder.opening()))
+        self.store.begin(run, len(run.input_items) + run.record(run.builder.opening()))
         self._gate.enter(run.client)
         task = asyncio.create_task(self._generate(run, deltas))
         self._tasks[run.id] = task
@@ -162,12 +167,12 @@ class Responses:
             await self.cancel(run)
         self.store.close()
 
-    def add(self, builder: ResponseBuilder, context: bytes) -> bool:
+    def add(self, builder: ResponseBuilder, input_items: bytes) -> bool:
         """Store a response that was not generated in the background.
 
         Returns: False if the response does not fit into the store.
         """
-        return self.store.add(_stored(builder, context))
+        return self.store.add(_stored(builder, input_items))
 
     async def _generate(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
         """Generate a response. If the backend or a limit ends it, record the error as its end."""
@@ -190,10 +195,10 @@ class Responses:
             _log.error("Response %s failed because of a bug", run.id, exc_info=bug)
         if not run.builder.is_over:
             run.record(_last_events(run.builder, bug))
-        record = _stored(run.builder, run.context, run.events, is_background=True)
+        record = _stored(run.builder, run.input_items, run.events, is_background=True)
         self.store.finish(run, record)
         del self._tasks[run.id]
-        self._gate.leave(run.client)
+        self._gate.leave(run.client)  # the gate counts the running requests of each client
 
     async def _add_all(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
         """Append the deltas to the response, and reserve space in the store for each delta.
@@ -259,12 +264,14 @@ def encode(value: object) -> bytes:
 
 def _stored(
     builder: ResponseBuilder,
-    context: bytes,
+    input_items: bytes,
     events: Sequence[bytes] | None = None,
     *,
     is_background: bool = False,
 ) -> StoredResponse:
     """Return the database entry for a response that `builder` has built."""
     response = builder.as_json()
-    items = tuple(item["id"] for item in response["output"])
-    return StoredResponse(builder.id, encode(response), context, items, events, is_background)
+    output_ids = tuple(item["id"] for item in response["output"])
+    return StoredResponse(
+        builder.id, encode(response), input_items, output_ids, events, is_background
+    )

@@ -29,11 +29,11 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
 
     Args:
         request: the request of the Responses API.
-        body: the request body as the client sent it. The chat completion contains its unknown
-            fields.
+        body: the request body as the client sent it. Fields that both APIs have, such as
+            `temperature`, and unknown fields are copied to the chat completion.
         items: all items of the conversation, as returned by `input_items.read_items`.
     """
-    chat = request.untranslated_fields(body)
+    chat = request.fields_copied_to_chat(body)
     translated = {
         "tools": request.chat_tools or None,
         "tool_choice": request.chat_tool_choice,
@@ -84,22 +84,22 @@ class _ChatBuilder:
         """Append a message."""
         self.messages.append({"role": role, "content": content, **more})
 
-    def find_or_add_assistant_message(self, without: Iterable[str] = ()) -> Json:
+    def find_or_add_assistant_message(self, with_empty: Iterable[str] = ()) -> Json:
         """Return the assistant message to which the next item is added.
 
-        If the last message is an assistant message without the given fields, return the last
-        message. Otherwise, append an empty assistant message and return the new message.
+        If the last message is an assistant message in which the given fields are missing or empty,
+        return the last message. Otherwise, append an empty assistant message and return it.
 
         Args:
-            without: names of fields, such as "content". Example: reasoning comes before content, so
-                reasoning cannot be added to a message that already has content.
+            with_empty: names of fields, such as "content". Example: reasoning comes before content,
+                so reasoning cannot be added to a message that already has content.
 
         Mutates: messages.
         """
         if self.messages:
             last = self.messages[-1]
-            has_such_field = any(last.get(field) for field in without)
-            if last["role"] == "assistant" and not has_such_field:
+            are_fields_empty = not any(last.get(field) for field in with_empty)
+            if last["role"] == "assistant" and are_fields_empty:
                 return last
         message: Json = {"role": "assistant", "content": None}
         self.messages.append(message)
@@ -138,7 +138,7 @@ def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
     if last.get("tool_calls"):
         message = chat.find_or_add_assistant_message()
     else:
-        message = chat.find_or_add_assistant_message(without=["content"])
+        message = chat.find_or_add_assistant_message(with_empty=["content"])
     message["content"] = (message["content"] or "") + text
 
 
@@ -157,7 +157,7 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
     text = "".join(part["text"] for part in item["content"])
     text = text or "\n".join(part["text"] for part in item["summary"])
     if text:
-        message = chat.find_or_add_assistant_message(without=["content", "tool_calls"])
+        message = chat.find_or_add_assistant_message(with_empty=["content", "tool_calls"])
         message["reasoning"] = message.get("reasoning", "") + text
         message["reasoning_content"] = message["reasoning"]
 

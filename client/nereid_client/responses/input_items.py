@@ -252,11 +252,12 @@ def _call_output(item: Mapping[str, Any], place: str) -> Json:
     Raises: ApiError 400 if a field is wrong.
     """
     output = item.get("output")
-    texts = _texts(output, f"{place}.output")
-    parts = [{"type": "input_text", "text": text} for text in texts]
+    if not isinstance(output, str):  # a list of content parts
+        texts = _texts(output, f"{place}.output")
+        output = [{"type": "input_text", "text": text} for text in texts]
     fields: Json = {
         "call_id": _string(item, "call_id", place),
-        "output": output if isinstance(output, str) else parts,
+        "output": output,
         "status": _status(item, place),
     }
     if item.get("name") is not None:

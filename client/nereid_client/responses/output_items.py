@@ -241,7 +241,9 @@ class LogprobMatcher:
         """Remove and return the log-probabilities of the tokens that form a text.
 
         Tokens before the text belong to markers such as `</think>`, which are no part of any text.
-        Their log-probabilities are removed. Those of the tokens after the text are kept.
+        Their log-probabilities are removed. Those of the tokens after the text are kept. If the
+        tokens do not contain the text, because the postprocessor has changed the text, all
+        log-probabilities are removed and returned.
 
         Example: after the tokens "<m>", "Hel", "lo" and " you" have been added, the text "Hello"
         returns the entries of "Hel" and "lo". The entry of " you" is kept.

@@ -149,7 +149,7 @@ class ResponseBuilder:
         events = []
         item = self._current_item
         if not isinstance(item, TextItem) or item.kind is not kind:
-            item = TextItem(self._next_index, kind)
+            item = TextItem(self._next_output_index, kind)
             events += self._start_item(item)
         logprobs = chat_logprobs(entries)["content"] if kind is MESSAGE else []
         return [*events, self._numbered(item.add(text, logprobs))]
@@ -177,21 +177,23 @@ class ResponseBuilder:
 
         Raises: BackendError if the tool call with this index has ended.
         """
-        if piece["index"] < self._num_calls:
+        call_index = piece["index"]  # the number of the call among the calls of the response
+        if call_index < self._num_calls:
             raise BackendError(
                 "INTERNAL",
-                f"The Triton server sent arguments of tool call {piece['index']} after this call "
-                "had ended",
+                f"The Triton server sent arguments of tool call {call_index} after this call had "
+                "ended",
             )
-        self._num_calls = piece["index"] + 1
+        self._num_calls = call_index + 1
         chat_name = piece.get("name", "")
         tool = self._converted_tools.get(chat_name, OfferedTool(chat_name))
         item_class = CustomCallItem if tool.is_custom else CallItem
         call_id = piece.get("id", "")
-        return item_class(self._next_index, piece["index"], call_id, tool.name, tool.namespace)
+        return item_class(self._next_output_index, call_index, call_id, tool.name, tool.namespace)
 
     @property
-    def _next_index(self) -> int:
+    def _next_output_index(self) -> int:
+        """The index of the next output item in the field `output` of the response."""
         return len(self._finished_items) + (self._current_item is not None)
 
     def _start_item(self, item: TextItem | CallItem) -> list[Json]:

@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS responses (
     expires_at REAL,
     is_background INTEGER,
     response BLOB,
-    context BLOB,
+    input_items BLOB,
     events BLOB
 );
 CREATE INDEX IF NOT EXISTS responses_by_expiry ON responses (expires_at);
@@ -160,8 +160,10 @@ class Store:
 
     def _full_error(self) -> ApiError:
         """Return the error for a background response that is rejected because the store is full."""
-        num_running, _ = self._totals("WHERE is_running")
-        has_most_responses = num_running >= self._limits.count
+        # Only running responses count here, because all other responses could have been deleted. If
+        # their number is below its limit, they have reached the limit on bytes.
+        num_running, _ = self._totals(only_running=True)
+        has_reached_count = num_running >= self._limits.count
         return ApiError(
             429,
             f"{num_running} responses run in the background and fill the response store "
@@ -169,7 +171,7 @@ class Store:
             "request with background=false.",
             code="rate_limit_exceeded",
             headers={"Retry-After": "1"},
-            limit="max_stored_responses" if has_most_responses else "max_stored_response_bytes",
+            limit="max_stored_responses" if has_reached_count else "max_stored_response_bytes",
         )
 
     def reserve(self, run: Running, num_bytes: int) -> None:
@@ -205,15 +207,15 @@ class Store:
     def add(self, record: StoredResponse) -> bool:
         """Store a response that has ended. Delete the oldest responses if the store is full.
 
+        Routes call this method only if the store is turned on.
+
         Returns: False if the response does not fit into the store.
         """
         with self._database.transaction():
-            is_added = self.is_on and self._delete_oldest_until_free(
-                record.num_bytes, num_responses=1
-            )
-            if is_added:
+            fits = self._delete_oldest_until_free(record.num_bytes, num_responses=1)
+            if fits:
                 self._insert(record)
-        if not is_added:
+        if not fits:
             _log.warning(
                 "Response %s is not stored: it has %d bytes and does not fit into the response "
                 "store (max_stored_responses, max_stored_response_bytes)",
@@ -227,28 +229,31 @@ class Store:
     def find(self, response_id: str) -> Running | RunningElsewhere | StoredResponse | None:
         """Return the response with this id, or None if the current client has no such response."""
         row = self._database.row(
-            "SELECT owner, worker, is_background, response, context, events FROM responses "
+            "SELECT owner, worker, is_background, response, input_items, events FROM responses "
             "WHERE id = ? AND (worker IS NOT NULL OR expires_at > ?)",
             (response_id, self._now()),
         )
         if row is None:
             return None
-        owner, worker, is_background, response, context, events = row
+        owner, worker, is_background, response, input_items, events = row
         if owner != current_client_name():
             return None
-        if worker is not None:  # the response still runs in the process with this number
+        is_running = worker is not None  # the number of the process that generates the response
+        if is_running:
+            # `_running` contains all running responses of this process, so any other running
+            # response belongs to another process.
             return self._running.get(response_id) or RunningElsewhere(worker)
         return StoredResponse(
             id=response_id,
             response=response,
-            context=context,
-            items=self._item_ids(response_id),
+            input_items=input_items,
+            output_ids=self._output_ids(response_id),
             events=None if events is None else _split_events(events),
             is_background=bool(is_background),
             owner=owner,
         )
 
-    def _item_ids(self, response_id: str) -> tuple[str, ...]:
+    def _output_ids(self, response_id: str) -> tuple[str, ...]:
         """Return the ids of the output items of a stored response."""
         rows = self._database.rows("SELECT id FROM items WHERE response_id = ?", (response_id,))
         return tuple(item_id for (item_id,) in rows)
@@ -276,7 +281,7 @@ class Store:
         """Add a response that has ended, and the ids of its items, to the database."""
         self._database.execute(
             "INSERT INTO responses (id, owner, num_bytes, expires_at, is_background, response, "
-            "context, events) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "input_items, events) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 record.id,
                 record.owner,
@@ -284,21 +289,22 @@ class Store:
                 self._now() + self._limits.age_s,
                 record.is_background,
                 record.response,
-                record.context,
+                record.input_items,
                 None if record.events is None else b"".join(record.events),
             ),
         )
-        for item_id in record.items:
+        for item_id in record.output_ids:
             self._database.execute(
                 "INSERT OR REPLACE INTO items VALUES (?, ?)", (item_id, record.id)
             )
 
-    def _totals(self, condition: str = "") -> tuple[int, int]:
-        """Return the number of stored responses, and their total size in bytes.
+    def _totals(self, *, only_running: bool = False) -> tuple[int, int]:
+        """Return the number of responses in the store, and their total size in bytes.
 
         Args:
-            condition: an SQL condition that selects rows of the table `totals`.
+            only_running: whether responses that have ended are left out.
         """
+        condition = "WHERE is_running" if only_running else ""
         count, num_bytes = self._database.rows(
             f"SELECT TOTAL(count), TOTAL(num_bytes) FROM totals {condition}"
         )[0]
@@ -314,7 +320,7 @@ class Store:
         Returns: False if the store cannot have enough free space, because running responses
             are never deleted.
         """
-        num_running, running_bytes = self._totals("WHERE is_running")
+        num_running, running_bytes = self._totals(only_running=True)
         fits_beside_running = self._fits(num_running + num_responses, running_bytes + num_bytes)
         if not fits_beside_running:
             return False

@@ -24,9 +24,9 @@ class StoredResponse:
     Attributes:
         id: the id of the response.
         response: the response object as JSON.
-        context: the JSON list of all items that the model read, including the items of earlier
+        input_items: the JSON list of all items that the model read, including the items of earlier
             responses.
-        items: the ids of the output items.
+        output_ids: the ids of the output items.
         events: the events of the stream in order. None if the stream cannot be read again.
         is_background: whether the response was generated in the background.
         owner: the name of the client that created the response.
@@ -35,16 +35,16 @@ class StoredResponse:
 
     id: str
     response: bytes
-    context: bytes
-    items: tuple[str, ...]
+    input_items: bytes
+    output_ids: tuple[str, ...]
     events: Sequence[bytes] | None = None
     is_background: bool = False
     owner: str = field(default_factory=current_client_name)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        size = len(self.response) + len(self.context) + size_of(self.events or ())
-        size += _OVERHEAD_BYTES * (4 + len(self.items))
+        size = len(self.response) + len(self.input_items) + size_of(self.events or ())
+        size += _OVERHEAD_BYTES * (4 + len(self.output_ids))
         object.__setattr__(self, "num_bytes", size)
 
     @property

@@ -48,4 +48,4 @@ async def chat_completions(request: Request) -> Response:
     first = await sse.first_of(request, merged_deltas)
     view = ReasoningView(streams_reasoning=chat.stream_reasoning is not False)
     events = chat_events(frame, view, first, merged_deltas, chat.custom_tools)
-    return sse.EventStream(events, source=merged_deltas)
+    return sse.EventStream(events, also_close=merged_deltas)

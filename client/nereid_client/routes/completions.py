@@ -41,6 +41,7 @@ async def completions(request: Request) -> Response:
     stream of server-sent events.
     """
     max_prompts = context_of(request).settings.max_prompts
+    # The limit on the size of the body is max_prompts times the limit on the size of one prompt.
     body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
     await select_language_model(request, body.model)
     _check_num_prompts(body.prompt, max_prompts)
@@ -56,7 +57,8 @@ async def completions(request: Request) -> Response:
     deltas = _stream(backend, generations)
     # If the backend fails before the first event, the response has the HTTP status of the error.
     first = await sse.first_of(request, deltas)
-    return sse.EventStream(completion_events(frame, options, first, deltas), source=deltas)
+    events = completion_events(frame, options, first, deltas)
+    return sse.EventStream(events, also_close=deltas)
 
 
 def _options(body: CompletionRequest) -> CompletionOptions:
@@ -113,7 +115,7 @@ async def _generations(request: Request, body: CompletionRequest) -> list[Genera
     without_prompt = Generation(
         request_id,
         sampling_parameters=to_json(body.sampling_parameters()),
-        with_text=True,
+        with_text=True,  # the response contains the text without parsing reasoning or tool calls
         num_choices=body.num_generated_choices,
     )
     generations = []

@@ -45,7 +45,8 @@ async def embeddings(request: Request) -> Response:
     options = body.options_for(_prompt_names(served))
     outputs = await call_model(request, served, body.input, options)
     vector_to_json = WRITERS[body.vector_type]
-    # Each item is the JSON text of an object, built from the JSON texts of the object's values.
+    # Each object is built from the JSON texts of its values, because `vector_to_json` has already
+    # encoded the largest value.
     items = (
         join_json_object(
             {"object": '"embedding"', "index": str(index), "embedding": vector_to_json(vector)}
@@ -90,6 +91,7 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, "dense")
     refuse_truncation_below_model_limit(served, "max_tokens", body.max_tokens)
+    # The field `input_type` selects one of the model's prompts, such as "query: ".
     options = body.options(_prompt_names(served)) | {"kind": "dense"}
     outputs = await call_model(request, served, body.model_inputs, options)
     num_tokens = usage_of(outputs)["prompt_tokens"]

@@ -54,8 +54,9 @@ async def create_message(request: Request) -> Response:
     if not messages_request.stream:
         await sse.unless_disconnected(request.receive, builder.add_all(deltas))
         return JSONResponse(builder.message())
+    # If the backend fails before the first delta, the response has the HTTP status of the error.
     first = await sse.first_of(request, deltas)
-    return sse.EventStream(_events(request, builder, first, deltas), source=deltas)
+    return sse.EventStream(_events(request, builder, first, deltas), also_close=deltas)
 
 
 @router.post("/v1/messages/count_tokens", summary="Count the input tokens of a message")
@@ -79,11 +80,11 @@ async def _events(
 ) -> AsyncGenerator[bytes]:
     """Yield a message as server-sent events. If the backend fails, the last event is an error.
 
-    The opening events contain only the token counts of the first delta. The events for the rest of
-    this delta follow.
+    The first delta is used twice: the opening events contain its token counts, because Anthropic's
+    API sends them before the content, and `add` returns the events for its content.
 
     Args:
-        request: the HTTP request.
+        request: the HTTP request, whose path decides the format of an error.
         builder: builds the message.
         first: the first delta, or None if there is none.
         rest: the deltas after the first one.

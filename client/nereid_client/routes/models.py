@@ -22,7 +22,7 @@ async def list_models(request: Request) -> dict[str, Any]:
         models = [_anthropic_model(context, name) for name in names]
         return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
     name_of_alias = _name_of_alias(request)
-    models = [_model(context, name, name_of_alias.get(name, name)) for name in names]
+    models = [_model(context, name, root=name_of_alias.get(name, name)) for name in names]
     return {"object": "list", "data": models}
 
 
@@ -45,8 +45,8 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
         )
     if uses_anthropic_api(request.scope):
         return _anthropic_model(context_of(request), model_id)
-    name_of_alias = _name_of_alias(request)
-    return _model(context_of(request), model_id, name_of_alias.get(model_id, model_id))
+    root = _name_of_alias(request).get(model_id, model_id)  # vLLM's field for the unaliased name
+    return _model(context_of(request), model_id, root=root)
 
 
 async def _served_names(request: Request) -> list[str]:
@@ -80,7 +80,7 @@ async def _adapter_names(context: Context) -> list[str]:
         return []
 
 
-def _model(context: Context, name: str, root: str) -> dict[str, Any]:
+def _model(context: Context, name: str, *, root: str) -> dict[str, Any]:
     """Return a model in OpenAI's format.
 
     Args:

@@ -49,10 +49,12 @@ async def pooling(request: Request) -> Response:
     served = await choose_model(request, body.model, _kinds_of_model(body.task))
     output_kind = _kind_of_output(served, body.task)
     require_kind(served, output_kind)
-    is_classifier = served.kind == RERANK  # the model `rerank` runs rerankers and classifiers
-    if is_classifier:
+    # The Triton model `rerank` runs classifiers and rerankers. Most rerankers can classify, too:
+    # they return the probability of their only label.
+    returns_label_probabilities = served.kind == RERANK
+    if returns_label_probabilities:
         outputs = await _classify(request, served, body)
-        rows = _rows_of_classifier(outputs, output_kind)
+        rows = _label_probabilities(outputs, output_kind)
     else:
         options = body.options() | {"kind": output_kind}
         outputs = await call_model(request, served, body.input, options)
@@ -98,7 +100,7 @@ def _kind_of_output(served: ServedModel, task: str | None) -> str:
 
 
 async def _classify(request: Request, served: ServedModel, body: VectorsRequest) -> PoolingOutputs:
-    """Return the outputs of a classifier.
+    """Call a classifier, or a reranker that can classify, and return its outputs.
 
     Raises: ApiError 400 if the inputs are not texts.
     """
@@ -112,8 +114,8 @@ async def _classify(request: Request, served: ServedModel, body: VectorsRequest)
     return await call_model(request, served, body.input, body.classifier_options)
 
 
-def _rows_of_classifier(outputs: PoolingOutputs, output_kind: str) -> list[Floats]:
-    """Split the outputs of a classifier into one float32 array for each text.
+def _label_probabilities(outputs: PoolingOutputs, output_kind: str) -> list[Floats]:
+    """Return the probabilities of the labels, as one float32 array for each text.
 
     The shape of an array is [num_labels] for the kind "classify", and [num_tokens, num_labels] for
     the kind "token_classify".

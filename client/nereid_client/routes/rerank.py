@@ -60,7 +60,12 @@ async def rank_passages(request: Request) -> Response:
     require_kind(served, "score")
     options = {"activation": "none", "truncate": body.truncates}
     outputs = await call_model(request, served, body.model_inputs, options)
-    ranked = embedding_output.ranking(outputs.arrays["scores"], body.texts, None, with_text=False)
+    ranked = embedding_output.ranking(
+        outputs.arrays["scores"],
+        body.texts,
+        top_n=None,  # all passages
+        with_text=False,
+    )
     rankings = [{"index": passage.index, "logit": passage.score} for passage in ranked]
     return JSONResponse({"rankings": rankings, "usage": usage_of(outputs)})
 
@@ -72,7 +77,7 @@ async def _rerank(request: Request, default_format: str) -> Response:
     query parameter `format` selects the format. The default is "tei" if the body has `texts`, and
     `default_format` otherwise.
     """
-    body = await _read_rerank_request(request)  # includes the query parameter `format`
+    body = await _read_body_and_query_parameter(request)
     response_format = body.format or (default_format if body.texts is None else "tei")
     served = await choose_scorer(request, body.model)
     outputs = await _score(request, served, body)
@@ -80,14 +85,14 @@ async def _rerank(request: Request, default_format: str) -> Response:
         outputs.arrays["scores"],
         body.ranked_documents,
         body.top_n,
-        with_text=_with_text(body, response_format),
+        with_text=_repeats_documents(body, response_format),
     )
     return JSONResponse(
         _response_body(response_format, ranked, outputs, served, request_id_of(request))
     )
 
 
-async def _read_rerank_request(request: Request) -> RerankRequest:
+async def _read_body_and_query_parameter(request: Request) -> RerankRequest:
     """Read and validate a request body. A query parameter can also set the field `format`.
 
     Raises: ApiError 400 that names the first wrong field.
@@ -114,7 +119,7 @@ async def _score(request: Request, served: ServedModel, body: RerankRequest) -> 
     return await call_model(request, served, body.model_inputs, options)
 
 
-def _with_text(body: RerankRequest, response_format: str) -> bool:
+def _repeats_documents(body: RerankRequest, response_format: str) -> bool:
     """Return whether the response also contains the documents of the request.
 
     By default, responses in the formats of Jina and SGLang repeat the documents, and responses in

@@ -74,23 +74,24 @@ async def create_response(request: Request) -> Response:
     body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
     await select_language_model(request, responses_request.model)
-    to_json(body)  # raises an ApiError if the body cannot be stored and returned as JSON
+    to_json(body)  # only a check: raises an ApiError if the body cannot be returned as JSON
     is_stored = _will_be_stored(responses_request, responses.store)
     items = _conversation(responses_request, responses.store)
     deltas = _generate(request, responses_request, chat_request(responses_request, body, items))
     builder = _new_builder(request, responses_request, is_stored=is_stored)
     if responses_request.background:
+        # `is_stored` is true, because other requests have been refused. The run stores itself.
         run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
         return _start_in_background(responses, run, deltas)
 
-    def store() -> bool:
-        """Store the response if `is_stored` is true. Return whether the response was stored."""
+    def store_if_requested() -> bool:
+        """Store the finished response if `is_stored` is true. Return whether it was stored."""
         return is_stored and responses.add(builder, encode(items))
 
     if responses_request.stream:
-        return await _stream(request, builder, deltas, store)
+        return await _stream(request, builder, deltas, store_if_requested)
     await sse.unless_disconnected(request.receive, builder.add_all(deltas))
-    return JSONResponse(builder.as_json() | {"store": store()})
+    return JSONResponse(builder.as_json() | {"store": store_if_requested()})
 
 
 @router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
@@ -175,7 +176,7 @@ async def list_input_items(request: Request, response_id: str) -> Json:
     """
     found = _find(request, response_id)
     query = validate(_ItemsQuery, dict(request.query_params))
-    items: list[Json] = json.loads(found.context)
+    items: list[Json] = json.loads(found.input_items)
     if query.order == "desc":
         items.reverse()
     return page(items, query.limit, query.after)
@@ -199,7 +200,8 @@ def _find(request: Request, response_id: str) -> BackgroundResponse | StoredResp
         raise _not_found(response_id, "response_id")
     if isinstance(found, RunningElsewhere):
         raise RunsElsewhereError(found.worker)
-    # All other responses have ended, or run in the background of this process.
+    # The type checker does not know that BackgroundResponse is the only class of responses that run
+    # in this process. All other responses are stored only after their end.
     assert isinstance(found, BackgroundResponse | StoredResponse)
     return found
 
@@ -282,8 +284,8 @@ def _items_until(previous_id: str, store: Store) -> list[Json]:
         raise _not_ended_error(previous_id, "in_progress")
     if not isinstance(previous, StoredResponse):
         raise _not_found(previous_id, "previous_response_id")
-    items: list[Json] = json.loads(previous.context)
-    return items + previous.output
+    input_items: list[Json] = json.loads(previous.input_items)
+    return input_items + previous.output
 
 
 def _not_ended_error(previous_id: str, status: str) -> ApiError:
@@ -306,6 +308,7 @@ def _generate(
     backend = context_of(request).backend
     request_id = unique_request_id(request)
     if responses_request.truncation == "auto":
+        # While the prompt is too long, the oldest messages are removed, and the chat is sent again.
         deltas = generate_truncated(backend, request_id, chat)
     else:
         deltas = backend.generate(Generation(request_id, chat_request=to_json(chat)))
@@ -335,7 +338,7 @@ async def _stream(
     request: Request,
     builder: ResponseBuilder,
     deltas: AsyncGenerator[Delta],
-    store: Callable[[], bool],
+    store_if_requested: Callable[[], bool],
 ) -> Response:
     """Return a response as a stream of server-sent events.
 
@@ -343,19 +346,21 @@ async def _stream(
         request: the HTTP request.
         builder: builds the response.
         deltas: the deltas of the backend.
-        store: stores the response, and returns whether it was stored.
+        store_if_requested: stores the finished response if the request asks for it, and returns
+            whether the response was stored.
     """
     merged_deltas = merged(deltas, merge_by_kind)
+    # If the backend fails before the first delta, the response has the HTTP status of the error.
     first = await sse.first_of(request, merged_deltas)
-    events = _events(builder, first, merged_deltas, store)
-    return sse.EventStream(events, source=merged_deltas)
+    events = _events(builder, first, merged_deltas, store_if_requested)
+    return sse.EventStream(events, also_close=merged_deltas)
 
 
 async def _events(
     builder: ResponseBuilder,
     first: Delta | None,
     rest: AsyncGenerator[Delta],
-    store: Callable[[], bool],
+    store_if_requested: Callable[[], bool],
 ) -> AsyncGenerator[bytes]:
     """Yield a response as server-sent events. If the backend fails, the last event is an error.
 
@@ -363,30 +368,26 @@ async def _events(
         builder: builds the response.
         first: the first delta, or None if there is none.
         rest: the deltas after the first one.
-        store: stores the response, and returns whether it was stored.
+        store_if_requested: stores the finished response if the request asks for it, and returns
+            whether the response was stored.
     """
+
+    def encode_events(events: list[Json]) -> bytes:
+        """Encode events. At the end of the response, store it and complete the last event."""
+        if builder.is_over:
+            events[-1]["response"]["store"] = store_if_requested()
+        return b"".join(map(sse.named_event, events))
+
     for event in builder.opening():
         yield sse.named_event(event)
     delta = first
     try:
         while delta is not None:
-            events = builder.add(delta)
-            if builder.is_over:
-                _set_stored(events, is_stored=store())
-            yield b"".join(map(sse.named_event, events))
+            yield encode_events(builder.add(delta))
             delta = await anext(rest, None)
         if not builder.is_over:
             raise unfinished_error()
     except FrontendError as error:
+        # After the end, the client has the whole response, so a later error is ignored.
         if not builder.is_over:
-            events = builder.fail(to_api_error(error))
-            _set_stored(events, is_stored=store())
-            yield b"".join(map(sse.named_event, events))
-
-
-def _set_stored(events: list[Json], *, is_stored: bool) -> None:
-    """Set the field `store` of the response object in the last event.
-
-    Mutates: the last of `events`.
-    """
-    events[-1]["response"]["store"] = is_stored
+            yield encode_events(builder.fail(to_api_error(error)))

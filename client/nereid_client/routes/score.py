@@ -52,8 +52,9 @@ async def _score(request: Request, served: ServedModel, body: ScoreRequest) -> P
         inputs = body.model_inputs
         return await late_interaction(request, served, inputs, truncate=body.truncates)
     outputs = await _call_embedder(request, served, body)
-    scores = _cosine_similarities(outputs.arrays["embeddings"], len(body.query_texts))
-    return PoolingOutputs({**outputs.arrays, "scores": scores}, {})
+    vectors = outputs.arrays["embeddings"]  # first the queries, and then the documents
+    scores = _cosine_similarities(vectors, num_queries=len(body.query_texts))
+    return PoolingOutputs(arrays={**outputs.arrays, "scores": scores}, strings={})
 
 
 @router.post("/similarity", summary="Compare texts with one text (TEI's format)")
@@ -66,7 +67,8 @@ async def similarity(request: Request) -> Response:
     options = {"kind": "dense", "normalize": True, "truncate": body.truncates}
     inputs = ModelInputs({"texts": texts}, {"texts": "inputs"})
     outputs = await call_model(request, served, inputs, options)
-    return JSONResponse(_cosine_similarities(outputs.arrays["embeddings"], 1).tolist())
+    similarities = _cosine_similarities(outputs.arrays["embeddings"], num_queries=1)
+    return JSONResponse(similarities.tolist())
 
 
 async def _call_reranker(

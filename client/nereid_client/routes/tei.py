@@ -47,7 +47,7 @@ async def predict(request: Request) -> list[Any]:
     classifies whole texts.
     """
     body = await read_request(request, PredictRequest)
-    served = await choose_model(request, body.model, (RERANK,))
+    served = await choose_model(request, body.model, (RERANK,))  # `rerank` also runs classifiers
     if "token_classify" in served.info.get("kinds", ()):
         results = _labelled_parts(body, await _classify(request, served, body), served)
     else:

@@ -58,21 +58,21 @@ class EventStream(Response):
     Args:
         events: the bytes to send. Each item costs a write to the socket. The response ends after
             an item that ends with DONE, or else after the last item.
-        source: the generator that `events` reads from, or None if there is no such generator. It
-            is closed separately, because `events` closes it only if `events` has started.
+        also_close: the generator that `events` reads from, or None if there is no such generator.
+            It is closed separately, because `events` closes it only if `events` has started.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes], source: AsyncGenerator[Any] | None = None
+        self, events: AsyncGenerator[bytes], also_close: AsyncGenerator[Any] | None = None
     ) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # nginx buffers the events without this header
         self._events = events
-        self._source = events if source is None else source
+        self._also_close = events if also_close is None else also_close
 
     async def __call__(
         self,
@@ -87,8 +87,8 @@ class EventStream(Response):
             return
 
     async def _send_all(self, send: Send) -> None:
-        """Send the headers and all events, then close the generators `_events` and `_source`."""
-        async with aclosing(self._source), aclosing(self._events):
+        """Send the headers and all events, then close `_events` and the generator it reads from."""
+        async with aclosing(self._also_close), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             is_last = False
             async for data in self._events:

@@ -46,7 +46,7 @@ async def sent(events, rest):
     async def receive():
         await asyncio.Event().wait()
 
-    await sse.EventStream(events, source=rest)({}, receive, send)
+    await sse.EventStream(events, also_close=rest)({}, receive, send)
     return messages
 
 

@@ -20,7 +20,7 @@ async def cache_statistics(request: Request, model: str | None = None) -> dict[s
     client uses a key of the key file, the list contains only the sessions of this client.
     """
     _select_model(request, model)
-    statistics = await _call(request, {"cache": "statistics"})
+    statistics = await _call_prefix_cache(request, {"cache": "statistics"})
     return {"object": "cache", "model": context_of(request).settings.model_name, **statistics}
 
 
@@ -31,8 +31,9 @@ async def extend_session(request: Request) -> dict[str, Any]:
     _select_model(request, body.model)
     seconds = RETENTION_S[body.prompt_cache_retention]
     parameters = {"prompt_cache_key": body.prompt_cache_key, "seconds": str(seconds)}
-    answer = await _call(request, {"cache": "extend", **parameters})
-    if not answer["num_sessions"]:
+    answer = await _call_prefix_cache(request, {"cache": "extend", **parameters})
+    num_extended_sessions = answer["num_sessions"]
+    if not num_extended_sessions:
         raise ApiError(
             404,
             f"No cached prefix has the prompt_cache_key {body.prompt_cache_key!r}. It was never "
@@ -58,7 +59,7 @@ async def drop_sessions(
     """
     _select_model(request, model)
     key = {} if prompt_cache_key is None else {"prompt_cache_key": prompt_cache_key}
-    answer = await _call(request, {"cache": "drop", **key})
+    answer = await _call_prefix_cache(request, {"cache": "drop", **key})
     return {"object": "cache", "deleted": True, **answer}
 
 
@@ -79,7 +80,7 @@ def _select_model(request: Request, model: str | None) -> None:
     request.state.context = context
 
 
-async def _call(request: Request, parameters: dict[str, str]) -> dict[str, Any]:
+async def _call_prefix_cache(request: Request, parameters: dict[str, str]) -> dict[str, Any]:
     """Send a request about the prefix cache to the executor model, and return the answer.
 
     If the client uses a key of the key file, the call is limited to the sessions of this client.

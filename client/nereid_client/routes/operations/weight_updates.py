@@ -54,9 +54,10 @@ async def unload_lora_adapter(request: Request) -> Response:
 async def reload_weights(request: Request) -> dict[str, Any]:
     """Replace the weights of the language model without a restart of the server.
 
-    The response is sent after the change. If another request arrives before the change is complete,
-    that request waits for the new weights. If the server refuses the new checkpoint, the old
-    weights stay in use.
+    The response is sent after the change. Running requests finish with the old weights, or end with
+    an error if the field `running_requests` is "refuse". Requests that arrive before the change is
+    complete wait for the new weights. If the server refuses the new checkpoint, the old weights
+    stay in use.
 
     The setting `allow_lora_updates` must allow the change, and clients cannot use an API key of the
     key file.

@@ -53,7 +53,8 @@ def _raise_settings_errors(labels: Mapping[str, str] | None = None) -> Iterator[
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
         # Example: from pydantic's message "Input should be a valid integer, unable to parse string
-        # as an integer", only "be a valid integer" is used.
+        # as an integer", only "be a valid integer" is used. A message with another beginning, such
+        # as "String should have at least 1 character", is used unchanged.
         requirement = re.sub("^(Value error, )?Input should |, unable to .*", "", first["msg"])
         raise SettingsError(
             f"{labels.get(name, name)}: the value must {requirement}, but it is {first['input']!r}."
@@ -288,6 +289,7 @@ def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Set
 
     Raises: SettingsError that names the flag or the variable.
     """
+    # The path of the checkpoint is a setting of the backend, so the frontend has no flag for it.
     checkpoint = PurePath(environment.get("NEREID_MODEL", ""))
     texts = {name: environment.get(variable, "") for name, variable in VARIABLES.items()}
     texts["served_model_name"] = texts["served_model_name"] or checkpoint.name

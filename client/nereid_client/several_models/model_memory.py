@@ -25,8 +25,8 @@ _QUANTIZED_BYTES = {"int8": 1.04, "int4": 0.63}
 # Numbers of these data types are converted to the setting `dtype`, or quantized. Numbers of other
 # types, such as the integers of a quantized checkpoint, stay unchanged.
 _CONVERTED_TYPES = {"F64", "F32", "F16", "BF16"}
-# On a CPU, float16 weights are converted to float32 if `dtype` is not set.
-_FLOAT16_BYTES_ON_CPU = 4.0
+# On a CPU, a model converts float16 weights to float32 if `dtype` is "auto".
+_FLOAT16_BYTES_ON_CPU = _DTYPE_BYTES["float32"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
     weights = _weight_bytes(folder, settings)
     draft_model = settings.get("draft_model")
     if draft_model:
+        # The estimate does not use `weight_dtype` and `device`, so it is too large if the draft
+        # model is quantized, or if it has float16 weights on a GPU.
         draft_settings = {"dtype": settings.get("dtype", "auto")}
         weights += _weight_bytes(Path(draft_model).expanduser(), draft_settings)
     kv_cache_memory = settings.get("kv_cache_memory")
@@ -165,7 +167,8 @@ def _bytes_per_number(
 ) -> float | None:
     """Return how many bytes each number of a tensor occupies in memory.
 
-    Return None if a number has the same size in memory as in the file.
+    Return None if a number has the same size in memory as in the file, or if `dtype` is unknown,
+    because the model then does not start.
 
     Args:
         stored_type: the data type of the tensor in the file, such as "BF16".
@@ -179,7 +182,8 @@ def _bytes_per_number(
         return quantized
     dtype = settings.get("dtype", "auto")
     if dtype != "auto":
-        return _DTYPE_BYTES.get(dtype)  # the model rejects an unknown dtype when it starts
-    # A model without the setting `device` may run on a CPU, so the larger size is assumed.
-    is_on_cpu = not settings.get("device", "").startswith("cuda")
-    return _FLOAT16_BYTES_ON_CPU if is_on_cpu and stored_type == "F16" else None
+        return _DTYPE_BYTES.get(dtype)
+    # On a CPU, the dtype "auto" converts float16 weights to float32. A model without the setting
+    # `device` may run on a CPU, so the larger size is assumed.
+    may_run_on_cpu = not settings.get("device", "").startswith("cuda")
+    return _FLOAT16_BYTES_ON_CPU if may_run_on_cpu and stored_type == "F16" else None

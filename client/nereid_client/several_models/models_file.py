@@ -230,12 +230,11 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 
     Raises: SettingsError if the model alone needs more memory than the budget.
     """
-    # The settings of a model are the keys of its table that `ModelEntry` does not declare.
-    settings = dict(spec.entry.model_extra or {})
-    if spec.kind == "llm":
-        settings.setdefault("kv_cache_memory", str(default_kv_cache(budget)))
-    # An entry is frozen, so the default size requires a new entry.
-    entry = ModelEntry.model_validate(spec.entry.model_dump() | settings)
+    entry = spec.entry
+    if spec.kind == "llm" and "kv_cache_memory" not in entry.settings:
+        # An entry is frozen, so the default size requires a new entry.
+        default_size = {"kv_cache_memory": default_kv_cache(budget)}
+        entry = ModelEntry.model_validate(entry.model_dump() | default_size)
     try:
         memory = estimate_memory(spec.path, entry.settings)
     except SettingsError as error:

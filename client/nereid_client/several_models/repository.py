@@ -24,7 +24,9 @@ def write_repository(
     for spec in specs:
         settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
         if spec.kind == "llm":
-            # The ensemble itself has no settings. The models that it calls have the settings.
+            # A language model is an ensemble that calls three models, its steps. `spec.steps` maps
+            # the name of each step, such as "tokenizer", to the name of its copy, such as
+            # "chat-tokenizer". The copied ensemble calls the copies. Only the steps have settings.
             _copy(folder / spec.triton_name, source / "llm", settings={}, steps=spec.steps)
             for step, name in spec.steps.items():
                 _copy(folder / name, source / step, settings=settings, steps={})

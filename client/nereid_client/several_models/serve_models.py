@@ -52,9 +52,10 @@ class ServedModels:
         language_models = [spec for spec in models.specs if spec.kind == "llm"]
         default = language_models[0]  # `read_models_file` requires at least one language model
         self.specs = models.specs
-        self.path = default.path
-        self.name = default.name
+        self.path = default.path  # the checkpoint of the default model
+        self.name = default.name  # the name of the default model
         self._file = file
+        # The models that are loaded when the server starts. Requests load the rest of the models.
         self._specs_at_start = models.specs_at_start
 
     @property

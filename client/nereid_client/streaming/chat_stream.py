@@ -54,13 +54,16 @@ class _ChatChunks(ChunkBuilder[Delta]):
     def add(self, item: Delta) -> list[Json]:
         """Return the chunks for a delta: one for its text, and one for its finish reason.
 
+        If the client does not want partial reasoning, the view removes the reasoning from the
+        deltas, and adds the whole reasoning to the first delta after it.
+
         If the text of a token may be a part of a marker such as `<tool_call>`, this text arrives
         with a later delta. The chunk for the token then contains the log-probability of the token
         and an empty delta.
         """
-        self.record_usage_and_end(prompt=0, delta=item)  # a chat has only one prompt
-        index = self.choice_number_of(prompt=0, delta=item)
         delta = self._reasoning_view.apply(item)
+        self.record_usage_and_end(prompt=0, delta=delta)  # a chat has only one prompt
+        index = self.choice_number_of(prompt=0, delta=delta)
         message_delta = self._message_delta(index, delta)
         chunks = []
         if message_delta or any(delta.get(name) for name in _TOKEN_FIELDS):
@@ -112,6 +115,7 @@ class _ChatChunks(ChunkBuilder[Delta]):
         """
         added: Json = {}
         if reasoning := delta.get("reasoning"):
+            # The names of the field in vLLM, and in SGLang and llama.cpp.
             added |= {"reasoning": reasoning, "reasoning_content": reasoning}
         if content := delta.get("content"):
             added["content"] = content

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from nereid_client.streaming.chunk_events import ChunkBuilder, chunk_events
 from nereid_client.streaming.completion_frame import CompletionFrame, Json, total_usage
 from nereid_client.streaming.deltas import Delta, Usage
-from nereid_client.streaming.openai_logprobs import CompletionLogprobs, joined, prompt_logprobs
+from nereid_client.streaming.openai_logprobs import (
+    CompletionLogprobs,
+    join_logprobs,
+    prompt_logprobs,
+)
 
 PromptDelta = tuple[int, Delta]
 """The index of a prompt, and a delta for one of the choices of this prompt."""
@@ -91,11 +95,12 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         number = self.choice_number_of(prompt, delta)
         if not any(delta.get(name) for name in _CHUNK_FIELDS):
             return []
-        choice = {"index": number, **_choice(delta.get("text", ""), delta)}
+        choice = _choice(delta.get("text", ""), delta)
         if self._options.logprobs:
             choice["logprobs"] = self._logprobs_of(number, delta)
+        # In a stream, one delta can have the token ids of the prompt and generated token ids.
         choice |= _token_ids(self._options, prompt_delta=delta, delta=delta)
-        return [self.chunk(choice)]
+        return [self.chunk({"index": number, **choice})]
 
     def _logprobs_of(self, number: int, delta: Delta) -> Json | None:
         """Return the field `logprobs` of a chunk, or None if the delta has no log-probabilities.
@@ -136,7 +141,10 @@ def completion(
         for total in best(choice_totals, frame.num_choices):
             choice = _whole_choice(frame, options, echoed_prompt, prompt_total, total)
             choices.append({"index": len(choices), **choice})
-    usages = [[_usage(options, total) for total in choice_totals] for choice_totals in totals]
+    usages = [
+        [_usage_without_dropped_tokens(options, total) for total in choice_totals]
+        for choice_totals in totals
+    ]
     return {**frame.with_choices("text_completion", choices), "usage": total_usage(usages)}
 
 
@@ -213,15 +221,16 @@ def _whole_logprobs(
     parts = []
     if echoed_prompt:
         token_ids = prompt_total.get("prompt_token_ids", ())
-        parts.append(builder.prompt(token_ids, prompt_total.get("prompt_logprobs", [])))
+        parts.append(builder.add_prompt(token_ids, prompt_total.get("prompt_logprobs", [])))
     if not options.only_prompt:
         entries = total.get("logprobs", ())
+        # The offsets of these tokens start after the prompt, if there is one.
         parts.append(builder.add(total.get("text", ""), entries, is_last=True))
-    return joined(parts)
+    return join_logprobs(parts)  # without parts, a field with empty lists
 
 
-def _usage(options: CompletionOptions, total: Delta) -> Usage | None:
-    """Return the token counts of one choice.
+def _usage_without_dropped_tokens(options: CompletionOptions, total: Delta) -> Usage | None:
+    """Return the token counts of one choice, or None if the backend has not reported the counts.
 
     If only the prompt is requested, the generated tokens are dropped and do not count.
     """
@@ -246,6 +255,8 @@ def _token_ids(options: CompletionOptions, *, prompt_delta: Delta, delta: Delta)
         return {}
     fields: Json = {}
     if "token_ids" in delta:
+        # With max_tokens=0, the backend generates one token to compute the log-probabilities of the
+        # prompt. This token is dropped.
         fields["token_ids"] = [] if options.only_prompt else delta["token_ids"]
     if "prompt_token_ids" in prompt_delta:
         fields["prompt_token_ids"] = prompt_delta["prompt_token_ids"]

@@ -67,7 +67,7 @@ class InputDecoder:
 
         The rest is empty, unless the arguments end before the input begins or within an escape.
         """
-        return "" if self._is_closing(0) else self._pop_unread()
+        return "" if self._can_be_end_of_arguments(0) else self._pop_unread()
 
     def _read_opening(self) -> None:
         """Read the opening `{"input": "` of the call's arguments, if all of it has arrived.
@@ -91,9 +91,9 @@ class InputDecoder:
         Mutates: `_unread`, from which the decoded text is removed.
         """
         decoded: list[str] = []
-        text, at = self._unread, 0
+        text, at = self._unread, 0  # `at` is the index of the next character in the unread text
         while at < len(text):
-            if _CUT_ESCAPE.match(text, at) or self._is_closing(at):
+            if _CUT_ESCAPE.match(text, at) or self._can_be_end_of_arguments(at):
                 break
             if plain := _PLAIN.match(text, at):
                 part = plain[0]
@@ -108,8 +108,8 @@ class InputDecoder:
         self._unread = text[at:]
         return "".join(decoded)
 
-    def _is_closing(self, at: int) -> bool:
-        """Return whether the unread text, starting at index `at`, can be the end of the arguments.
+    def _can_be_end_of_arguments(self, at: int) -> bool:
+        """Return whether `_unread[at:]` can be the last characters of the arguments.
 
         Examples: `"`, `"}` and `"` followed by a line break can be the end, but `", "a": 1}` and an
         empty text cannot.

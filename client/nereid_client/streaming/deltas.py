@@ -252,7 +252,7 @@ async def merged(
                 yield delta
         await reader  # raises the error of the backend, if there was one
     finally:
-        reader.cancel()
+        reader.cancel()  # `fill` then closes `deltas`
         await asyncio.gather(reader, return_exceptions=True)
 
 

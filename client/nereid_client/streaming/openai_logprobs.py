@@ -75,11 +75,11 @@ class CompletionLogprobs:
         self._next_position = 0  # the position after the last token that was found
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
+    def add_prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
         """Return the part of the field `logprobs` that describes the prompt.
 
-        Call this method before the first delta is added. `_recent_text` is then exactly the prompt,
-        with which the text of the choice starts, and `_recent_start` is 0.
+        Call this method before `add`. Until then, `_recent_text` is the echoed prompt, with which
+        the text of the choice starts at the position 0.
 
         Mutates: `_next_position`, which becomes the end of the prompt.
 
@@ -88,12 +88,12 @@ class CompletionLogprobs:
             logprobs: for each token, its log-probability and those of the most likely tokens. The
                 first token has None, because no token comes before it.
         """
+        prompt = self._recent_text
         part = _empty()
-        # `is_last` is True below, because the text of the prompt is complete.
-        texts = _prompt_token_texts(self._recent_text, token_ids, logprobs)
+        texts = _prompt_token_texts(prompt, token_ids, logprobs)
         for text, token_id, entries in zip(texts, token_ids, logprobs, strict=True):
             part["tokens"].append(self._token_name(text, token_id))
-            part["text_offset"].append(self._locate(text, is_last=True))
+            part["text_offset"].append(self._locate(text, is_last=True))  # the text is complete
             if entries is None:
                 part["token_logprobs"].append(None)
                 part["top_logprobs"].append(None)
@@ -102,8 +102,7 @@ class CompletionLogprobs:
                 part["top_logprobs"].append(self._likely_prompt_tokens(entries))
         # The text of the first delta starts directly after the prompt. The search for the next
         # token therefore starts there, even if the last token of the prompt was not found.
-        end_of_prompt = self._recent_start + len(self._recent_text)
-        self._next_position = end_of_prompt
+        self._next_position = len(prompt)
         return part
 
     def _likely_prompt_tokens(self, entries: Mapping[str, PromptLogprob]) -> dict[str, float]:
@@ -124,12 +123,10 @@ class CompletionLogprobs:
             search for the tokens of the next delta starts.
 
         Args:
-            text: the text of the delta. The text of the delta's last tokens may be missing, and
-                arrive with a later delta. Such a token is expected directly after the token before
-                it.
+            text: the text of the delta. It may end before the text of the last tokens, which then
+                arrives with a later delta.
             entries: the log-probabilities of the delta's tokens.
-            is_last: whether this is the last delta of the choice. A token whose text is missing is
-                then not in the text at all, for example because a stop string cut the token off.
+            is_last: whether this is the last delta of the choice, so that no text is still to come.
         """
         self._append_text(text)
         part = _empty()
@@ -205,7 +202,8 @@ class CompletionLogprobs:
 
         Args:
             piece: the text of the token.
-            is_last: whether the text of the choice is complete.
+            is_last: whether the text of the choice is complete. Otherwise, a piece whose text has
+                not arrived yet gets the position directly after the previous token.
         """
         is_first_token = self._next_position == 0
         if is_first_token:  # some tokenizers put a space before it, which the text does not have
@@ -226,12 +224,14 @@ class CompletionLogprobs:
 
         Args:
             piece: the text of the token.
-            is_last: whether the text of the choice is complete. Otherwise, the missing end of the
-                piece, or the whole piece, can still arrive, so it is found at the expected index.
+            is_last: whether the text of the choice is complete. Otherwise, a piece that can still
+                arrive at the expected index counts as found.
         """
         expected_index = self._next_position - self._recent_start
         arrived = self._recent_text[expected_index : expected_index + len(piece)]
         has_arrived = arrived == piece
+        # `arrived` is the beginning of the piece if the text ends within the piece, and "" if the
+        # text ends before the piece.
         may_still_arrive = not is_last and piece.startswith(arrived)
         if has_arrived or may_still_arrive:
             return expected_index
@@ -240,7 +240,7 @@ class CompletionLogprobs:
         return None if index < 0 else index
 
 
-def joined(parts: Iterable[Json]) -> Json:
+def join_logprobs(parts: Iterable[Json]) -> Json:
     """Join the parts of a choice's log-probabilities into one field `logprobs`.
 
     Example: {"tokens": ["a"], ...} and {"tokens": ["b"], ...} return {"tokens": ["a", "b"], ...}.
@@ -285,11 +285,14 @@ def _prompt_token_texts(
 
     The entries of `logprobs` contain the texts. The first token has no entry, so its text is the
     text of the prompt before the second token.
+
+    Example: the prompt "a cat", and the entry of the second token with the text " cat", return
+    ["a", " cat"].
     """
     later_texts = []
     for token_id, entries in zip(token_ids[1:], logprobs[1:], strict=True):
-        entry = (entries or {})[str(token_id)]  # only the first token has no entries
-        later_texts.append(entry["decoded_token"] or "")
+        assert entries is not None  # only the first token has no entries
+        later_texts.append(entries[str(token_id)]["decoded_token"] or "")
     return [_first_token_text(prompt, later_texts), *later_texts]
 
 

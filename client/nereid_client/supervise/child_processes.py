@@ -8,7 +8,6 @@ the parent of such a process ends, `nereid serve` therefore becomes the new pare
 import collections
 import contextlib
 import ctypes
-import io
 import os
 import re
 import signal
@@ -98,11 +97,13 @@ class ChildProcess:
         Raises: OSError if the program cannot be started.
         """
         self.name = name
-        # `_record` fills these attributes from the output of the program.
+        # `_record_for_diagnosis` fills these attributes from the output of the program.
         self.error_lines: collections.deque[str] = collections.deque(maxlen=_NUM_ERROR_LINES)
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
         self.model_errors: list[str] = []  # why models reject a setting or have stopped
-        self.first_model_error_at = float("inf")  # infinity if there is no such error
+        # Infinity if there is no such error. The supervisor restarts the program some time after
+        # the first error, so that the model can answer its waiting requests.
+        self.first_model_error_at = float("inf")
         self.crash_line: str | None = None  # the line with which a Triton server reports its crash
 
         self._process = subprocess.Popen(
@@ -111,7 +112,7 @@ class ChildProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C in the terminal does not reach the program
             preexec_fn=_die_with_parent,
             pass_fds=files,
         )
@@ -182,18 +183,20 @@ class ChildProcess:
         Call `on_line` with the lines that the user should see: the lines that start with `nereid:`,
         except errors.
         """
-        with contextlib.closing(self._process.stdout or io.BytesIO()) as output:
+        output = self._process.stdout
+        assert output is not None  # because of stdout=PIPE in the constructor
+        with contextlib.closing(output):
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\r\n")
                 # An error means that the log is closed or that the disk is full.
                 with contextlib.suppress(ValueError, OSError):
                     log.write(line + "\n")
-                self._record(line)
+                self._record_for_diagnosis(line)
                 if line.startswith(MESSAGE_PREFIX) and not line.startswith(ERROR_PREFIX):
                     on_line(line)
 
-    def _record(self, line: str) -> None:
-        """Store what a line of the program's output reports.
+    def _record_for_diagnosis(self, line: str) -> None:
+        """Store a line of the program's output, for the message about a failure of the program.
 
         An error is added to `error_lines`, and another line to `last_lines`. Empty lines and the
         lines of tables, such as the server's list of models, are left out. If the line reports a
@@ -317,7 +320,7 @@ def descendants_of(pid: int) -> list[Process]:
     descendants: list[Process] = []
     unvisited = [pid]
     while unvisited:
-        running = [child for child in children[unvisited.pop()] if child.state != ZOMBIE]
+        running = [child for child in children.get(unvisited.pop(), []) if child.state != ZOMBIE]
         descendants += running
         unvisited += [child.pid for child in running]
     return descendants
@@ -345,7 +348,8 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
 def _descendants(keep: Collection[int] = ()) -> list[int]:
     """Return the ids of the running descendants of this process, parents first.
 
-    Descendants that have ended are reaped, which removes them from the kernel's list of processes.
+    Direct children that have ended are reaped, which removes them from the kernel's list of
+    processes. Only the parent of a process can reap it.
 
     Args:
         keep: ids of processes that are left out, with their descendants.
@@ -354,11 +358,12 @@ def _descendants(keep: Collection[int] = ()) -> list[int]:
     running: list[int] = []
     unvisited = [os.getpid()]
     while unvisited:
-        for child in children[unvisited.pop()]:
+        for child in children.get(unvisited.pop(), []):
             if child.pid in keep:
                 continue
             unvisited.append(child.pid)
-            if not _reap(child.pid):
+            has_ended = _reap_if_ended(child.pid)
+            if not has_ended:
                 running.append(child.pid)
     return running
 
@@ -389,12 +394,12 @@ def _process(entry: Path) -> Process | None:
     return Process(int(entry.name), parent, name, fields[0], int(fields[-1]))
 
 
-def _reap(pid: int) -> bool:
-    """Return whether a process has ended. Reap the process if it has ended.
+def _reap_if_ended(pid: int) -> bool:
+    """Return whether a process has ended. If it has ended and is a direct child, reap the process.
 
     Return True also for a zombie that another process must reap.
     """
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ChildProcessError):  # raised if the process is not a direct child
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     process = process_of(pid)
     return process is None or process.state == ZOMBIE

@@ -11,7 +11,7 @@ from typing import Any
 from nereid_client.middleware.request_metrics import SUPERVISOR_USER_AGENT
 
 _ANSWER_TIMEOUT_S = 600.0
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_OPENER_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Connects without a proxy, because the servers run on this machine."""
 
 
@@ -50,7 +50,7 @@ def fetch(
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, headers)
     try:
-        with _DIRECT.open(request, timeout=timeout_s) as answer:
+        with _OPENER_WITHOUT_PROXY.open(request, timeout=timeout_s) as answer:
             return Answer(answer.status, answer.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
         with error:

@@ -185,10 +185,16 @@ def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     meminfo = _numbers((proc / "meminfo").read_text(), r"^(\w+):\s+(\d+) kB")
     total = 1024 * meminfo["MemTotal"]
     available = 1024 * meminfo["MemAvailable"]
-    # The kernel has two versions of control groups, which use different file names.
-    version_2 = _container_memory(cgroup, "memory.max", "memory.current", "inactive_file")
+    # The kernel has two versions of control groups, which use different names. The used bytes
+    # include cached pages of files, of which the kernel can free the inactive pages at once.
+    version_2 = _container_memory(
+        cgroup, limit="memory.max", used="memory.current", freeable="inactive_file"
+    )
     version_1 = _container_memory(
-        cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        cgroup / "memory",
+        limit="memory.limit_in_bytes",
+        used="memory.usage_in_bytes",
+        freeable="total_inactive_file",
     )
     for container in (version_2, version_1):
         if container is not None and container.total < total:
@@ -197,24 +203,27 @@ def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     return Memory(total, available)
 
 
-def _container_memory(folder: Path, limit: str, used: str, cached: str) -> Memory | None:
+def _container_memory(folder: Path, *, limit: str, used: str, freeable: str) -> Memory | None:
     """Return the memory of a container, or None if it has no limit.
+
+    Version 1 of control groups has no special value for "no limit". The limit is then a number that
+    is larger than the memory of any machine.
 
     Args:
         folder: the folder of the control group.
         limit: the name of the file with the limit.
         used: the name of the file with the used bytes.
-        cached: the entry of memory.stat with the bytes of files that can be freed at once.
+        freeable: the entry of memory.stat with the used bytes that the kernel can free at once.
     """
     try:
-        # The file is missing outside of a container. In a container without a limit, it contains
-        # "max".
+        # Outside of a container, the file is missing. In a container without a limit, the file of
+        # version 2 contains "max".
         limit_bytes = int((folder / limit).read_text())
         used_bytes = int((folder / used).read_text())
         stat = _numbers((folder / "memory.stat").read_text(), r"^(\w+) (\d+)$")
     except (OSError, ValueError):
         return None
-    return Memory(limit_bytes, limit_bytes - used_bytes + stat.get(cached, 0))
+    return Memory(limit_bytes, limit_bytes - used_bytes + stat.get(freeable, 0))
 
 
 def _numbers(text: str, pattern: str) -> dict[str, int]:

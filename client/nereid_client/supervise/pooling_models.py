@@ -150,8 +150,8 @@ class PoolingWarmUp(threading.Thread):
     Args:
         frontend: a client of the frontend.
         models: the pooling models.
-        is_ready: an event that is set when the server is ready. The thread waits for this event,
-            because the frontend would log each earlier request as a failure.
+        server_is_ready: an event that is set when the server is ready. The thread waits for this
+            event, because the frontend would log each earlier request as a failure.
 
     Attributes:
         curls: for each model that has answered, a shell command with a request that works.
@@ -159,14 +159,17 @@ class PoolingWarmUp(threading.Thread):
     """
 
     def __init__(
-        self, frontend: FrontendClient, models: Sequence[PoolingModel], is_ready: threading.Event
+        self,
+        frontend: FrontendClient,
+        models: Sequence[PoolingModel],
+        server_is_ready: threading.Event,
     ) -> None:
         super().__init__(daemon=True)
         self.curls: list[str] = []
         self.failure: str | None = None
         self._frontend = frontend
         self._models = list(models)
-        self._is_ready = is_ready
+        self._server_is_ready = server_is_ready
 
     @property
     def is_done(self) -> bool:
@@ -181,7 +184,7 @@ class PoolingWarmUp(threading.Thread):
         Mutates: `curls`, to which a shell command for each example request is added. If a model
             cannot answer, `failure` becomes the reason, and the other models are not tested.
         """
-        self._is_ready.wait()
+        self._server_is_ready.wait()  # the warm-up of the language model sets this event
         for model in self._models:
             path, body = model.example
             answer = self._post_until_available(path, body)

@@ -23,7 +23,7 @@ variable. If the variable is already set, `nereid serve` starts no fork server."
 _EXECUTOR = "executor"
 _PACKAGE = "nereid_backend"
 _MODULE = f"{_PACKAGE}.serving.process.forking.fork_server"
-_IMPORTS = (f"{_PACKAGE}.engine.engine", f"{_PACKAGE}.pooling.pooling_engine")
+_MODULES_TO_IMPORT = (f"{_PACKAGE}.engine.engine", f"{_PACKAGE}.pooling.pooling_engine")
 # If this environment variable is set, the server uses a test engine that does not need torch.
 _TEST_ENGINE_VARIABLE = "NEREID_ENGINE"
 
@@ -76,5 +76,8 @@ def start_fork_server(
         listener.bind(f"\0{address}")  # an address that begins with a null byte needs no file
         listener.listen()
         descriptor = listener.fileno()
-        command = [sys.executable, "-m", _MODULE, str(descriptor), *_IMPORTS]
-        return ChildProcess("the fork server", command, environment, log, on_line, [descriptor])
+        command = [sys.executable, "-m", _MODULE, str(descriptor), *_MODULES_TO_IMPORT]
+        # The fork server inherits the open socket, so this process can then close its own copy.
+        return ChildProcess(
+            "the fork server", command, environment, log, on_line, files=[descriptor]
+        )

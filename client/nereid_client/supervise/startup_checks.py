@@ -58,7 +58,7 @@ def check_embedded_numpy(installed: str | None = None) -> None:
 def check_checkpoint(path: Path, source: str = "--model") -> None:
     """Check that a path is a Hugging Face checkpoint with complete safetensors files.
 
-    The backend checks GGUF files.
+    An existing GGUF file is accepted, too. The backend checks its content when it loads the file.
 
     Args:
         path: the path of the checkpoint.
@@ -74,7 +74,9 @@ def check_checkpoint(path: Path, source: str = "--model") -> None:
 
 
 def _check_checkpoint(path: Path) -> None:
-    """Check that a path is a checkpoint, as described by `check_checkpoint`.
+    """Check that a path is a GGUF file, or a folder with a complete Hugging Face checkpoint.
+
+    Such a folder has config.json and *.safetensors files, of which none is damaged or missing.
 
     Raises: CliError.
     """
@@ -84,16 +86,16 @@ def _check_checkpoint(path: Path) -> None:
             "machine. `hf download NAME --local-dir FOLDER` downloads one."
         )
     is_gguf_file = path.suffix == ".gguf" and path.is_file()
-    if is_gguf_file:
+    if is_gguf_file:  # the backend checks its content
         return
     if not path.is_dir():
         raise CliError(
             f"{path} is not a folder. Give the folder that contains config.json, or a GGUF file."
         )
-    _check_files(path)
+    _check_checkpoint_files(path)
 
 
-def _check_files(folder: Path) -> None:
+def _check_checkpoint_files(folder: Path) -> None:
     """Check that a folder contains the files of a checkpoint, and that the files are complete.
 
     Raises: CliError.

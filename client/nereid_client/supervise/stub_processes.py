@@ -34,7 +34,7 @@ _RESCAN_EVERY_S = 5.0
 _ZOMBIE_S = 0.4  # a stub that is a zombie for this many seconds is reported as dead
 # A stub that has disappeared is reported as dead only after this many seconds. When a server stops,
 # its stubs disappear shortly before the server. These stubs must not be reported.
-_VANISHED_S = 2.0
+_DISAPPEARED_S = 2.0
 _CHECK_EVERY_S = 1.0
 _HANGS_AFTER_S = 5.0
 
@@ -45,7 +45,8 @@ class StubWatch:
     Attributes:
         are_models_loaded: whether all models have answered. Until then, a stub can end because its
             model rejects a setting.
-        has_crashed: whether a signal ended the dead stub that was found. False if the stub exited.
+        has_stub_crashed: whether a signal ended the dead stub that was found. False if the stub
+            exited.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class StubWatch:
             clock: a function that returns a time in seconds. The time never decreases.
             can_unload: whether the server can unload models, which ends their stubs.
         """
-        self.are_models_loaded = False
-        self.has_crashed = False
+        self.are_models_loaded = False  # the supervisor sets it when all models have answered
+        self.has_stub_crashed = False  # `find_dead_model` sets it when it finds a dead stub
         self._server = server
         self._clock = clock
         self._can_unload = can_unload
@@ -89,7 +90,7 @@ class StubWatch:
         as dead only after it has been in one of these two states for some time.
 
         Mutates: `_models` and `_dead_since`, which contain the observed stubs and those that have
-            ended. If a model is returned, also `has_crashed`.
+            ended. If a model is returned, also `has_stub_crashed`.
         """
         now = self._clock()
         if now >= self._rescan_due:
@@ -101,19 +102,21 @@ class StubWatch:
             if is_running:
                 continue
             has_disappeared = process is None
-            if has_disappeared and self._server_may_end_stubs():
+            if has_disappeared and self._may_have_been_ended_by_server():
                 self._forget(pid)
                 continue
-            limit_s = _VANISHED_S if has_disappeared else _ZOMBIE_S
+            # The stubs of a stopping server disappear shortly before the server, which is no
+            # failure. The limit is therefore longer for a stub that has disappeared.
+            limit_s = _DISAPPEARED_S if has_disappeared else _ZOMBIE_S
             dead_since = self._dead_since.setdefault(pid, now)
             if now - dead_since >= limit_s:
                 # Only a zombie has an exit status, which shows whether a signal such as SIGSEGV
                 # ended the stub.
-                self.has_crashed = process is not None and process.has_crashed
+                self.has_stub_crashed = process is not None and process.has_crashed
                 return model
         return None
 
-    def _server_may_end_stubs(self) -> bool:
+    def _may_have_been_ended_by_server(self) -> bool:
         """Return whether the server may have ended a stub process on purpose.
 
         The server ends a stub if it unloads the stub's model, or if the model cannot be loaded.

@@ -61,4 +61,4 @@ class SupervisedProgram:
         processes: the server aborts, a stub process dies, or the server abandons a stub process.
         """
         stubs = self.stubs
-        return self.child.has_crashed or stubs.has_crashed or stubs.detect_hang()
+        return self.child.has_crashed or stubs.has_stub_crashed or stubs.detect_hang()

@@ -103,6 +103,7 @@ class Supervisor:
             environment = plan.server.environment
             self._fork_server = start_fork_server(plan.fork_server, environment, log, say)
         for program in (plan.server, plan.frontend_program):
+            # The constructor of SupervisedProgram starts the program.
             self._programs.append(SupervisedProgram(program, plan.restarts, log))
         self._start_warm_up()
 
@@ -130,14 +131,17 @@ class Supervisor:
                 self._hang_watches.append(watch)
 
     def _report_progress(self) -> None:
-        """When all models have answered, print that the server is ready.
+        """When all models have answered, end the warm-up, and print that the server is ready.
 
         Until then, print from time to time what the server is waiting for.
+
+        Mutates: `_warm_up`, which is None after the warm-up.
         """
         warm_up = self._warm_up
         if warm_up is None:  # all models have answered
             return
         elapsed_s = time.monotonic() - self._started
+        # `curl` is the shell command for the first answered request to the language model.
         if warm_up.curl is not None and self._pooling_warm_up.is_done:
             curls = [warm_up.curl, *self._pooling_warm_up.curls]
             self._end_warm_up(curls, elapsed_s)
@@ -148,8 +152,8 @@ class Supervisor:
     def _end_warm_up(self, curls: list[str], elapsed_s: float) -> None:
         """Print that all models answer. After the first start, also start the hang detection.
 
-        Mutates: `_warm_up`, which becomes None, `_is_announced`, which becomes True, and the
-            object that observes the stubs, which are the processes of the server's Python models.
+        Mutates: `_warm_up`, which becomes None, `_is_announced`, which becomes True, and
+            `_server.stubs`, which observes the processes of the server's Python models.
 
         Args:
             curls: for each model, a shell command that sends a request to the model.
@@ -159,7 +163,7 @@ class Supervisor:
         # While a model is loading, its stub may end because the model rejects a setting. A stub
         # that disappears from now on has died.
         self._server.stubs.are_models_loaded = True
-        if self._is_announced:
+        if self._is_announced:  # after a restart, which has already started the hang detection
             say(f"nereid: everything answers again after {elapsed_s:.1f} s")
             return
         self._is_announced = True
@@ -190,7 +194,7 @@ class Supervisor:
         return failure
 
     def _plan_restart(self, program: SupervisedProgram, failure: str) -> int | None:
-        """End a failed program, and set the time of its restart.
+        """End a failed program, and set the time of its restart, unless no restart is allowed.
 
         Returns: the exit code if the program must not be restarted again, else None.
         """
@@ -204,7 +208,7 @@ class Supervisor:
         when = "now" if wait_s == 0 else f"in {wait_s:g} s"
         restart = program.restarts.describe()
         complain(f"nereid: {failure}; it is started again {when} ({restart})")
-        self._clean_up(program)
+        self._end_processes_of(program)
         program.restart_at = time.monotonic() + wait_s
         return None
 
@@ -213,22 +217,25 @@ class Supervisor:
         server = self._server
         # A model that stops reports an error, answers its waiting requests, and rejects all further
         # requests. Before the first announcement, the server itself exits after such an error.
-        error_age_s = time.monotonic() - server.child.first_model_error_at
+        error_age_s = time.monotonic() - server.child.first_model_error_at  # -inf without an error
         has_answered_waiting_requests = error_age_s > _LAST_RESPONSES_S
         if self._is_announced and has_answered_waiting_requests:
             return f"{server.name}: {server.child.model_errors[0]}"
-        # The warm-up waits until each model has answered a request. Meanwhile, the server starts a
-        # stub process for each Python model, and can wait forever for the end of a running stub.
         is_warming_up = self._warm_up is not None
-        if is_warming_up and server.stubs.detect_hang():
-            return f"{server.name} waits for the end of a stub process that is still running"
-        if is_warming_up and self._warm_up_failure is not None:
-            return self._warm_up_failure
-        # After the warm-up, each watch sends test requests to one model.
-        for watch in self._hang_watches:
-            if watch.finding is not None:
-                return watch.finding
-        return None
+        failure = self._failure_during_warm_up() if is_warming_up else None
+        # After the first warm-up, each watch sends test requests to one model.
+        findings = (watch.finding for watch in self._hang_watches)
+        return failure or next(filter(None, findings), None)
+
+    def _failure_during_warm_up(self) -> str | None:
+        """Return the reason why the warm-up cannot end, or None if it continues.
+
+        Meanwhile, the server starts a stub process for each Python model, and can wait forever for
+        the end of a stub that is still running.
+        """
+        if self._server.stubs.detect_hang():
+            return f"{self._server.name} waits for the end of a stub process that is still running"
+        return self._warm_up_failure
 
     @property
     def _warm_up_failure(self) -> str | None:
@@ -236,7 +243,7 @@ class Supervisor:
         warm_up_failure = self._warm_up.failure if self._warm_up is not None else None
         return warm_up_failure or self._pooling_warm_up.failure
 
-    def _clean_up(self, program: SupervisedProgram) -> None:
+    def _end_processes_of(self, program: SupervisedProgram) -> None:
         """End all processes of a failed program, and remove the program's shared memory."""
         # The program may hang, so it is killed at once. Its waiting requests then fail immediately.
         program.child.kill()
@@ -261,6 +268,8 @@ class Supervisor:
             program.start()
             if program is self._server:
                 self._watch_for_hangs()
+            # A warm-up that still waits also waits for the restarted program. It started before the
+            # failure, and the printed time includes the time of the restart.
             is_warming_up = self._warm_up is not None and self._warm_up_failure is None
             if not is_warming_up:
                 self._started = time.monotonic()

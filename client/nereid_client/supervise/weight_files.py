@@ -51,7 +51,8 @@ def _damage_of_shards(folder: Path, index: Path) -> str | None:
 def tensors_of(path: Path) -> list[dict[str, Any]]:
     """Return the headers of all tensors in a safetensors file.
 
-    A header has the keys dtype, shape and data_offsets. The list is empty if the file is damaged.
+    A header has the keys dtype, shape and data_offsets. The list is empty if the file is damaged or
+    cannot be read. For example, JSON that is not an object causes an AttributeError.
     """
     try:
         with path.open("rb") as file:

@@ -40,12 +40,11 @@ async def forward_to_worker(request: Request, error: Exception) -> Response:
     request is not forwarded, because the routes that raise this error have no body. If the other
     worker has ended, the response has the status 503.
     """
-    if not isinstance(error, RunsElsewhereError):  # only for the type checker
-        raise error
+    assert isinstance(error, RunsElsewhereError)  # the signature is that of Starlette's handlers
     try:
         response = await _send(_this_worker(request), error.worker, request, b"")
     except ApiError as unavailable:
-        return error_response(unavailable, request.scope)
+        return error_response(unavailable, request.scope)  # the scope decides the error's format
     if response.media_type.startswith(EventStream.media_type):
         return EventStream(response.body())
     content = await response.read_all()

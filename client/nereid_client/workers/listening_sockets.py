@@ -6,7 +6,7 @@ import socket
 _NUM_DUPLICATES = 16
 
 
-def listening_socket(host: str, port: int, *, is_shared: bool = True) -> socket.socket:
+def bound_socket(host: str, port: int, *, is_shared: bool = True) -> socket.socket:
     """Return a TCP socket that is bound to an address but does not yet listen.
 
     Args:
@@ -21,6 +21,7 @@ def listening_socket(host: str, port: int, *, is_shared: bool = True) -> socket.
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:
+        # Otherwise, the socket would also use the IPv4 port, which can have its own socket.
         bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     if is_shared:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -41,7 +42,7 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
     return [
         duplicate
         for one in hosts
-        for duplicate in with_duplicates(listening_socket(str(one), port, is_shared=False))
+        for duplicate in with_duplicates(bound_socket(str(one), port, is_shared=False))
     ]
 
 

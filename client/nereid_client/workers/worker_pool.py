@@ -20,7 +20,7 @@ from nereid_client.responses import response_store
 from nereid_client.settings import Settings, SettingsError
 from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
 from nereid_client.workers import shared_limits
-from nereid_client.workers.listening_sockets import listening_socket, with_duplicates
+from nereid_client.workers.listening_sockets import bound_socket, with_duplicates
 from nereid_client.workers.place import WorkerPlace
 
 _CHECK_EVERY_S = 0.05
@@ -114,10 +114,12 @@ class WorkerPool:
             return 1
         _delete_abandoned_folders()
         prefix = f"{_FOLDER_PREFIX}{os.getpid()}-"
+        # `reserved` stays open, so that no other program takes the port while no worker listens.
         with reserved, tempfile.TemporaryDirectory(prefix=prefix) as folder:
             self._handle_signals()
+            actual_port = reserved.getsockname()[1]  # differs from `port` if `port` is 0
             try:
-                return self._run(Path(folder), reserved.getsockname()[1])
+                return self._run(Path(folder), actual_port)
             finally:
                 self._end_all()
 
@@ -179,13 +181,10 @@ class WorkerPool:
 
         Returns: the exit code of the frontend if the worker must not be restarted, else None.
         """
-        # A worker creates its socket when it is ready. Without a socket, the worker has failed
-        # during its start, and a new worker would fail, too.
-        socket_path = Path(worker.place.socket_path(worker.place.number))
-        has_started = socket_path.exists()
-        socket_path.unlink(missing_ok=True)
-        _forget_worker(worker.place)
-        # `record_failure` returns None if the worker has been restarted too often in a row.
+        has_started = _remove_socket(worker.place)  # a worker creates its socket when it is ready
+        _delete_requests_and_responses(worker.place)
+        # `record_failure` returns None if the worker has been restarted too often in a row. A new
+        # worker would also fail if this worker has failed during its start.
         wait_s = worker.restarts.record_failure() if has_started else None
         ended = _describe_end(code)
         if wait_s is None:
@@ -256,8 +255,8 @@ def _reserve_port(host: str, port: int) -> socket.socket:
     """
     # The first socket is not shared, so this line raises an error if any other program uses the
     # port. A shared socket would raise no error if that program were a second frontend.
-    listening_socket(host, port, is_shared=False).close()
-    return listening_socket(host, port)
+    bound_socket(host, port, is_shared=False).close()
+    return bound_socket(host, port)
 
 
 def _create_databases(place: WorkerPlace) -> None:
@@ -267,10 +266,21 @@ def _create_databases(place: WorkerPlace) -> None:
     """
     # To delete the rows of a worker, a database is opened, which creates a missing database. The
     # new databases have no rows.
-    _forget_worker(place)
+    _delete_requests_and_responses(place)
 
 
-def _forget_worker(place: WorkerPlace) -> None:
+def _remove_socket(place: WorkerPlace) -> bool:
+    """Delete the Unix socket of an ended worker.
+
+    Returns: whether the worker had a socket, which a worker creates when it is ready.
+    """
+    path = Path(place.socket_path(place.number))
+    has_socket = path.exists()
+    path.unlink(missing_ok=True)
+    return has_socket
+
+
+def _delete_requests_and_responses(place: WorkerPlace) -> None:
     """Delete the running requests and responses of an ended worker from the databases."""
     shared_limits.forget_worker(place.requests_path, place.number)
     response_store.delete_running(place.responses_path, place.number)
@@ -280,7 +290,7 @@ def worker_sockets(place: WorkerPlace, host: str) -> list[socket.socket]:
     """Return the TCP sockets of a worker on the shared port, and the worker's Unix socket."""
     local = socket.socket(socket.AF_UNIX)
     local.bind(place.socket_path(place.number))
-    return [*with_duplicates(listening_socket(host, place.port)), local]
+    return [*with_duplicates(bound_socket(host, place.port)), local]
 
 
 def _prepare_worker() -> None:

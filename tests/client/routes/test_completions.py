@@ -4,7 +4,7 @@ import json
 
 import pytest
 from fakes.echo import logprob_of, token_id_of
-from nereid_client.streaming.openai_logprobs import joined
+from nereid_client.streaming.openai_logprobs import join_logprobs
 
 pytestmark = pytest.mark.anyio
 
@@ -130,7 +130,7 @@ async def test_logprobs_are_streamed_once_with_offsets_in_the_whole_text(complet
         (choice,) = chunk["choices"]
         if choice["logprobs"]:
             parts[choice["index"]].append(choice["logprobs"])
-    assert [joined(part) for part in parts] == whole
+    assert [join_logprobs(part) for part in parts] == whole
     assert whole[0]["text_offset"] == [0, 2, 4, 6, 7]
 
 

@@ -1,7 +1,7 @@
 """The text offsets of tokens in a text completion."""
 
 import pytest
-from nereid_client.streaming.openai_logprobs import CompletionLogprobs, joined
+from nereid_client.streaming.openai_logprobs import CompletionLogprobs, join_logprobs
 
 
 def entry(token, raw=None):
@@ -60,7 +60,7 @@ def test_a_prompts_token_without_bytes_costs_the_next_ones_nothing():
         {str(n): {"logprob": -1.0, "rank": 1, "decoded_token": token}}
         for n, token in enumerate(tokens)
     ]
-    part = scores.prompt([0, 1, 2, 3, 4], [None, *facts[1:]])
+    part = scores.add_prompt([0, 1, 2, 3, 4], [None, *facts[1:]])
     assert part["text_offset"] == [0, 1, 2, 2, 3]
     assert part["tokens"][0] == "a"
 
@@ -81,7 +81,7 @@ def test_the_prompts_first_token_is_what_comes_before_the_second(text, rest, fir
         for n, token in enumerate(rest, 1)
     ]
     ids = list(range(len(rest) + 1))
-    part = CompletionLogprobs(echoed_prompt=text).prompt(ids, [None, *facts])
+    part = CompletionLogprobs(echoed_prompt=text).add_prompt(ids, [None, *facts])
     assert part["tokens"][0] == first
     assert part["token_logprobs"] == [None, *[-1.0] * len(rest)]
 
@@ -95,4 +95,4 @@ def test_text_that_comes_late_changes_no_offset(size):
         scores.add(text[n * size : (n + 1) * size], [entries[n]], is_last=False) for n in range(4)
     ]
     parts.append(scores.add(text[4 * size :], [], is_last=True))
-    assert joined(parts)["text_offset"] == [0, 3, 7, 13]
+    assert join_logprobs(parts)["text_offset"] == [0, 3, 7, 13]

@@ -38,7 +38,7 @@ def test_no_fork_server_without_the_backend(repository, monkeypatch):
 
 
 def test_fork_server_inherits_a_socket_and_ends_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(fork_server, "_IMPORTS", ())
+    monkeypatch.setattr(fork_server, "_MODULES_TO_IMPORT", ())
     with (tmp_path / "log").open("w") as log:
         process = start_fork_server("nereid-test-address", {"PATH": ""}, log, print)
         assert process.exit_code is None
@@ -50,7 +50,7 @@ def test_fork_server_inherits_a_socket_and_ends_at_once(tmp_path, monkeypatch):
 def test_the_fork_server_imports_the_engine_and_its_libraries():
     program = (
         "import importlib, sys\n"
-        f"for name in {fork_server._IMPORTS!r}: importlib.import_module(name)\n"
+        f"for name in {fork_server._MODULES_TO_IMPORT!r}: importlib.import_module(name)\n"
         "needed = ['torch', 'transformers', 'nereid_backend.engine.engine']\n"
         "print([name for name in needed if name not in sys.modules])\n"
     )

@@ -83,7 +83,7 @@ def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, number, has_
     process.send_signal(number)
     try:
         assert look_for(watch, 60)
-        assert watch.has_crashed == has_crashed
+        assert watch.has_stub_crashed == has_crashed
     finally:
         process.wait()
 

@@ -190,7 +190,7 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
     if len(contexts_of(request).all) > 1:  # the model in the body decides which limits hold
         return await _read_body_and_select_model(request, max_prompts)
     limits = await context_of(request).limits.get()
-    if limits is None:  # not yet published by the tokenizer model, which also checks its limits
+    if limits is None:  # the tokenizer model, which also checks the limits, has published none yet
         return await read_body(request)
     limits.check_size(_content_length(request), max_prompts)
     raw = await _read_with_limit(request, limits)
@@ -291,8 +291,9 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
     try:
         async for chunk in request.stream():
             chunks.append(chunk)
+            # The last index in this chunk at which a prompt may start, or -1.
             last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
-            may_start_prompt = last_start >= 0  # `rfind` returns -1 if the character is missing
+            may_start_prompt = last_start >= 0
             if may_start_prompt:
                 num_bytes_of_prompt = len(chunk) - (last_start + 1)
             else:

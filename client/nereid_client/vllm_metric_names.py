@@ -43,8 +43,8 @@ _TRITON_LABEL = 'model_name="llm"'
 def with_vllm_names(page: str, model_name: str) -> str:
     """Rename the Triton server's metrics to vLLM's names, and change the labels.
 
-    The label `model_name` gets the name of the model in requests. The label `engine`, which all
-    metrics of vLLM have, is added. Metrics that vLLM does not have do not change.
+    The label `model_name` gets the name of the model in requests. The label `engine`, the number of
+    the engine in vLLM, is added if it is missing. Metrics that vLLM does not have do not change.
 
     Example: with the model name "chat", the line `nereid:num_requests_running{model_name="llm"} 1`
     becomes `vllm:num_requests_running{model_name="chat",engine="0"} 1`.

@@ -147,8 +147,9 @@ class Responses:
 
         Raises: ApiError if the store is full.
         """
-        self.store.begin(run, len(run.input_items) + run.record(run.builder.opening()))
-        self._gate.enter(run.client)
+        num_event_bytes = run.record(run.builder.opening())
+        self.store.begin(run, len(run.input_items) + num_event_bytes)
+        self._gate.enter(run.client)  # `_end` leaves the gate
         task = asyncio.create_task(self._generate(run, deltas))
         self._tasks[run.id] = task
         task.add_done_callback(lambda task: self._end(run, task))
@@ -211,7 +212,7 @@ class Responses:
                     num_new_bytes = run.record(run.builder.add(delta))
                     self.store.reserve(run, num_new_bytes)
         except TimeoutError:
-            if not limit.expired():
+            if not limit.expired():  # the error does not come from the time limit
                 raise
             raise ApiError(
                 504,

@@ -145,6 +145,7 @@ class ResponseBuilder:
 
     def _add_text(self, text: str, kind: TextKind) -> list[Json]:
         """Append text of one kind. If the current item has another kind, start a new item."""
+        # The log-probabilities of reasoning are removed, too, but only messages contain them.
         entries = self._logprobs.pop(text)
         events = []
         item = self._current_item
@@ -156,7 +157,7 @@ class ResponseBuilder:
 
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
         """Append a piece of a tool call to the call's item. The first piece starts the item."""
-        self._logprobs.clear()
+        self._logprobs.clear()  # calls have no log-probabilities
         events = []
         call = self._current_item
         if not isinstance(call, CallItem) or call.call_index != piece["index"]:

@@ -144,6 +144,7 @@ async def delete_response(request: Request, response_id: str) -> Json:
     found = _find(request, response_id)
     if isinstance(found, BackgroundResponse):
         await responses.cancel(found)
+    # A cancelled response is also stored, unless it does not fit into the store.
     if isinstance(responses.store.find(response_id), StoredResponse):
         responses.store.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}

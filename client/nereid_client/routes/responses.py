@@ -80,8 +80,8 @@ async def create_response(request: Request) -> Response:
     deltas = _generate(request, responses_request, chat_request(responses_request, body, items))
     builder = _new_builder(request, responses_request, is_stored=is_stored)
     if responses_request.background:
-        # `is_stored` is true, because other requests have been refused. The response is in the store
-        # from its start, so that the client can retrieve it.
+        # `is_stored` is true, because other requests have been refused. The response is in the
+        # store from its start, so that the client can retrieve it.
         run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
         return _start_in_background(responses, run, deltas)
 

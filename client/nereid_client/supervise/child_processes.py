@@ -389,9 +389,10 @@ def _process(entry: Path) -> Process | None:
     except OSError:  # the process has ended
         return None
     head, _, rest = status.rpartition(")")  # the name may contain spaces and parentheses
-    fields = rest.split()
-    name, parent = head.partition("(")[2], int(fields[1])
-    return Process(int(entry.name), parent, name, fields[0], int(fields[-1]))
+    # The fields after the name are the state, the parent and others. The exit status is the last.
+    state, parent, *_, exit_status = rest.split()
+    name = head.partition("(")[2]
+    return Process(int(entry.name), int(parent), name, state, int(exit_status))
 
 
 def _reap_if_ended(pid: int) -> bool:

@@ -171,6 +171,9 @@ _REQUIREMENTS = {
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "string_too_short": "a string with at least {min_length} character",
+    "string_too_long": "a string with at most {max_length} characters",
+    "too_short": "at least {min_length} items long",
+    "too_long": "at most {max_length} items long",
 }
 """Maps an error type of pydantic to the end of the sentence "FIELD must be ..."."""
 

@@ -52,12 +52,13 @@ def _raise_settings_errors(labels: Mapping[str, str] | None = None) -> Iterator[
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        # Example: from pydantic's message "Input should be a valid integer, unable to parse string
-        # as an integer", only "be a valid integer" is used. A message with another beginning, such
-        # as "String should have at least 1 character", is used unchanged.
-        requirement = re.sub("^(Value error, )?Input should |, unable to .*", "", first["msg"])
+        # Examples: pydantic's message "Input should be a valid integer, unable to parse string as
+        # an integer" becomes "the value must be a valid integer", and "String should have at least
+        # 1 character" becomes "the value must have at least 1 character".
+        message = re.sub("^Value error, |, unable to .*", "", first["msg"])
+        requirement = re.sub(r"^\w+ should ", "the value must ", message)
         raise SettingsError(
-            f"{labels.get(name, name)}: the value must {requirement}, but it is {first['input']!r}."
+            f"{labels.get(name, name)}: {requirement}, but it is {first['input']!r}."
         ) from None
 
 

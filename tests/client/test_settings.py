@@ -68,6 +68,8 @@ def test_the_message_names_the_variable_the_limit_and_the_value(environment, mes
 def test_the_message_names_the_flag_of_a_wrong_value():
     with pytest.raises(SettingsError, match=r"^--port: the value must be .* but it is '-1'\.$"):
         settings_from_flags(["--port=-1"], {"NEREID_OPENAI_PORT": "9000"})
+    with pytest.raises(SettingsError, match=r"^--host: the value must have at least 1 character"):
+        settings_from_flags(["--host", ""], {})
 
 
 def test_the_constructor_names_the_setting_of_a_wrong_value():

@@ -131,8 +131,8 @@ def _decode_four_bits(
 def _read_state(content: Tensor) -> dict[str, Any]:
     """Parse the JSON object in a tensor of bytes."""
     state = json.loads(bytes(content.tolist()))
-    if not isinstance(state, dict) or int(state["blocksize"]) < 1:
-        raise ValueError("quant_state has no valid blocksize")
+    if not isinstance(state, dict) or int(state["blocksize"]) < 1 or int(state["blocksize"]) % 2:
+        raise ValueError("quant_state has no valid blocksize, which must be an even number")
     return state
 
 

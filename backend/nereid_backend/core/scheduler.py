@@ -331,10 +331,12 @@ class Scheduler:
         if self.drafter is None:
             return
         # A step needs the logits of the last known token and of each draft token. Therefore, a
-        # chunk with as many logits as tokens has only one known token. The exception is a prompt
-        # whose log-probabilities were requested. Its tokens are counted like draft tokens.
+        # chunk with as many logits as tokens has only one known token. The exception is a part of a
+        # prompt whose log-probabilities were requested.
         has_one_known_token_per_chunk = all(
-            chunk.num_tokens == chunk.num_logits for chunk in plan.chunks
+            chunk.num_tokens == chunk.num_logits
+            and chunk.start >= chunk.sequence.num_prompt_tokens - 1
+            for chunk in plan.chunks
         )
         if has_one_known_token_per_chunk:
             num_sequences = len(plan.chunks)

@@ -27,6 +27,9 @@ from nereid_backend.vision.read_wav import (
     resample,
 )
 
+# The kinds of NumPy data types (`dtype.kind`) that an array of audio may have: signed and unsigned
+# integers, and floating-point numbers.
+_KINDS_OF_NUMBERS = "iuf"
 _TYPES = ("audio", "audio_url", "input_audio")
 # The fields of a content part in which a client can send the audio.
 _FIELDS = ("input_audio", "audio_url", "audio", "url")
@@ -169,8 +172,10 @@ def _decode(audio: FoundAudio, limits: ImageLimits) -> tuple[Samples, int]:
     # The source is an array of NumPy.
     assert audio.rate is not None, "an array has no sampling rate"
     check_rate(audio.rate, field)
-    check_duration(len(source), audio.rate, field, limits)
-    samples = np.asarray(source, np.float32)
-    if samples.ndim != 1 or not np.isfinite(samples).all():
+    array = np.asarray(source)
+    has_numbers = array.dtype.kind in _KINDS_OF_NUMBERS
+    if array.ndim == 1 and has_numbers:
+        check_duration(len(array), audio.rate, field, limits)
+    if array.ndim != 1 or not has_numbers or not np.isfinite(array).all():
         raise RequestError(f"{field}: an array of audio must have one axis and finite numbers.")
-    return samples, audio.rate
+    return array.astype(np.float32), audio.rate

@@ -42,4 +42,5 @@ def _add_to_hash(hasher: hashlib.blake2b, value: Any) -> None:  # noqa: ANN401 -
         hasher.update(f"{value.dtype}{value.shape}".encode())
         hasher.update(np.ascontiguousarray(value).data)
     else:
-        hasher.update(repr(value).encode())
+        # The separator distinguishes lists such as [1, 23] and [12, 3].
+        hasher.update(f"{value!r};".encode())

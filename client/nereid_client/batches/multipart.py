@@ -3,6 +3,7 @@
 Starlette's parser would first store the whole file in the temporary folder.
 """
 
+import re
 from collections.abc import Callable
 from urllib.parse import unquote
 
@@ -11,6 +12,9 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from nereid_client.errors import ApiError, shown
 
+# The characters of a file name that browsers and HTTP libraries escape: a quotation mark and line
+# breaks.
+_ESCAPED_CHARACTER = re.compile("%(?:22|0A|0D)")
 _MAX_FIELDS = 16
 _MAX_FIELD_BYTES = 4096
 
@@ -126,8 +130,8 @@ class FormReader:
             )
         filename = options.get(b"filename", b"").decode("utf-8", "replace")
         # Browsers and HTTP libraries write a quotation mark in a file name as %22, and line breaks
-        # as %0A and %0D. `unquote` decodes every %XX. The name is only returned to the client.
-        self.filename = unquote(filename) or "file"
+        # as %0A and %0D. They write all other characters as they are, also a percent sign.
+        self.filename = _ESCAPED_CHARACTER.sub(lambda match: unquote(match[0]), filename) or "file"
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         """Write the next bytes to the uploaded file, or append them to the text of a field.

@@ -87,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
         print_json(fetch_json(f"{url}/v1/chat/completions", body))
         return 0
     if not sys.stdin.isatty():
-        # Without --json, the text may be empty, for example if the message consists of images.
-        question = _user_message(sys.stdin.read().strip(), images)
+        # A message with images needs no text.
+        text = sys.stdin.read().strip() if images else read_stdin()
+        question = _user_message(text, images)
         has_succeeded = _send_message(url, fields, [*opening], question)
         return 0 if has_succeeded else 1
     say(f"Chatting with {model} at {url}. /new starts a new conversation, /quit ends the program.")

@@ -21,7 +21,7 @@ _MAX_DEFAULT_KV_CACHE = 4 * _GIB
 # memory.
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 # Maps each value of `weight_dtype` to the average number of bytes per weight, including the scales.
-_QUANTIZED_BYTES = {"int8": 1.04, "int4": 0.63}
+_QUANTIZED_BYTES = {"int8": 1.04, "int4": 0.63, "fp8": 1.01}
 # Numbers of these data types are converted to the setting `dtype`, or quantized. Numbers of other
 # types, such as the integers of a quantized checkpoint, stay unchanged.
 _CONVERTED_TYPES = {"F64", "F32", "F16", "BF16"}

@@ -177,9 +177,13 @@ async def _send(place: WorkerPlace, worker: int, request: Request, body: bytes) 
     """
     try:
         reader, writer = await asyncio.open_unix_connection(place.socket_path(worker))
-        writer.write(_http_request(request.scope, body))
         response = _WorkerResponse(reader, writer)
-        await response.read_headers()
+        try:
+            writer.write(_http_request(request.scope, body))
+            await response.read_headers()
+        except BaseException:
+            writer.close()
+            raise
         return response
     except (OSError, EOFError):
         raise ApiError(

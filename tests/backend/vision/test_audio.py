@@ -204,7 +204,11 @@ def test_the_number_and_the_duration_of_all_audio_together_are_limited():
         read_audio(found, RATE, LIMITS)
 
 
-@pytest.mark.parametrize("content", [np.zeros((2, 8)), np.array([np.nan] * 8)])
+@pytest.mark.parametrize(
+    "content",
+    [np.zeros((2, 8)), np.array([np.nan] * 8), np.array(["a", "b"]), np.array(0.5)],
+    ids=["two axes", "not finite", "texts", "no axis"],
+)
 def test_a_wrong_array_is_refused(content):
     part = {"type": "audio", "audio": content, "sampling_rate": RATE}
     _, found = split_messages([{"role": "user", "content": [part]}], LIMITS)

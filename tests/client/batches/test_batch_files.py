@@ -49,6 +49,15 @@ def test_a_form_is_the_same_in_pieces_of_any_size(content, size):
 
 
 @pytest.mark.parametrize(
+    ("written", "name"), [("100%25.jsonl", "100%25.jsonl"), ("a%22b%0Ac.jsonl", 'a"b\nc.jsonl')]
+)
+def test_only_the_characters_that_browsers_escape_are_decoded_in_a_file_name(written, name):
+    reader = FormReader(CONTENT_TYPE, lambda data: None)
+    reader.feed(form([("file", written, b"{}")]))
+    assert reader.filename == name
+
+
+@pytest.mark.parametrize(
     ("body", "words"),
     [
         (b"", "ends in the middle"),

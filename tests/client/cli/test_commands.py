@@ -68,6 +68,11 @@ def test_a_piped_message_is_answered_as_text_or_as_json(run, monkeypatch):
     assert json.loads(out)["choices"][0]["message"]["content"] == "hello\nthere"
 
 
+def test_a_chat_without_a_message_is_an_error(run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert run("chat")[0] == 2
+
+
 def test_images_are_sent_with_the_first_message(run, backend, monkeypatch, tmp_path):
     file = tmp_path / "drawing.png"
     Image.new("RGB", (2, 2)).save(file)

@@ -97,6 +97,11 @@ def error_of(response, status):
             "messages[0].content must be a string or a list of objects, but the request has 5",
         ),
         ("stop", 5, "stop must be a string or a list of strings, but the request has 5"),
+        (
+            "prompt_cache_key",
+            "k" * 300,
+            "prompt_cache_key must be a string with at most 256 characters, but the request has",
+        ),
         ("stream_options", {}, "stream_options requires stream=true"),
     ],
 )

@@ -73,7 +73,10 @@ def _check_option(name: str, value: Any, known: Mapping[str, type]) -> None:  # 
             f"{json.dumps(value)[:80]}."
         )
     if isinstance(value, int) and abs(value) > _MAX_INTEGER:
-        raise RequestError(f"{name}: the value must be at most {_MAX_INTEGER}.")
+        raise RequestError(
+            f"{name}: the value must be between -{_MAX_INTEGER} and {_MAX_INTEGER}, but it is "
+            f"{str(value)[:80]}."
+        )
 
 
 def decode_texts(values: Iterable[Any], field: str) -> list[str]:

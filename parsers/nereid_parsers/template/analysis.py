@@ -124,6 +124,7 @@ def analyze_template(
         LimitError: The template exceeds a limit of `template/sandbox/limits.py`. A LimitError is a
             TemplateError.
     """
+    # The other function also takes the tokenizer's added tokens. They are not known here.
     return analyze_checkpoint_template(jinja_source, bos_token, eos_token, template_kwargs)
 
 
@@ -205,6 +206,8 @@ def _choose_content_form(prober: Prober) -> None:
     if content_form is not None:
         prober.form = content_form
         return
+    # `refusals` maps each conversation that failed to its error message. `find_content_form` has
+    # rendered only one conversation, so there is at most one message: that of the last form.
     error_messages = list(prober.refusals.values())
     why = error_messages[0] if error_messages else "the rendering does not contain the content"
     prober.undecided.append(f"The template does not render plain content: {why}")
@@ -258,19 +261,22 @@ def _check_known_format(
         f"The format was recognised, not inferred ({known_format.model}). {known_format.reason}"
     )
     reasoning = find_rendered_reasoning(turn)
-    tools = _compare_known_calls(turn, has_calls=has_calls)
+    tools = _findings_about_known_calls(turn, has_calls=has_calls)
     # The known format contains all markers except those that end a message, such as `<|im_end|>`.
     end_markers = find_content_markers(turn, reasoning).end_markers
+    # The parser needs the end markers to end the output. `turn` needs the end markers to cut the
+    # rendered answers out of the conversations that are parsed.
     fmt = _with_turn_ends(known_format.make_format(), end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)
     # `wrapper` is None, because the known format already declares the markers around the content.
     return check_format(fmt, turn_with_ends, Findings(reasoning, wrapper=None, tools=tools))
 
 
-def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Find out whether the template renders several tool calls in one message.
+def _findings_about_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
+    """Return findings about tool calls whose format is declared in quarantine.py, not inferred.
 
-    The format of the tool calls is already declared in quarantine.py, so it is not inferred.
+    The template is only rendered to find out whether a message can have several tool calls, and to
+    record comparisons. If it renders no tool calls (`has_calls` is false), the report shows this.
 
     Mutates: `turn.prober`, which records two comparisons for the report: T1 shows one tool call,
     and T2 shows two tool calls.
@@ -302,8 +308,9 @@ def _supported_features(findings: Findings, form: InputForm) -> Supports:
     """Return which features a template supports, such as several tool calls in one message.
 
     Example: `calls` is the name of the form of tool calls, such as "JSON". `ids` is "numbered" if
-    the template renders the id of a tool call instead of the function's name, and otherwise
-    "plain". `switches` maps each setting that turns thinking on or off to its effect on the prompt.
+    the template requires ids with a number, such as "functions.f:0", because the template renders
+    the id instead of the function's name. Otherwise, `ids` is "plain". `switches` maps each setting
+    that turns thinking on or off to its effect on the prompt.
 
     Args:
         findings: The findings about reasoning and tool calls. They state, for example, whether the
@@ -314,7 +321,7 @@ def _supported_features(findings: Findings, form: InputForm) -> Supports:
     reasoning = findings.reasoning
     tools = findings.tools
     return Supports(
-        content=True,
+        content=True,  # Every format contains content.
         reasoning=reasoning.fields,
         switches=reasoning.switches,
         calls=tools.form,

@@ -93,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         NereidParsersError: The path is neither a template nor a checkpoint.
     """
-    paths = _without_inspect(options.words)  # a list of at least one path
+    # The command is `template FILE` or `template inspect FILE`. At least one path remains.
+    paths = _without_inspect(options.words)
     if len(paths) > 1:
         sys.stderr.write(
             "template: the command accepts exactly one file or checkpoint, "

@@ -59,7 +59,8 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
     `<|im_end|>`.
 
     Mutates: `turn.prober`, which records a comparison for the report, with the label C1: a
-    conversation without an answer, and this conversation with an answer.
+    conversation without an answer, and this conversation with an answer. If the template does not
+    render the content, nothing is recorded.
 
     Args:
         turn: The text around the model's answers in the renderings. `turn.prober` renders the
@@ -74,6 +75,7 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
         return ContentFindings(reasoning.wrapper)
     # Example: if `before` is `<think></think><answer>`, `markup_before` is `<answer>`.
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
+    # A marker that also follows a user's message ends the message, and does not close the wrapper.
     wrapper = _wrapper_around(markup_before, after, turn.after_user_message)
     # If the wrapper is written only after reasoning, this answer does not contain the wrapper, so
     # `after` starts with the end markers.
@@ -105,6 +107,8 @@ def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> 
     """
     if not markup_before:
         return None  # Without an opening marker, the marker after the content ends the turn.
+    # `</answer>` closes `<answer>`, so the white space around `<answer>` does not matter here. The
+    # wrapper contains this white space, because the model writes it, too.
     closing = _wrapper_close(after, markup_before.strip(), after_user_message)
     return Wrapper(markup_before, closing)
 
@@ -206,6 +210,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     # harmless, because no content is there.
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     rest = text
+    # `_text_after_marker` also skips the white space before a marker, as in `<think>\n\n</think>`.
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
     return rest
@@ -230,8 +235,9 @@ def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     """Return the markers that follow the content and end the message. Return [] if there are none.
 
-    Usually, the first marker ends the message, such as `<|im_end|>`. A text that also follows a
-    user's message ends a message, too. There are three cases:
+    Usually, only the first marker ends the message, such as `<|im_end|>`. More text belongs to the
+    end of the message only if the text also follows a user's message, unless this text is in the
+    header of the next message. There are three cases:
 
         after an answer           after a user's message   result
     (1) `<|eom|><|eot|>`          `<|eot|>`                ["<|eom|>", "<|eot|>"]
@@ -248,6 +254,7 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
     if first in ("", EOS_TOKEN):  # EOS_TOKEN is a placeholder for an unknown token.
         return []
+    # A message that ends with one marker twice, as in `<|eot|><|eot|>`, has only one end marker.
     is_second_end = second != first and _ends_user_turn(second, after_user_message, turn.header)
     if is_second_end:  # Case 1: each of the two markers ends a message.
         return [first, second]
@@ -274,9 +281,10 @@ def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
     """Return the markers and words that end a message, such as `<|out|>turn<|of|>`, as a list.
 
-    The text must follow an answer and also a user's message. If one more marker follows the text in
-    both places, as in the first example, the result contains this marker too, unless the marker
-    belongs to `header`, as in the second example. Return [] if there is no such text.
+    The text must follow an answer and also a user's message. In the first example, the marker
+    `<|over|>` follows the text in both places, so `<|over|>` ends the message, too. In the second
+    example, the header of the next message follows the text. A header is not an end marker. Return
+    [] if there is no such text.
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
@@ -286,7 +294,7 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     Args:
         after_content: The text after the content of an answer.
         after_user_message: The text after a user's message.
-        header: The text that opens the model's turn.
+        header: The text that opens the model's turn. It is not a part of the result.
     """
     turn_end = _turn_end_with_words(after_content, after_user_message, header)
     if not turn_end:
@@ -305,8 +313,8 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
 
     The text consists of markers with a single word between two markers, and ends before the first
     other character, such as the space in the first example. The result is "" if there is no such
-    text. If the header of the next message follows the first marker, as in the second example, the
-    words belong to this header, and the result is "".
+    text. The result is also "" if the text contains the header of the next message after the first
+    marker. In the second example, `bot<|sep|>` is this header, so the words do not end a message.
 
     >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", "<|in|>")
     '<|out|>turn<|of|>'
@@ -361,8 +369,8 @@ def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
     marker = leading_marker(after)
     if not marker or _is_turn_end(marker, opening, after_user_message):
         return ""
-    before_marker, _, _ = after.partition(marker)
-    return before_marker + marker
+    space_before_marker, _, _ = after.partition(marker)
+    return space_before_marker + marker
 
 
 def _is_turn_end(marker: str, opening: str, after_user_message: str) -> bool:

@@ -144,13 +144,14 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     question = prober.render(_QUESTION) or ""  # without the generation prompt
     question_and_prompt = prober.render(_PROMPT) or question
     answers = _rendered_answers(prober)
-    generation_prompt = _generation_prompt(question, question_and_prompt)
+    generation_prompt = _cut_generation_prompt(question, question_and_prompt)
     if generation_prompt.strip():
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
-        shared_text = _part_in_renderings(generation_prompt, [*answers, *prompt_ends])
+        shared_text = _prefix_in_renderings(generation_prompt, [*answers, *prompt_ends])
     else:
-        # The template ignores `add_generation_prompt`. Therefore, only rendered answers contain the
-        # header of an assistant message.
+        # The template ignores `add_generation_prompt`. Such a template may write the header after
+        # every question: "QUESTION<|end|><|start|>assistant". Then each answer starts with the text
+        # after the question, too. In this case, `<|end|>` becomes a part of the header.
         after_question = text_after_last(question_and_prompt, USER_TEXT)
         shared_text = _prefix_of_all(after_question, answers)
     # The header of a user message has the form of the header of an assistant message, so it shows
@@ -179,14 +180,14 @@ def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: st
     return _drop_text_after_role(without_marker, user_header)
 
 
-def _generation_prompt(without_prompt: str, with_prompt: str) -> str:
+def _cut_generation_prompt(without_prompt: str, with_prompt: str) -> str:
     r"""Return the generation prompt, which is the text that opens the model's answer.
 
     A template writes the generation prompt after the user's question. Only the texts after the
     question are compared, because some templates also change the system message when they write
     the generation prompt.
 
-    >>> _generation_prompt(f"{USER_TEXT}<|end|>", f"{USER_TEXT}<|end|><|start|>assistant")
+    >>> _cut_generation_prompt(f"{USER_TEXT}<|end|>", f"{USER_TEXT}<|end|><|start|>assistant")
     '<|start|>assistant'
 
     Args:
@@ -213,14 +214,14 @@ def _rendered_answers(prober: Prober) -> list[str]:
     return answers
 
 
-def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> str:
-    r"""Return the longest prefix of `generation_prompt` that the `renderings` have in common.
+def _prefix_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> str:
+    r"""Return the longest prefix of `generation_prompt` that all `renderings` contain.
 
     The generation prompt opens the model's answer at the end of a prompt, and starts with the
     header of an assistant message. Other renderings of assistant messages show where the header
     ends:
 
-    >>> _part_in_renderings("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
+    >>> _prefix_in_renderings("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
     '<|a|>\n'
 
     Args:
@@ -230,11 +231,10 @@ def _part_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> st
             ends, and is ignored. If all renderings are ignored, the result is the whole generation
             prompt.
     """
+    # In the example, these prefixes are `<|a|>\n` and `<|a|>\n<think>\n`.
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # All found prefixes are prefixes of the same text, `generation_prompt`. Therefore, the longer
-    # prefixes start with the shortest prefix, and a rendering that contains a longer prefix also
-    # contains the shortest prefix.
+    # The longer prefixes start with the shortest prefix, so all renderings contain the shortest.
     return min(found_prefixes, key=len, default=generation_prompt)
 
 
@@ -386,7 +386,8 @@ def _drop_text_after_role(header: str, user_header: str) -> str:
 def _regex_for_any_role(user_header: str) -> str:
     r"""Convert the header into a regular expression that accepts any word in place of "user".
 
-    The word "user" is the role in the header of a user message:
+    The word "user" is the role in the header of a user message. The expression also matches the
+    header of an assistant message, which differs only in the role:
 
     >>> _regex_for_any_role("<|start|>user:")
     '<\\|start\\|>\\w+:'
@@ -394,5 +395,6 @@ def _regex_for_any_role(user_header: str) -> str:
     # Because `_WORDS` contains a capturing group, `split` returns the words and also the text
     # between the words.
     pieces = _WORDS.split(user_header)
+    # The role is a word that contains "user" in any case, such as "User" or "user_message".
     regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
     return "".join(regexes)

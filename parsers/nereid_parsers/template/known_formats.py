@@ -50,9 +50,12 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     family_variants = [
         variant for family in families for variant in _variants_after_first(family, rendered_call)
     ]
+    # A variant is new if its markers or its JSON keys differ from those of all `calls`.
+    new_variants = _new_variants(calls, family_variants)
     return replace(
         section,
-        calls=(*calls, *_new_variants(calls, family_variants)),
+        calls=(*calls, *new_variants),
+        # Other markers that the families write before and after all tool calls of a message.
         also_open=_union(family.also_open for family in families),
         also_close=_union(family.also_close for family in families),
     )
@@ -177,8 +180,9 @@ def _markup_of(call: Call) -> _Markup:
 def _keys_or_tags(call: Call) -> tuple[str, ...]:
     """Return the JSON keys of a tool call. If it has none, return the tags around its arguments.
 
-    A JSON body gives the keys of the function's name and of the arguments. A body that writes each
-    argument between two tags gives these tags. Any other body gives ().
+    Two tool calls of one type look alike only if these keys or tags are equal. A JSON body gives
+    the keys of the function's name and of the arguments. A body that writes each argument between
+    two tags gives these tags. Any other body gives ().
 
     >>> _keys_or_tags(Call(JsonObject(), open="<call>"))
     ('name', 'arguments')
@@ -212,13 +216,15 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
 
     Args:
         call: The tool call that was inferred from the template.
-        families: The tool sections of the model families. The first `Call` of each section has the
-            markers of `call`, and the same keys for the name and the arguments.
+        families: The tool sections of the model families. If `call` is JSON, the first `Call` of
+            each section is JSON, too, with the same keys for the name and the arguments.
     """
     body = call.body
     if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
         return call
-    keys_of_families = [_keys_of(family.calls[0]) for family in families]  # None if not JSON
+    # The keys are equal, so `_keys_of` does not return None here. Only the type checker requires
+    # the comparison with None.
+    keys_of_families = [_keys_of(family.calls[0]) for family in families]
     all_keys = [body.keys, *(keys for keys in keys_of_families if keys is not None)]
     accepted_keys = replace(
         body.keys,

@@ -109,16 +109,16 @@ class ModelTurn:
             return None
         # This text follows the user's question or the tool's result.
         after_input = _text_after_input(rendering, conversation)
-        header = _header_in(after_input, self.header)
-        if not header:
-            # If the text contains no header, the answer starts directly after the markup that ends
-            # the user's message. This markup is the part of `after_user_message` with which
-            # `after_input` starts. After a tool's result, this part is often "", because other
-            # markup ends the result.
-            end_of_user_message = common_prefix(after_input, self.after_user_message)
-            return after_input.removeprefix(end_of_user_message)
-        _, _, after_header = after_input.partition(header)
-        return after_header
+        # The header, perhaps without the white space around it, or "" if the text has no header.
+        written_header = _header_in(after_input, self.header)
+        if written_header:
+            _, _, after_header = after_input.partition(written_header)
+            return after_header
+        # Without a header, the answer starts directly after the markup that ends the last input.
+        # For a user's message, this markup is `after_user_message`. After a tool's result, often
+        # other markup is written. This markup is not known, and stays in the result.
+        end_of_input = common_prefix(after_input, self.after_user_message)
+        return after_input.removeprefix(end_of_input)
 
     def generated_text(self, conversation: Conversation) -> str | None:
         r"""Render a conversation, and return the part that a model would generate.
@@ -158,16 +158,18 @@ def prompt_after_header(prompt: str, header: str) -> str:
 def _text_after_input(rendering: str, conversation: Conversation) -> str:
     """Return the text after the last input, which is a user's question or a tool's result.
 
-    If the conversation contains a tool's result, the last input is the result. Otherwise, the last
-    input is the user's question. Example: the rendering "<user>QUESTION</user><assistant>Hello"
-    gives "</user><assistant>Hello".
+    Example: the rendering "<user>QUESTION</user><assistant>Hello" gives "</user><assistant>Hello".
 
     Args:
         rendering: The rendered conversation.
-        conversation: The conversation.
+        conversation: The conversation. If it contains a tool's result, the result is its last
+            input. Otherwise, the user's question is the last input.
     """
-    follows_tool_result = conversation.after_tool_result and RESULT_TEXT in rendering
-    return text_after_last(rendering, RESULT_TEXT if follows_tool_result else USER_TEXT)
+    # Some templates do not write a tool's result. In their renderings, the user's question remains
+    # the last input.
+    is_result_rendered = conversation.after_tool_result and RESULT_TEXT in rendering
+    last_input = RESULT_TEXT if is_result_rendered else USER_TEXT
+    return text_after_last(rendering, last_input)
 
 
 def _header_in(text: str, header: str) -> str:
@@ -287,10 +289,12 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if prompt_end is None or header in prompt_end:
         # The header opens every answer, or the template renders no tool results.
         return (header,)
+    # `<|answer|>` in the second example: the last marker of the prompt that is not of reasoning
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
     if not other_marker:
-        # In a prompt with a tool's result, a search for the header would find the header of an
-        # earlier message.
+        # The parser does not know whether a prompt ends with a question or with a result. In a
+        # prompt with a result, the parser would find the header of an earlier message, and would
+        # read the text after this header as the start of the answer. So no text is returned.
         return ()
     return (header, other_marker)  # The header still opens the answer to a question.
 

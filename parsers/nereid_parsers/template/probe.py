@@ -106,11 +106,14 @@ class Prober:
         Mutates: `_blank_variables`, to which such a variable is added. If the template fails for
             another reason, the error message is stored in `refusals`.
         """
-        while True:  # Each pass, except the last pass, sets one more variable to "".
+        # Each pass, except the last pass, sets one more variable of the template to "".
+        while True:
             try:
                 text = self.template.render(self._variables(conversation, form))
+                # `form` determines the text of the ids.
                 return _mask_numbers_and_ids(text, form)
             except RenderRefused as refusal:
+                # None for another error, and for a variable that an earlier pass has set to ""
                 variable = self._undefined_variable(str(refusal))
                 if variable is None:
                     self.refusals[conversation] = str(refusal)
@@ -127,6 +130,7 @@ class Prober:
             form: The form in which the template expects the messages. For example, `content` is a
                 string or a list.
         """
+        # Some templates fail without tools. For these templates, `form.always_tools` is true.
         has_tools = conversation.tools or form.always_tools
         return {
             "messages": form.messages(conversation),
@@ -136,11 +140,10 @@ class Prober:
             "add_generation_prompt": conversation.generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
-            # The following dicts may contain the same variable. In this case, the value from the
-            # last dict is used. Blank variables are set to "", because the template fails if these
-            # variables are undefined.
+            # If several of the following dicts contain a variable, the last value is used. Blank
+            # variables are set to "", because the template fails if these variables are undefined.
             **dict.fromkeys(self._blank_variables, ""),
-            **self.kwargs,
+            **self.kwargs,  # The variables that the user of the analysis has set.
             **dict(conversation.switches.variables),  # Such as enable_thinking=False.
         }
 

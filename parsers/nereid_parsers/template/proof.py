@@ -137,6 +137,7 @@ class _AnswerRenderer:
         Returns:
             The text, or None if the template does not render the answer after the prompt.
         """
+        # The following methods also remove the markers that end the answer, such as `<|end|>`.
         if conversation.after_tool_result:
             # The header may be missing after a tool's result, so the answer is found by comparing
             # the rendering with the prompt.
@@ -179,10 +180,12 @@ class _AnswerRenderer:
         if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
             return None
         answer = rendering.removeprefix(prompt)
-        # `turn.after_user_message` is the markup after a user's message. Some templates also write
-        # this markup after an answer.
-        without_trailing_text = drop_common_suffix(answer, self.turn.after_user_message)
-        return self.turn.without_end_markers(without_trailing_text)
+        # Most templates end an answer like a user's message, for example with "<|end|>\n". This
+        # markup is removed first, because `without_end_markers` removes an end marker only at the
+        # end of the text, and other markup may follow the marker. If the answer ends with only a
+        # part of the markup after a user's message, this part is removed.
+        without_common_markup = drop_common_suffix(answer, self.turn.after_user_message)
+        return self.turn.without_end_markers(without_common_markup)
 
 
 def _parse_answer(
@@ -227,12 +230,13 @@ def _conversations(
     if reasoning.conversation is not None:
         yield "reasoning", reasoning.conversation
     if has_calls:
+        # The name is a constant, because `checked_format` searches for this proof by its name.
         yield ONE_CALL_PROOF, conversation_with_calls(*ONE_CALL)
     if tools.is_parallel:
         yield "two calls", conversation_with_calls(*TWO_CALLS)
     if tools.with_content:
         yield "content and a call", conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    if has_calls:
+    if has_calls:  # A tool's result follows a tool call, so this conversation contains a call, too.
         yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
 
 

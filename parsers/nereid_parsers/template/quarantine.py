@@ -55,18 +55,20 @@ def writes_recipient_lines(source: str) -> bool:
     Example: ">>>all\nHello" is content, because its recipient is `all`. The message
     ">>>get_weather\n{..}" is a tool call, because its recipient is a function.
 
+    The two known templates of this kind are recognised by words in their source, because their
+    renderings do not show the format. Any other template with these words is recognised, too.
+
     Args:
         source: The source of the template.
     """
-    # The known templates are recognised by words in their source. One template joins two strings in
-    # single quotes with `~`: `'>>>' ~ 'all'`.
+    # One template joins two strings: `'>>>' ~ 'all'`.
     joined_source = source.replace("' ~ '", "")
-    if ">>>all" in joined_source:
-        return True
-    # Another template writes `>>>` and a string that starts with `all`, such as 'all\n', in
-    # separate expressions. Only the third word shows that `all` is a recipient.
-    words_of_template = (">>>", "'all", "recipient")
-    return all(word in source for word in words_of_template)
+    joins_prefix_and_recipient = ">>>all" in joined_source
+    # The other template writes `>>>` and a string that starts with `all`, such as 'all\n', in
+    # separate expressions. Only the word "recipient" shows that `all` is a recipient.
+    words = (">>>", "'all", "recipient")
+    writes_prefix_and_recipient_separately = all(word in source for word in words)
+    return joins_prefix_and_recipient or writes_prefix_and_recipient_separately
 
 
 def _harmony_layout() -> Messages:

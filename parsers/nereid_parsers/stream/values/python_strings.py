@@ -136,9 +136,16 @@ class StringReader:
         self._output = output
 
     def read(self, text: str, pos: int, is_final: bool) -> int:
-        r"""Read a piece of the string, up to the closing quote or the next escape sequence.
+        r"""Read a piece of the string, and append the piece as JSON text to `_output`.
 
-        Example: in a string between single quotes, for the text `it"s'`, the JSON text is `it\"s`.
+        A piece ends at the closing quote, after an escape sequence, or at the end of `text`.
+        Example: in a string between single quotes, the text `it"s'` adds the JSON text `it\"s`.
+
+        Args:
+            text: The text that has arrived.
+            pos: The position in `text` at which the piece starts.
+            is_final: Whether no more text will arrive. A part of a quote at the end of `text`, such
+                as `''` of `'''`, then belongs to the string.
 
         Returns:
             The position after the piece. It is `pos` if more text is required. After the closing
@@ -171,8 +178,7 @@ class StringReader:
         text `)` follows. In `f(a='x', b=1)`, the text `, b=` follows the quote.
 
         Returns:
-            The position after the quote, or `pos` if more text is required to decide. Example: in
-            `'x',`, the quote is undecided, because `b` and `=` may follow: `'x', b=1`.
+            The position after the quote, or `pos` if more text is required to decide.
         """
         quote_end = pos + len(self._quote)
         if not self._may_occur_inside:
@@ -184,10 +190,12 @@ class StringReader:
         if text_after_quote is None:  # The quote is a part of the string.
             self._output.append(escape_json(self._quote))
             return quote_end
-        # If the match ends at the end of `text`, later text may show that the quote is a part of
-        # the string.
-        is_undecided = text_after_quote.end() == len(text) and len(text) < max_end
-        if is_undecided and not is_final:
+        # In `'x',`, the match `,` is only the beginning of `, b=`. Later text may show that the
+        # quote is a part of the string, as in `'x', or not'`. The quote closes the string if the
+        # match ends before the end of `text`, or if the maximum number of characters has arrived.
+        may_match_more = text_after_quote.end() == len(text)
+        has_whole_lookahead = len(text) >= max_end
+        if may_match_more and not has_whole_lookahead and not is_final:
             return pos
         self.is_closed = True
         return quote_end

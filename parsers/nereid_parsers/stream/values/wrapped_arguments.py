@@ -111,6 +111,9 @@ class WrapperFilter:
 
         Example: for the pieces `{`, `"a`, `ge": ` and `3}`, the results are `{`, "", `"age": ` and
         `3}`. The piece `"a` was stored, because it could become the key `"arguments"`.
+
+        Mutates: `_waits_for` and `_stored_text`. `_read_brace` and `_read_key` set the next state,
+            and remove the text that they return from `_stored_text`.
         """
         if self.is_passing:  # The arguments have no superfluous object.
             return text
@@ -125,7 +128,7 @@ class WrapperFilter:
     def _read_brace(self, text: str) -> str:
         """Read the opening brace of the arguments. Return the text that the filter need not store.
 
-        These examples show the cases:
+        The filter removes a superfluous object, as in `{"arguments": {"a": 1}}`. Examples:
 
             text                result
             white space         "", because the brace may follow
@@ -136,6 +139,8 @@ class WrapperFilter:
 
         Args:
             text: All text that has arrived. It may start with white space.
+
+        Mutates: `_waits_for`. After the brace, the filter waits for the first key.
         """
         visible = text.lstrip()
         if not visible and len(text) <= _MAX_WHITESPACE_CHARS:
@@ -161,10 +166,15 @@ class WrapperFilter:
 
         Args:
             text: All text that has arrived after the opening brace.
+
+        Mutates: `_stored_text` and `_waits_for`. `_stop_filtering(text)` deletes the stored text,
+            and returns `text`.
         """
         key_start = text.lstrip()
         num_whitespace_chars = len(text) - len(key_start)
         if num_whitespace_chars > _MAX_WHITESPACE_CHARS:
+            # This method reads the stored text again for each new piece. Storing white space
+            # without a limit would make the parsing time quadratic.
             return self._stop_filtering(text)
         self._stored_text = [text]  # `text` contains all earlier pieces after the brace.
         is_wrapper_key = key_start.startswith(_QUOTED_KEYS)

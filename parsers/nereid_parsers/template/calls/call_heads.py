@@ -44,7 +44,8 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
 
     Returns:
         One declaration for each form in which a model may write the header. Most headers have only
-        one form. A header with an id such as "functions.f:0" has three forms.
+        one form. If a template writes the id "functions.f:0" instead of the name `f`, there are
+        three forms, because a model may write "functions.f:0", "f:0" or "f".
     """
     before_name = _split_text_before_name(markup.item_open)  # Such as `<call>` and `<function=`.
     visible_marker = before_name.marker.strip()  # "" if no marker precedes the name
@@ -60,7 +61,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
             open=before_name.marker,
             head=variant.head,
             close=markup.item_close,
-            id=variant.call_id,
+            id=variant.call_id,  # the pattern of the call's id, such as "functions.{name}:{number}"
         )
         for variant in _variants_of_head(head)
     )

@@ -98,7 +98,8 @@ def _compare_with_two_calls(
 
     Args:
         texts: The rendered tool calls.
-        keys: The keys of the name and the arguments in a JSON object.
+        keys: The keys of the name and the arguments in a JSON object, or `NameIsKey()` if the name
+            itself is a key, as in `{"f": {"a": 1}}`.
         json_of_call: The object in `texts.one_call`.
     """
     # The two tool calls call the functions FIRST_TOOL and SECOND_TOOL, which do not exist.
@@ -110,7 +111,7 @@ def _compare_with_two_calls(
     # calls.
     is_one_array = first.start == second.start and isinstance(first.value, list)
     if is_one_array:
-        return _read_object_or_array(keys, json_of_call, array=first)
+        return _declare_object_and_array(keys, json_of_call, array=first)
     markup = _markup_around_both(first, second)  # `<call>`, `</call>` and the separator
     calls: tuple[Call, ...] = (_declare_call(JsonObject(keys), markup),)
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
@@ -121,7 +122,7 @@ def _compare_with_two_calls(
     return CallFormat("JSON", calls, markup)
 
 
-def _read_object_or_array(
+def _declare_object_and_array(
     keys: Keys | NameIsKey, json_object: _JsonInText, array: _JsonInText
 ) -> CallFormat:
     """Describe a template that writes one tool call as an object, and several as an array.
@@ -137,13 +138,14 @@ def _read_object_or_array(
         json_object: The object in a message with one tool call.
         array: The array in a message with two tool calls.
     """
-    # `array_format.markup.open` is the marker before all tool calls. It is "" if no marker closes
-    # the array, because the opening marker then belongs to the single `Call` of `array_format`.
     array_format = _read_one_array(keys, array)
-    is_marker_before_all_calls = json_object.before.strip() == array_format.markup.open.strip()
-    if is_marker_before_all_calls:
-        object_call = Call(JsonObject(keys))  # without a marker of its own
-    else:
+    # The marker that is declared before the list of all tool calls. "" if there is no such marker,
+    # or if the marker has been declared as a part of the array's `Call`.
+    marker_before_list = array_format.markup.open.strip()
+    is_object_in_list = json_object.before.strip() == marker_before_list
+    if is_object_in_list:  # The markers around the list also enclose the object.
+        object_call = Call(JsonObject(keys))
+    else:  # The object has markers of its own.
         object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)
     return replace(array_format, calls=(*array_format.calls, object_call))
 
@@ -191,8 +193,10 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
     has_only_opening = bool(array.before.strip()) and not array.after.strip()
     if has_only_opening:
         call_with_marker = Call(JsonArray(keys), open=array.before)
+        # No markers and no separators surround the single array, so the markup is empty.
         return CallFormat("JSON array", (call_with_marker,), ListMarkup())
-    # The members of a JSON array are separated by commas.
+    # The body `JsonArray` already contains the commas between its members. The parser skips the
+    # declared separator if a model writes a comma between two arrays or objects.
     markup = ListMarkup(open=array.before, separator=", ", close=array.after)
     return CallFormat("JSON array", (Call(JsonArray(keys)),), markup)
 
@@ -295,7 +299,8 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
         markup = ListMarkup(item_open=before_name, item_close=json_of_call.after)
     if markup is None:
         return None
-    # The result has one declaration for each form of the header. Most headers have one form.
+    # The result has one declaration for each form of the header. Only a header with an id such as
+    # "functions.f:0" has several forms.
     calls = calls_with_head(markup, after_name, JsonArguments())
     return CallFormat("name, then JSON", calls, markup)
 

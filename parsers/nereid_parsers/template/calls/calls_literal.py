@@ -54,6 +54,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     has_markers_around_each = bool(markup.item_open.strip() or markup.item_close.strip())
     if not has_markers_around_each:
         return _read_python_section(markup, suffix)
+    # Between the markers is a single call, so there are no brackets of a list and no separator.
     one_call = PythonCalls(open="", close="", separator="", suffix=suffix)
     call = Call(one_call, open=markup.item_open, close=markup.item_close)
     return CallFormat("Python calls, each marked", (call,), markup)
@@ -94,9 +95,8 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
         markup: The texts before and after all calls, and the separator between two calls.
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
-    # The markup of a single call, `item_open` and `item_close`, is white space or "". A section has
-    # no such markup, so the white space before the first call is added to `open`. The white space
-    # after the last call is dropped.
+    # The caller has checked that no markers enclose a single call, so `markup.item_open` is only
+    # white space. It precedes the first call, so it is added to the text before all calls.
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
@@ -140,6 +140,7 @@ def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) ->
         return CallFormat("Python calls", calls, ListMarkup(open=around.open, close=around.close))
     # The text `<calls>f(a="x")` has no closing marker. A list of tool calls can be declared only
     # with a closing marker, so `<calls>` is declared as the opening marker of a single tool call.
+    # Such a format accepts only the form that the template writes, not the forms of related models.
     written_form = bodies[0]
     call = Call(written_form, open=around.open)
     return CallFormat("Python calls", (call,), ListMarkup())
@@ -167,7 +168,7 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     is_quoted = bool(quote) and after_value.startswith(quote)
     if not has_unquoted_key or not is_quoted:
         return None
-    if texts.two_calls:
+    if texts.two_calls:  # Each of the two calls ends with the first `}` after its value.
         markup = _markup_of_two_calls(texts.two_calls, last_character="}")
     else:
         _, _, after_call = after_value.partition("}")

@@ -63,6 +63,8 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     markup = _markup_of_calls(texts, call)  # The texts around and between tool calls.
     if markup is None:
         return None
+    # In `~<c>f .. ~</c>~<c>g .. ~</c>`, the comparison assigns the marker `~` between the two calls
+    # to the end of the first call. The marker belongs to the tag `<c>` after it.
     markup_of_calls = _move_marker_to_next_tag(markup, call.tag_marker)
     calls = calls_with_head(markup_of_calls, call.after_name, NestedTags(call.tag_marker))
     return CallFormat("nested elements", calls, markup_of_calls)
@@ -76,25 +78,18 @@ def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
     arguments are not XML elements.
     """
     # In the example, the words are `f`, `<a>`, `1`, `</a>` and `</b>`.
-    words = (
-        FIRST_TOOL, _FIRST_OPENING_TAG, FIRST_VALUE, _FIRST_CLOSING_TAG, _SECOND_CLOSING_TAG,
-    )  # fmt: skip
-    pieces = split_at_words(two_arguments, *words)
+    argument = (_FIRST_OPENING_TAG, FIRST_VALUE, _FIRST_CLOSING_TAG)
+    pieces = split_at_words(two_arguments, FIRST_TOOL, *argument, _SECOND_CLOSING_TAG)
     if pieces is None:
         return None
-    before_name = pieces[0]  # `<c>` in the example
-    before_opening_tag = pieces[1]  # ` ~`
-    before_closing_tag = pieces[3]  # `~`
-    after = pieces[5]  # `</c>`
+    # In the example, these texts are `<c>`, ` ~`, `~` and `</c>`. The text before the value and the
+    # second argument are not needed.
+    before_name, before_opening_tag, _, before_closing_tag, _, after = pieces
     # Only the marker is between the value and the closing tag. Other text may precede the marker
     # before the opening tag.
     tag_marker = before_closing_tag.strip()
-    return _NestedCall(
-        before_name,
-        after_name=before_opening_tag.removesuffix(tag_marker),
-        tag_marker=tag_marker,
-        after=after,
-    )
+    after_name = before_opening_tag.removesuffix(tag_marker)
+    return _NestedCall(before_name, after_name, tag_marker, after)
 
 
 def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
@@ -108,10 +103,12 @@ def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
-        call: The texts of a single tool call. They are the result if there are no two tool calls.
+        call: The texts of a single tool call, such as `<c>` before the name and `</c>` at the end.
+            They are the result if there are no two tool calls.
     """
     if not texts.two_calls:
         return ListMarkup(item_open=call.before_name, item_close=call.after)
+    # In the example, the words are `f`, `</a>`, `g` and `</b>`.
     words = (FIRST_TOOL, _FIRST_CLOSING_TAG, SECOND_TOOL, _SECOND_CLOSING_TAG)
     pieces = split_at_words(texts.two_calls, *words)
     if pieces is None:
@@ -134,6 +131,7 @@ def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
     """
     if not marker or not calls.item_close.endswith(marker):
         return calls  # Each text already starts with its own marker.
+    # `separator` stays unchanged, because a marker directly precedes the next tag.
     return replace(
         calls,
         open=calls.open.removesuffix(marker),

@@ -72,19 +72,20 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     call = _cut_at_arguments(texts.two_arguments)  # The texts around the name, keys and values.
     if call is None:
         return None
-    markup = _markup_around_names_and_values(texts, call)
-    if markup is None:
+    around_names_and_values = _markup_around_names_and_values(texts, call)
+    if around_names_and_values is None:
         return None
-    # In `markup`, `item_close` is still the whole text after the last value, `</arg></call>`.
-    # `list_markup` divides this text into `</arg>`, which closes the argument, and `</call>`
-    # (`arguments.close`), which closes the list of arguments and thus the tool call.
+    after_last_value = around_names_and_values.item_close  # `</arg></call>`
+    # In `arguments`, `item_close` is `</arg>`, which closes an argument, and `close` is `</call>`,
+    # which closes the list of arguments and thus the tool call.
     arguments = list_markup(
-        before=call.before_first_key, between=call.between_arguments, after=markup.item_close
+        before=call.before_first_key, between=call.between_arguments, after=after_last_value
     )
-    markup_of_calls = replace(markup, item_close=arguments.close)
+    markup_of_calls = replace(around_names_and_values, item_close=arguments.close)
     body = _infer_arguments(texts, arguments, call.before_value)
-    after_name = arguments.open  # `>`, the text between the name and the first argument
-    calls = calls_with_head(markup_of_calls, after_name, body)
+    # The text `<call ` before the name (`markup_of_calls.item_open`) and the text `>` after the
+    # name (`arguments.open`) give the header `<call {name}>`.
+    calls = calls_with_head(markup_of_calls, after_name=arguments.open, body=body)
     return CallFormat("tagged arguments", calls, markup_of_calls)
 
 
@@ -167,13 +168,14 @@ def _infer_value_tags(
 ) -> TaggedArguments:
     """Infer the tags around the value of an argument. Strings and numbers may have different tags.
 
-    The columns show the argument `a` with the string "x" and with the number 41, and the opening
-    tag that the result declares:
+    Examples of the argument `a` with the string "x", and with the number 41:
 
-    (1) <p k="a">x</p>                 <p k="a">41</p>                 <p k="{key}">
-    (2) <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   <p k="{key}" type="{type}">
-    (3) <text k="a">x</text>           <json k="a">41</json>           <text k="{key}">, and the
-                                                                       alternative <json k="{key}">
+    (1) <p k="a">x</p>                 <p k="a">41</p>                 equal tags
+    (2) <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   The tag contains the type.
+    (3) <text k="a">x</text>           <json k="a">41</json>           different tags
+
+    The result declares the opening tag (1) `<p k="{key}">`, (2) `<p k="{key}" type="{type}">`,
+    or (3) `<text k="{key}">` with the alternative `<json k="{key}">`.
 
     Args:
         texts: The rendered tool calls. The argument is a string in `texts.one_call` and the number
@@ -193,8 +195,9 @@ def _infer_value_tags(
     open_with_type = _open_pattern_with_type(around_string, around_number)
     if open_with_type is not None:  # Case 2: the opening tag contains the type.
         return replace(string_tags, open=open_with_type)
-    number_close = _closing_tag_of_number(around_number, around_string) or close
-    number_tags = TaggedArguments(_open_pattern(around_number), number_close)
+    # `</json>` in case 3, or "" if the closing tag of a number is the same as that of a string
+    own_close = _closing_tag_of_number(around_number, around_string)
+    number_tags = TaggedArguments(_open_pattern(around_number), own_close or close)
     if number_tags == string_tags:  # Case 1
         return string_tags
     return replace(string_tags, also=(number_tags,))  # Case 3: `also` contains the alternatives.
@@ -230,10 +233,13 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
-    # `after_name` consists of `arguments.open`, here `>`, and the text before the key. If no text
-    # precedes the key, as in `<call f>a">41`, the text before the key of a string is assumed,
-    # because the parser finds an argument by the text before its key.
-    before_key = after_name.removeprefix(arguments.open) or arguments.item_open
+    # `after_name` consists of `arguments.open`, here `>`, and the text before the key.
+    before_key = after_name.removeprefix(arguments.open)
+    if not before_key:
+        # In `<call f>a=41`, no text precedes the key of the number. Without such a text, the parser
+        # cannot find an argument. Therefore, the text before the key of a string is declared. The
+        # analysis later parses rendered calls, and reports if this declaration is wrong.
+        before_key = arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 
 
@@ -366,6 +372,8 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     # `unquoted.also` is empty.
     unquoted = replace(tags, also=())
     return TaggedArguments(
+        # Only the opening tag is a pattern, in which `{key}` is a field and other braces are
+        # doubled. The closing tag is a fixed text.
         open=tags.open + escape_braces(quotes.open),
         close=quotes.close + tags.close,
         also=(unquoted, *tags.also),

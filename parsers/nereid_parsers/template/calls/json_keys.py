@@ -77,9 +77,8 @@ def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
 def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
     """Return the order in which the name, the arguments and the id occur in a tool call's JSON.
 
-    If the output of a model is constrained, the model must write these members in this order. The
-    result contains "id" only if the id precedes the arguments, because a constraint cannot require
-    a later id.
+    If the output of a model is constrained, the model must write these members in this order. An id
+    at the end is omitted from the result, because the constraint treats such an id as optional.
 
     >>> paths = _MemberPaths(name=("function",), arguments=("args",), id=("call_id",))
     >>> _order_of_members({"call_id": "1", "function": "f", "args": {}}, paths)
@@ -92,12 +91,14 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     if name_key == arguments_key:  # One inner object contains the name and the arguments.
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
-    if paths.id is not None:
-        # `setdefault` adds no entry if one inner object contains the id and the name or the
-        # arguments: {"function": {"id": .., "name": ..}, "args": ..}. The order then has no id.
-        member_by_key.setdefault(paths.id[0], "id")
+    # In {"function": {"id": .., "name": ..}, "args": ..}, one outer key leads to the id and to the
+    # name. The order then contains only the name.
+    id_key = paths.id[0] if paths.id is not None else None
+    if id_key is not None and id_key not in member_by_key:
+        member_by_key[id_key] = "id"
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
-    return order[:-1] if order[-1] == "id" else order
+    is_id_at_end = order[-1] == "id"
+    return order[:-1] if is_id_at_end else order
 
 
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -211,8 +211,9 @@ def _are_disjoint(options: list[Any]) -> bool:
         if json_type is None:
             return False
         options_by_type.setdefault(json_type, []).append(option)
-    # Schemas of different types never match the same value. If several schemas have the same type,
-    # each of them must declare a different constant.
+    # Schemas of different types never match the same value, because `_single_type` combines the
+    # types "integer" and "number" to one type. If several schemas have the same type, each of them
+    # must declare a different constant.
     return all(
         len(same_type) == 1 or _have_different_constants(same_type)
         for same_type in options_by_type.values()

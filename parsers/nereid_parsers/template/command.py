@@ -43,7 +43,7 @@ _COLOURS = {
     "markup": "\x1b[2m",
     "added": "\x1b[42;30m",
     "removed": "\x1b[41;37m",
-    "reason": "\x1b[31m",
+    "problem": "\x1b[31m",
 }
 _RESET = "\x1b[0m"
 

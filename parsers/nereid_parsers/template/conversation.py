@@ -388,13 +388,11 @@ def forms_of_calls(form: InputForm) -> Iterator[InputForm]:
     """Yield the forms in which a template may expect tool calls. The most common form is first.
 
     Example: in the first form, the arguments are a dict. In another form, they are a JSON string.
-    "plain" ids have any text. A "numbered" id contains the name and a number: "functions.f:0".
+    A "numbered" id contains the function's name: "functions.f:0". A "plain" id has any text.
 
-    Args:
-        form: The form of the content. All yielded forms contain this form of the content.
+    `form` is the form of the content. All yielded forms contain this form of the content.
     """
-    # The most common value of each attribute is first, so the first product is the most common.
-    for flat_calls, ids, arguments, empty_content in product(
+    for flat_calls, ids, arguments, empty_content in product(  # Common values are first.
         (False, True), ("plain", "numbered"), ("object", "text"), ("text", "null", "absent")
     ):
         yield replace(

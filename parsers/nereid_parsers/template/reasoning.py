@@ -159,6 +159,8 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         finding=f"Reasoning is written between {pair.opening!r} and {pair.closing!r}.",
     )
     header = turn.header.strip()
+    # If the header occurs a second time, between the reasoning and the content, `markup` declares
+    # the header as an inner header, which the parser must remove.
     markup = declare_reasoning(pair, header, around.after_reasoning)
     return replace(markup, wrapper=_wrapper_after_reasoning(around, pair.closing, header))
 
@@ -248,7 +250,8 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
     closing = closing_marker(around.after_reasoning, opening)
     if not opening:
         # The opening marker is derived from the closing marker, for example `<think>` from
-        # `</think>`.
+        # `</think>`. The derived marker must occur in the template or in a prompt. A blank closing
+        # marker has no spellings, so `opening` stays "".
         opening = first_occurring(turn, opening_spellings(closing.strip()))
     return MarkerPair(opening, closing)
 

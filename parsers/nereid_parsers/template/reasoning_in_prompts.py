@@ -45,8 +45,11 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
         closing = _closing_for_prompt(turn, prompt)
         if not closing:
             continue
+        # `<think>\n` in the example: the first marker after the header, and the white space after
+        # the marker
         opening = first_opening(prompt.after_header)
         reasoning = Reasoning(opening, _with_probable_line_breaks(closing, opening))
+        # For the default prompt, no switch is set, so `describe` returns "".
         turn.prober.record(
             "R2 thinking switch",
             prompt.switches.describe() or UNCHANGED,
@@ -64,12 +67,12 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
 
     Examples of the text after the header, such as `<|assistant|>`, and of the result:
 
-        `<think>`            `</think>`, because the name of the marker refers to thinking
-        `<think><|end|>`     `<|end|>`, because only the end of thinking can follow `<think>`
-        `<notes></notes>`    `</notes>`, because the second marker closes the first marker
-        `<notes>`            `</notes>`, if a thinking switch such as enable_thinking=True has added
+    (1) `<think><|end|>`     `<|end|>`, because only the end of thinking can follow `<think>`
+    (2) `<think>`            `</think>`, because the name of the marker refers to thinking
+    (3) `<notes></notes>`    `</notes>`, because the second marker closes the first marker
+    (4) `<notes>`            `</notes>`, if a thinking switch such as enable_thinking=True has added
                              `<notes>`, and `</notes>` occurs in the template or in a prompt
-        `<|channel|>`        "", because this marker does not open reasoning
+    (5) `<|channel|>`        "", because this marker does not open reasoning
 
     Args:
         turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
@@ -82,13 +85,15 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     possible_closings = closing_spellings(first)  # Such as ["</think>"] for `<think>`.
     used_closing = first_occurring(turn, possible_closings)  # In the template or in a prompt.
     if is_thinking_marker(first):
-        # If no spelling occurs anywhere, the first spelling is the most probable one.
+        if second:  # Case 1
+            return second
+        # Case 2. If no spelling occurs anywhere, the first spelling is the most probable one.
         first_spelling, _ = first_two(possible_closings)
-        return second or used_closing or first_spelling
-    if second in possible_closings:
+        return used_closing or first_spelling
+    if second in possible_closings:  # Case 3
         return second
     is_changed_by_switch = prompt.after_header != turn.prompts[0].after_header
-    return used_closing if is_changed_by_switch else ""
+    return used_closing if is_changed_by_switch else ""  # Case 4 or case 5
 
 
 def _with_probable_line_breaks(closing: str, opening: str) -> str:
@@ -148,8 +153,12 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
         default: The prompt with the default values of the thinking switches.
         prompt: The prompt with another value of a thinking switch.
     """
-    if prompt.switches.system:
-        return []  # The analysis itself added a system message, so the text is no instruction.
+    # Some models turn thinking on or off if the system message is, for example, "/no_think". For
+    # such a switch, the analysis itself has added the system message (`switches.system`), so the
+    # added text is no instruction of the template.
+    is_text_from_analysis = bool(prompt.switches.system)
+    if is_text_from_analysis:
+        return []
     added_instructions = difference(default.text, prompt.text).right
     pairs = empty_pairs(added_instructions)
     # The added text describes reasoning only if the name of the first pair of tags refers to

@@ -84,12 +84,13 @@ def last_opening(before: str) -> str:
     """
     all_markers = list(MARKER.finditer(before))
     if not all_markers:
+        # Line breaks at the start of a message belong to the message, not to the opening words.
         return before.lstrip("\n")
     last_marker = all_markers[-1]
     after_marker = before[last_marker.end() :]
     is_followed_by_words = bool(after_marker.strip()) and after_marker[0].isspace()
     if is_followed_by_words:
-        return after_marker
+        return after_marker  # The model writes the white space after the marker, too.
     joined_to_marker = _last_space_and_word(before[: last_marker.start()])
     return joined_to_marker + last_marker.group() + after_marker
 
@@ -126,7 +127,8 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
     r"""Return the marker that closes the reasoning, with the white space around this marker.
 
     Usually, the result is the first marker after the reasoning. Some templates close the reasoning
-    with markers and words, or with words alone.
+    with words alone. If several markers open the reasoning, as in the second example, the closing
+    text continues like the opening text after its first marker: both continue with `think<|sep|>`.
 
     >>> closing_marker("\n</think>\n\n<response>", opening="<think>\n")
     '\n</think>\n\n'
@@ -166,10 +168,11 @@ def _marker_or_words_at_start(text: str) -> str:
 def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> ReasoningMarkup:
     """Describe the markers of reasoning. If a header follows the reasoning, describe it, too.
 
-    If several markers open the reasoning, the last one is declared as an alternative opening
-    marker. A header is the text that opens an assistant message. Some templates write the header a
-    second time, between the reasoning and the content. The model then writes the second header
-    itself, and the parser must remove this header from the output:
+    If several markers open the reasoning, as in `<|message|><|thinking|>`, the last one is declared
+    as an alternative, because some models write only this marker. A header is the text that opens
+    an assistant message. Some templates write the header a second time, between the reasoning and
+    the content. The model then writes the second header itself, and the parser must remove this
+    header from the output:
 
     >>> pair = MarkerPair("<think>", "</think>")
     >>> declare_reasoning(pair, "<|assistant|>", "</think><|assistant|>").inner_headers
@@ -180,6 +183,8 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
         header: The header of the model's messages, or "".
         after_reasoning: The text between the reasoning and the next part of the message.
     """
+    # If the last marker also occurs in the closing marker or in the header, it is ambiguous, and is
+    # not declared as an alternative.
     also_open = _alternative_openings(pair.opening, other_texts=(pair.closing, header))
     is_header_repeated = bool(header) and header in after_reasoning
     return ReasoningMarkup(

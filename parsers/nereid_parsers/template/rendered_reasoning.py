@@ -190,11 +190,12 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
 
 
 def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
-    """For settings such as `enable_thinking=False`, return the text that they add to a prompt.
+    """For each setting that changes the prompt's end, return the text after the header.
 
-    Example: {"enable_thinking=False": "<think></think>"} is the result if this setting adds
-    "<think></think>" after the header `<|im_start|>assistant`. `turn.prompts` contains one prompt
-    for each setting of the switches, and the default prompt is the first.
+    Example: {"enable_thinking=False": "<think></think>"} is the result if, with this setting, the
+    prompt ends with the header `<|im_start|>assistant` and "<think></think>", and the default
+    prompt ends with other text after the header. `turn.prompts` contains one prompt for each
+    setting of the switches, and the default prompt is the first.
     """
     if not turn.prompts:
         return {}
@@ -206,8 +207,9 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
     reported: list[GenerationPrompt] = []
     for prompt in effective:
         same_effect = [other for other in reported if other.after_header == prompt.after_header]
-        # `<=` compares sets: all switches of `other` also belong to this prompt.
-        is_superfluous = any(_switches_of(other) <= _switches_of(prompt) for other in same_effect)
+        switches = _switches_of(prompt)
+        # Fewer switches, which all belong to this prompt too, are sufficient for this effect.
+        is_superfluous = any(_switches_of(other).issubset(switches) for other in same_effect)
         if not is_superfluous:
             reported.append(prompt)
     return {prompt.switches.describe(): prompt.after_header for prompt in reported}

@@ -182,6 +182,7 @@ def _parse_sample(fmt: Format, proof: Proof) -> Sample:
     parser.feed(proof.text)  # The parser calls `add_span` for each piece of the message.
     parser.finish()
     prompt_end = proof.prompt[-PROMPT_END_CHARS:]
+    # The parser returns the message in small pieces. Adjacent pieces of one kind are joined.
     joined_spans = tuple(_join_spans(spans))
     return Sample(proof.name, prompt_end, spans=joined_spans, differs=proof.differs)
 
@@ -242,6 +243,7 @@ def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
         yield paint("title", report.title)
         yield report.why
         yield ""
+    # `_analysis_lines` and `_section_lines` also yield the empty line after a section.
     if analysis is not None:
         yield from _analysis_lines(analysis, paint)
     yield from _section_lines("Format", part_lines(report.format), paint)
@@ -249,7 +251,7 @@ def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
         yield from _sample_lines(sample, paint)
     yield ""
     if analysis is not None and analysis.undecided:
-        sentences = [paint("reason", sentence) for sentence in analysis.undecided]
+        sentences = [paint("problem", sentence) for sentence in analysis.undecided]
         yield from _section_lines("Not decided", sentences, paint)
     yield paint("title", "Constraint of a required call")
     yield from _indented(report.constraint.splitlines())
@@ -292,9 +294,12 @@ def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
     The first line contains the name of the sample and whether it was parsed correctly. The second
     line contains the end of the prompt. Each further line contains one span of the message, such as
     "reasoning:'Hm'".
+
+    `paint(kind, text)` adds the colour of a kind of text, such as "problem", to `text`. The colour
+    of "markup" is grey.
     """
     if sample.differs:
-        result = paint("reason", f"parsed wrongly: {', '.join(sample.differs)} differ")
+        result = paint("problem", f"parsed wrongly: {', '.join(sample.differs)} differ")
     else:
         result = paint("markup", "parsed correctly")
     yield f"{paint('title', 'Sample')}: {sample.name}, {result}"

@@ -83,6 +83,8 @@ class RequestTemplate:
         """
         # The limits depend on the size of the request as the client has sent it.
         limits = limits_for_request(variables)
+        # Templates read the reasoning of a message from different fields. The prepared messages
+        # contain the reasoning in each of these fields, and no members with the value None.
         messages = [_prepare_message(message) for message in variables.get("messages", ())]
         if not continue_final_message:
             return self._render_within({**variables, "messages": messages}, limits)
@@ -105,8 +107,13 @@ class RequestTemplate:
         """Copy the messages, and append `_END_OF_MESSAGE` to the content of the last message.
 
         In the rendered prompt, `_END_OF_MESSAGE` shows where the content of the last message ends.
-        Example: the content "Well," becomes "Well,CONTINUE_FINAL_MESSAGE_TAG ". If the content is a
-        list of parts, `_END_OF_MESSAGE` is appended to the last part that contains text.
+        Example: the content "Well," becomes "Well,CONTINUE_FINAL_MESSAGE_TAG ". The space at the
+        end shows whether the template removes white space at the end of a message. If the content
+        is a list of parts, `_END_OF_MESSAGE` is appended to the last part that contains text.
+
+        Returns:
+            The copied messages, and the last text without `_END_OF_MESSAGE`. The caller checks that
+            the prompt contains this text.
 
         Raises:
             ContinuationRefused: The last message contains no text, or the template does not write
@@ -115,7 +122,9 @@ class RequestTemplate:
         content = messages[-1].get("content") if messages else None
         if content is None:
             raise ContinuationRefused("the last message has no content to continue")
-        if "content" not in self._source:  # Such a template cannot read this field.
+        # A template without this word cannot read the field `content`. If the word occurs, but the
+        # template does not write the content, the check after the rendering raises the error.
+        if "content" not in self._source:
             raise ContinuationRefused("the chat template does not write the content of messages")
         if isinstance(content, str):
             return _replace_content(messages, content + _END_OF_MESSAGE, final_text=content)
@@ -209,15 +218,14 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
             message.
     """
     up_to_message_end, end_word, after_end_word = rendered.rpartition(_END_WORD)
-    # As in transformers, the text may occur anywhere in the prompt. This check finds templates that
-    # delete a part of the message.
+    # Some templates delete a part of the message. The model cannot continue such a message. As in
+    # transformers, only the presence of the text is checked, not its place in the prompt.
     contains_final_text = final_text.strip() in rendered
     if not end_word or not contains_final_text:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
-    # Some templates remove the white space at the end of a message, and thus also the space after
-    # `_END_WORD`. For such a template, this function removes the white space before `_END_WORD`,
-    # too, because the original message ends with this white space.
-    keeps_whitespace = after_end_word.startswith(" ")
-    return up_to_message_end if keeps_whitespace else up_to_message_end.rstrip()
+    # The space after `_END_WORD` is missing if the template strips messages. Without `_END_WORD`,
+    # such a template would have stripped the white space that is now before `_END_WORD`.
+    strips_messages = not after_end_word.startswith(" ")
+    return up_to_message_end.rstrip() if strips_messages else up_to_message_end

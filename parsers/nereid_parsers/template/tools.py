@@ -108,15 +108,18 @@ def find_tools(
         return ToolFindings(part=guess_tool_section(renderer))
     two_calls = render_two_calls(renderer)  # records T2
     texts = _render_calls(renderer, one_call, two_calls)
-    record_changed_calls(turn.prober)  # records T3 to T7b, which only the report needs
+    # This records T3 to T7b, which only the report needs. They show, for example, how a call with
+    # another function or with two arguments is rendered.
+    record_changed_calls(turn.prober)
     content_before_call = find_content_before_call(turn)  # records T8
     findings_without_format = ToolFindings(
         is_parallel=bool(two_calls),
         with_content=content_before_call.is_rendered,
         inner_headers=content_before_call.inner_headers,
     )
-    # A placeholder replaces the number of each tool call, so that two tool calls differ only in
-    # their names and arguments.
+    # Two tool calls must differ only in their names and arguments. The prober has masked numbers
+    # directly after the name, as in `f:0`. `mask_call_numbers` also masks numbers at other places,
+    # as in `0 f` or `f index=0`.
     inference = infer_call_format(mask_call_numbers(texts))
     turn.prober.undecided += inference.problems  # sentences about what could not be inferred
     if inference.call_format is None:
@@ -154,8 +157,9 @@ def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober)
 def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
     """Render several tool calls. Their differences show how the template writes a tool call.
 
-    Example: one of the rendered tool calls has two arguments. This tool call shows how the template
-    separates arguments.
+    Examples: a tool call with two arguments shows how the template separates arguments. A tool call
+    whose argument is SPECIAL_VALUE, a string with a line break and the characters `<&>`, shows the
+    quotes that some templates write only around such strings.
 
     Args:
         renderer: Renders messages with tool calls.
@@ -216,13 +220,13 @@ def render_two_calls(renderer: CallRenderer) -> str:
     """
     prober = renderer.turn.prober
     two_calls = conversation_with_calls(*TWO_CALLS)
-    text = renderer.text_of_calls(*TWO_CALLS)
+    text = renderer.text_of_calls(*TWO_CALLS)  # `prober` renders the conversation `two_calls`.
     # The three words are invented, so only two rendered tool calls contain all of them.
     is_parallel = all(word in text for word in (FIRST_TOOL, SECOND_TOOL, SECOND_VALUE))
     if is_parallel:
         finding = "A message can have several calls."
     else:
-        # If the template raised an error in `text_of_calls`, the prober has stored the message.
+        # If the template raised an error for this conversation, the prober has stored the message.
         error_message = prober.refusals.get(two_calls)
         reason = error_message or "the template does not render the second call"
         finding = f"A message can have only one call: {reason}"

@@ -30,7 +30,8 @@ def guess_tool_section(renderer: CallRenderer) -> ToolSection | None:
     template or in the vocabulary.
 
     Mutates: `renderer.turn.prober.undecided`. If the template offers tools to the model, a sentence
-        about the result is appended for the report.
+        is appended for the report. If the result is None, the sentence states that the template
+        renders no complete tool call, and that tool calls are returned as content.
 
     Returns:
         The tool section. None if no registered tool section matches, if the template does not offer

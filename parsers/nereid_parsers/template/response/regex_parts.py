@@ -340,7 +340,7 @@ class _Reader:
         """
         num_open_groups = 1
         while num_open_groups > 0:
-            token = self.take_token()
+            token = self.take_token()  # raises FormatError at the end of the expression
             if token.startswith("("):
                 num_open_groups += 1
             elif token == ")":

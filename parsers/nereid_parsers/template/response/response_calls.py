@@ -85,6 +85,9 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
     >>> _call_starts({"open_pattern": r"<call>\s*<f=(?P<name>\w+)>"})
     [_CallStart(marker='<call>', head='\n<f={name}>')]
 
+    The optional white space `\s*` becomes a line break in the header, because a line break in a
+    header matches any white space.
+
     Raises:
         FormatError: The declaration contains no opening marker.
     """
@@ -219,26 +222,25 @@ def _declare_body(field: Mapping[str, Any], head: str) -> Body:
         raise FormatError(
             f"the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is {content!r}"
         )
-    # A format can declare unquoted keys only together with the marker around strings. With only one
-    # of the two options, the body is declared as usual JSON.
+    # A format can declare unquoted keys only together with the marker around strings. A single one
+    # of the two options is ignored, and the body is declared as usual JSON with quoted keys.
     if options.get("unquoted_keys") and options.get("string_delims"):
         return _unquoted_key_arguments(options["string_delims"])
-    if "{name}" in head:
-        return JsonArguments()
-    return _json_with_name(field)
+    is_name_in_header = "{name}" in head
+    return JsonArguments() if is_name_in_header else _json_with_name(field)
 
 
 def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     """Describe JSON that contains both the function's name and the arguments of a tool call.
 
     The body is a JSON object with one tool call, or a JSON array with all tool calls of a message.
-    Three members of `field`, the declaration of the field `tool_calls`, show which of them it is:
+    Three members of `field`, the declaration of the field `tool_calls`, show which of them it is.
+    The first row that applies gives the result:
 
-        `transform_each`             The body is an array, whose members are converted one by one.
-        `repeats` or `transform`     Otherwise, the body is an object, because the field occurs once
-                                     for each tool call, or is converted as a whole.
-        none of these members        The body is an array: the list of tool calls, which is not
-                                     converted.
+        `transform_each`             An array. The rule in `transform` converts each of its members.
+        `repeats` or `transform`     An object. The field occurs once for each tool call, or the
+                                     rule in `transform` converts the whole body into one tool call.
+        none of these members        An array. It already is the list of tool calls.
 
     >>> isinstance(_json_with_name({"repeats": True}), JsonObject)
     True
@@ -249,11 +251,10 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
         FormatError: The member `transform` is malformed.
     """
     keys = keys_of_transform(field.get("transform"))
-    is_declared_as_array = bool(field.get("transform_each"))
-    is_declared_as_one_call = bool(field.get("repeats") or field.get("transform"))
-    if is_declared_as_one_call and not is_declared_as_array:
-        return JsonObject(keys)
-    return JsonArray(keys)
+    if field.get("transform_each"):
+        return JsonArray(keys)
+    is_one_call = bool(field.get("repeats") or field.get("transform"))
+    return JsonObject(keys) if is_one_call else JsonArray(keys)
 
 
 def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
@@ -303,6 +304,8 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
             "it the group (?P<value>..)"
         )
     value_index = pieces.index(VariableText("value"))
+    # The parser searches for the opening tag, so the tag must start with visible text. White space
+    # before the closing tag is not a part of the value, so it stays in the closing tag.
     opening_tag = _without_leading_whitespace(pieces[:value_index])
     closing_tag = pieces[value_index + 1 :]
     # The opening tag is a pattern, because it contains the key. The closing tag is a fixed text.

@@ -32,7 +32,8 @@ def keys_of_transform(transform: object) -> Keys:
     >>> keys.name, keys.arguments
     ('f', 'args')
 
-    If one placeholder refers to the whole function, the usual keys follow the path:
+    If one placeholder refers to the whole function, the keys `name` and `arguments` follow its
+    path, `call`:
 
     >>> keys_of_transform("{content.call}").name
     'call.name'
@@ -49,8 +50,9 @@ def keys_of_transform(transform: object) -> Keys:
         rule = transform[0]
     if rule is None:  # The model writes the JSON in the form that transformers returns.
         return Keys(name="function.name", arguments="function.arguments", id="id")
-    function = _function_of_rule(rule)  # This raises FormatError for any other list.
-    if isinstance(function, str):
+    # `_function_of_rule` raises FormatError if `rule` is still a list.
+    function = _function_of_rule(rule)
+    if isinstance(function, str):  # `{content.call}`: the keys are `call.name`, `call.arguments`.
         return _default_keys_in(_path(function))
     return _keys_of_rule(rule, function)
 

@@ -66,10 +66,10 @@ class CompiledTemplate:
             raise LimitError(
                 f"the template has {len(source)} characters, but the limit is {MAX_SOURCE}"
             )
-        # Only a template that calls these methods may change lists. `_new_environment` reads this.
+        # Only a template that calls these methods may change lists.
         self.changes_lists = ".append(" in source or ".pop(" in source
         self._now = now
-        env = self._new_environment(budget)
+        env = self._new_environment(budget)  # reads `changes_lists` and `_now`
         # While the template is compiled, its variables and constants are recorded.
         self._code, recorded = _compile(env, source)
         self.names = frozenset(recorded.names)  # The variables that the template reads.
@@ -79,6 +79,7 @@ class CompiledTemplate:
             name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
         }
         self._literal_size = recorded.literal_size  # the number of characters outside the tags
+        # This reads `_code` and `_literal_size`, and stores the template that `render` executes.
         self._load_code_into(env)
 
     def _new_environment(self, budget: Budget) -> LimitedEnvironment:
@@ -153,9 +154,12 @@ def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, AddCountin
     """
     add_counting = AddCounting(env.budget)
     try:
+        # Parsing, visiting and generating check the time in `env.budget`, and raise LimitError.
         tree = env.parse(source)
         add_counting.visit(tree)
-        code = env._compile(_generate_python(env, tree), "<template>")
+        python_code = _generate_python(env, tree)
+        # jinja2 has no public method that compiles Python code which it has already generated.
+        code = env._compile(python_code, "<template>")
     except LimitError:  # A LimitError is a ValueError, which the last handler would catch.
         raise
     except (RecursionError, MemoryError, OverflowError) as error:
@@ -175,7 +179,8 @@ def _generate_python(env: LimitedEnvironment, tree: nodes.Template) -> str:
     Raises:
         LimitError: The program is too long, or takes too long to generate.
     """
-    # jinja2 has no public method that generates the Python program of a syntax tree.
+    # jinja2 has no public method that generates the Python program of a syntax tree. This method
+    # calls the code generator of `env`, which checks the time and may raise LimitError.
     python_code = env._generate(tree, name=None, filename=None)
     if len(python_code) > MAX_CODE:
         raise LimitError(

@@ -78,7 +78,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.literal_size = 0  # `CompiledTemplate` sets this size after compiling the template.
         self._is_immutable = is_immutable
         self._now = now
-        # The constructor of the base class has set `filters` to the filters of jinja2.
+        # The constructor of the base class has set `filters` to the filters of jinja2. The inserted
+        # filters, such as `_count_items`, are not used by templates themselves: `AddCounting` adds
+        # calls of these filters to a template, to count its loop items and check its values.
         self.filters = {**self._allowed_filters(self.filters), **self._inserted_filters()}
         self.globals.pop("lipsum", None)  # This function returns random text.
         self.globals.update(
@@ -169,10 +171,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         # of all literal text. Other functions are Python functions, which write no literal text.
         budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
-        if isinstance(owner, str | bytes | int | float):
-            # The method `join` may combine the items of an iterator. `check_method` needs the
-            # number of these items, but an iterator has no length. Therefore, iterators are
-            # converted to lists.
+        # Methods of strings and numbers may return large texts: `"a".center(10**9)` and
+        # `(1).to_bytes(10**9)`.
+        may_return_large_text = isinstance(owner, str | bytes | int | float)
+        if may_return_large_text:
+            # `check_method` needs the number of items for `join`, but an iterator has no length.
             args = tuple(__self._iterator_to_list(argument) for argument in args)
             # The order of keyword arguments does not matter for the checks.
             check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))

@@ -62,8 +62,9 @@ def limits_for_request(variables: Mapping[str, Any]) -> Limits:
     """Return the limits for rendering one request. The limits grow with the size of the request.
 
     If a request is longer, a template needs more steps and makes longer texts. The limit for one
-    value grows by 8 characters for each character of the request, because the filter `tojson` can
-    convert one character to an escape of six characters.
+    value grows by 8 characters for each character of the request. At least 6 are necessary, because
+    the filter `tojson` can convert one character to an escape of six characters. The time limit
+    does not grow, because a rendering must not block the server, however long the request is.
 
     Args:
         variables: The variables of the template, which contain the messages of the request.
@@ -191,7 +192,9 @@ def size_of(value: object, max_size: int, depth: int = 0) -> int:
         depth: The number of lists that contain the value. Only the recursive calls pass it.
 
     Raises:
-        LimitError: The size is larger than `max_size`, or the lists are nested too deeply.
+        LimitError: The members of a list or a dict are larger than `max_size`, or the lists are
+            nested too deeply. A single string or number is never rejected: the caller must compare
+            the result.
     """
     if isinstance(value, str):
         return len(value) + _ITEM_SIZE

@@ -36,7 +36,8 @@ def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None
     """Raise LimitError if the result of an operation with two operands would be too large.
 
     The check happens before the operation, because a running operation cannot be stopped. Examples
-    of rejected operations: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
+    of rejected operations: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`. Other operators, such
+    as `+`, are not checked here, because their results are hardly larger than both operands.
 
     Args:
         budget: The limits.
@@ -51,7 +52,9 @@ def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None
         _check_power(budget, left, right)
     elif operator == "%":  # The left side may be a format string, as in `'%5d' % 1`.
         check_format(budget, left, values=[right])
-        if isinstance(right, tuple):  # A number of the tuple may be a width, as in `%*d`.
+        if isinstance(right, tuple):
+            # A number of the tuple may be a width, as in `'%*d' % (9, 1)`. Large numbers are
+            # rejected.
             check_numbers(right)
 
 
@@ -136,7 +139,7 @@ def check_filter(budget: Budget, call: FilterCall) -> None:
             check_format(budget, call.value, values=options)
         case "tojson":  # Only long options can make the JSON text much longer than the value.
             _check_tojson_options(budget, options)
-        case "indent" if isinstance(call.value, str):
+        case "indent" if isinstance(call.value, str):  # jinja2 raises an error for other values.
             width = call.option(0, "width") or _DEFAULT_INDENT
             _check_indent(budget, call.value, width)
 
@@ -244,6 +247,8 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
         raise LimitError(
             "a format string of the template gets its width from an argument, which is not allowed"
         )
+    # The starts of the fields with a name or an index, such as `{name`, `{0` and `%(name`. A field
+    # without a name, such as `{}` or `%s`, writes each value only once, so the default is 1.
     num_fields_by_name = Counter(_NAMED_FIELD.findall(text))
     max_repetitions = max(num_fields_by_name.values(), default=1)
     size_of_values = sum(size_of(value, budget.limits.value_size) for value in values)

@@ -110,7 +110,7 @@ class ModelTurn:
         # This text follows the user's question or the tool's result.
         after_input = _text_after_input(rendering, conversation)
         # The header, perhaps without the white space around it, or "" if the text has no header.
-        written_header = _header_in(after_input, self.header)
+        written_header = _header_as_written(after_input, self.header)
         if written_header:
             _, _, after_header = after_input.partition(written_header)
             return after_header
@@ -151,7 +151,7 @@ def prompt_after_header(prompt: str, header: str) -> str:
     not occur after the user's question.
     """
     after_question = text_after_last(prompt, USER_TEXT)
-    header_in_prompt = _header_in(after_question, header)
+    header_in_prompt = _header_as_written(after_question, header)
     return text_after_last(after_question, header_in_prompt) if header_in_prompt else ""
 
 
@@ -172,13 +172,13 @@ def _text_after_input(rendering: str, conversation: Conversation) -> str:
     return text_after_last(rendering, last_input)
 
 
-def _header_in(text: str, header: str) -> str:
+def _header_as_written(text: str, header: str) -> str:
     r"""Return the form of `header` that occurs in `text`: unchanged or without outer white space.
 
     A header is the text that opens a message. Some templates omit the white space around the header
     in some messages. In this example, the line break is missing in `text`:
 
-    >>> _header_in("<|im_start|>assistant <think>", header="<|im_start|>assistant\n")
+    >>> _header_as_written("<|im_start|>assistant <think>", header="<|im_start|>assistant\n")
     '<|im_start|>assistant'
 
     Return "" if `text` contains the header in neither form.

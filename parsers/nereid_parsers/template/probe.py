@@ -110,7 +110,7 @@ class Prober:
         while True:
             try:
                 text = self.template.render(self._variables(conversation, form))
-                # `form` determines the text of the ids.
+                # `form` determines whether ids are arbitrary texts, which are masked as a whole.
                 return _mask_numbers_and_ids(text, form)
             except RenderRefused as refusal:
                 # None for another error, and for a variable that an earlier pass has set to ""

@@ -38,7 +38,7 @@ from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.reasoning_in_prompts import (
     find_markers_in_instructions,
     find_markers_in_prompts,
-    first_occurring,
+    first_in_template_or_prompts,
 )
 from nereid_parsers.template.reasoning_markers import (
     MarkerPair,
@@ -250,9 +250,8 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
     closing = closing_marker(around.after_reasoning, opening)
     if not opening:
         # The opening marker is derived from the closing marker, for example `<think>` from
-        # `</think>`. The derived marker must occur in the template or in a prompt. A blank closing
-        # marker has no spellings, so `opening` stays "".
-        opening = first_occurring(turn, opening_spellings(closing.strip()))
+        # `</think>`. A blank closing marker has no spellings, so `opening` stays "".
+        opening = first_in_template_or_prompts(turn, opening_spellings(closing.strip()))
     return MarkerPair(opening, closing)
 
 

@@ -83,7 +83,7 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     """
     first, second = first_two(markers(prompt.after_header))  # A missing marker is "".
     possible_closings = closing_spellings(first)  # Such as ["</think>"] for `<think>`.
-    used_closing = first_occurring(turn, possible_closings)  # In the template or in a prompt.
+    used_closing = first_in_template_or_prompts(turn, possible_closings)
     if is_thinking_marker(first):
         if second:  # Case 1
             return second
@@ -167,7 +167,7 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
     return pairs if is_about_thinking else []
 
 
-def first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
+def first_in_template_or_prompts(turn: ModelTurn, candidates: list[str]) -> str:
     """Return the first marker in `candidates` that occurs in the template or in a prompt.
 
     Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only

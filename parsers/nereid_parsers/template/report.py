@@ -295,8 +295,8 @@ def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
     line contains the end of the prompt. Each further line contains one span of the message, such as
     "reasoning:'Hm'".
 
-    `paint(kind, text)` adds the colour of a kind of text, such as "problem", to `text`. The colour
-    of "markup" is grey.
+    `paint(kind, text)` adds a colour to `text`. The colour depends on the kind of the text, which
+    is "title", "problem", or the kind of a span, such as "markup".
     """
     if sample.differs:
         result = paint("problem", f"parsed wrongly: {', '.join(sample.differs)} differ")

@@ -93,8 +93,9 @@ def find_tools(
     Example: if two rendered tool calls are `<call>{"name": "f", ..}</call>` and
     `<call>{"name": "g", ..}</call>`, a tool call is a JSON object between `<call>` and `</call>`.
 
-    Mutates: `turn.prober`. The prober records the comparisons T1 to T8 for the report. If the
-        format cannot be inferred, a sentence with the reason is appended to its list `undecided`.
+    Mutates: `turn.prober`, which records comparisons for the report, with the labels T1 to T8. If
+        the format cannot be inferred, a sentence with the reason is appended to its list
+        `undecided`.
 
     Args:
         turn: The text around the model's answers, such as `<|start|>assistant`. `turn.prober`

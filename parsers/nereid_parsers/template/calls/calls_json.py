@@ -134,7 +134,8 @@ def _declare_object_and_array(
         a marker for each form       `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`
 
     Args:
-        keys: The keys of the name and the arguments in an object.
+        keys: The keys of the name and the arguments in an object, or `NameIsKey()` if the name
+            itself is a key, as in `{"f": {"a": 1}}`.
         json_object: The object in a message with one tool call.
         array: The array in a message with two tool calls.
     """
@@ -143,7 +144,7 @@ def _declare_object_and_array(
     # or if the marker has been declared as a part of the array's `Call`.
     marker_before_list = array_format.markup.open.strip()
     is_object_in_list = json_object.before.strip() == marker_before_list
-    if is_object_in_list:  # The markers around the list also enclose the object.
+    if is_object_in_list:  # The markers around the list, if there are any, enclose the object too.
         object_call = Call(JsonObject(keys))
     else:  # The object has markers of its own.
         object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)
@@ -162,7 +163,8 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonIn
 
     Args:
         texts: The rendered tool calls.
-        keys: The keys of the name and the arguments in an object of the array.
+        keys: The keys of the name and the arguments in an object of the array, or `NameIsKey()` if
+            the name itself is a key, as in `{"f": {"a": 1}}`.
         json_of_call: The array in `texts.one_call`.
     """
     # The two tool calls call the functions FIRST_TOOL and SECOND_TOOL, which do not exist.
@@ -187,7 +189,8 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
                                          is declared as the opening marker of a tool call.
 
     Args:
-        keys: The keys of the name and the arguments in an object of the array.
+        keys: The keys of the name and the arguments in an object of the array, or `NameIsKey()` if
+            the name itself is a key, as in `{"f": {"a": 1}}`.
         array: The array in the rendered tool calls of a message.
     """
     has_only_opening = bool(array.before.strip()) and not array.after.strip()

@@ -49,11 +49,11 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         # A message with only one tool call shows no separator. The separator is assumed to be `, `,
         # as in a Python list.
         markup = ListMarkup(open=around.before, separator=", ", close=around.after)
-        return _read_python_section(markup, suffix)
+        return _declare_python_section(markup, suffix)
     markup = _markup_of_two_calls(texts.two_calls, last_character=")")
     has_markers_around_each = bool(markup.item_open.strip() or markup.item_close.strip())
     if not has_markers_around_each:
-        return _read_python_section(markup, suffix)
+        return _declare_python_section(markup, suffix)
     # Between the markers is a single call, so there are no brackets of a list and no separator.
     one_call = PythonCalls(open="", close="", separator="", suffix=suffix)
     call = Call(one_call, open=markup.item_open, close=markup.item_close)
@@ -85,8 +85,8 @@ class _SectionMarkers(NamedTuple):
     close: str
 
 
-def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
-    """Describe a list of Python calls between two markers: `<calls>[f(a="x"), g()]</calls>`.
+def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
+    """Declare the format of a list of Python calls, as in `<calls>[f(a="x"), g()]</calls>`.
 
     In the example, the result declares the markers `<calls>` and `</calls>`. Between the markers, a
     model may write the calls with or without the brackets of a Python list.
@@ -101,10 +101,10 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
     if around_brackets is None:  # The template writes no brackets.
-        return _declare_python_calls(around_calls, [without_brackets])
+        return _python_call_format(around_calls, [without_brackets])
     in_brackets = replace(without_brackets, open="[", close="]")
     # The template writes the brackets, but some models omit the brackets.
-    return _declare_python_calls(around_brackets, [in_brackets, without_brackets])
+    return _python_call_format(around_brackets, [in_brackets, without_brackets])
 
 
 def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
@@ -123,8 +123,8 @@ def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
     return _SectionMarkers(opening.removesuffix("["), closing.removeprefix("]"))
 
 
-def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
-    """Describe a list of Python calls, such as `f(a="x")`, and the markers around the list.
+def _python_call_format(around: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
+    """Return the format of a list of Python calls, such as `f(a="x")`, between two markers.
 
     Example: for `<calls>f(a="x")</calls>`, the result declares `<calls>` and `</calls>` as the
     markers around all tool calls.

@@ -236,9 +236,8 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
     # `after_name` consists of `arguments.open`, here `>`, and the text before the key.
     before_key = after_name.removeprefix(arguments.open)
     if not before_key:
-        # In `<call f>a=41`, no text precedes the key of the number. Without such a text, the parser
-        # cannot find an argument. Therefore, the text before the key of a string is declared. The
-        # analysis later parses rendered calls, and reports if this declaration is wrong.
+        # In `<call f>a=41`, no text precedes the key of the number. The parser finds an argument
+        # only by the text before its key, so the text before the key of a string is assumed.
         before_key = arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 

@@ -103,7 +103,7 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
         max_model_len=max_len,
         forward=methods.forward,
         head=methods.head,
-        self_check_difference=methods.difference,
+        self_check_difference=methods.self_check_difference,
         poolers=poolers,
         normalizes=normalizes,
         layers=load_output_layers(Path(config.model), spec, encoder),
@@ -142,7 +142,7 @@ class _Methods(NamedTuple):
 
     forward: ChosenForward | None
     head: Head | None
-    difference: float
+    self_check_difference: float
 
 
 def _choose_methods(
@@ -164,16 +164,17 @@ def _choose_methods(
     """
     name = spec.architecture
     if spec.loader == TOWERS:
-        return _Methods(None, None, check_towers(encoder, name, max_len))
+        difference = check_towers(encoder, name, max_len)
+        return _Methods(forward=None, head=None, self_check_difference=difference)
     if spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         # These models compute all inputs one by one. Batches are not used, so there is no
         # difference between the outputs for batches and the outputs for single inputs.
-        return _Methods(None, None, 0.0)
+        return _Methods(forward=None, head=None, self_check_difference=0.0)
     forward = choose_forward(encoder, hook, name, max_len)
     head = None
     if spec.loader in (SEQUENCE, TOKENS):
         head = choose_head(encoder, forward, name, max_len, per_token=spec.loader == TOKENS)
-    return _Methods(forward, head, forward.difference)
+    return _Methods(forward, head, self_check_difference=forward.difference)
 
 
 def _choose_pooling(

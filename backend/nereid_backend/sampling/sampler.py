@@ -71,11 +71,18 @@ class _RankedCopy(NamedTuple):
 
 
 class _UncertainCopy(NamedTuple):
-    """Rows that may have wrong tokens. `copy` transfers their flags `is_certain` to the host."""
+    """The uncertain rows of a slice: rows that may have wrong tokens.
+
+    Attributes:
+        part: the slice.
+        rows: the indices of the uncertain rows in the slice, on the host.
+        is_certain: copies one flag for each of these rows from the device to the host. True means
+            that the token is right.
+    """
 
     part: PendingSlice
     rows: NDArray[np.int64]
-    copy: HostCopy
+    is_certain: HostCopy
 
 
 class PendingTokens:
@@ -108,7 +115,11 @@ class PendingTokens:
             if part.ranked is not None
         ]
         self._uncertain_copies = [
-            _UncertainCopy(part, part.uncertain.rows, HostCopy([part.uncertain.is_certain]))
+            _UncertainCopy(
+                part,
+                rows=part.uncertain.rows,  # on the host already
+                is_certain=HostCopy([part.uncertain.is_certain]),
+            )
             for part in parts
             if part.uncertain is not None
         ]
@@ -127,6 +138,7 @@ class PendingTokens:
         # Each of these calls completes `sampled_tokens`.
         self._read_top(sampled_tokens)
         self._replace_uncertain(sampled_tokens)
+        # `has_allowed` is False for a position at which masks and parameters forbid every token.
         self._store_errors(sampled.has_allowed.tolist(), sampled_tokens)
         return sampled_tokens, device_token_ids
 
@@ -143,8 +155,8 @@ class PendingTokens:
         An uncertain row was sampled from only some of its tokens. The device has computed whether
         these tokens were sufficient. If they were not, the row must be sampled again.
         """
-        for part, rows, copy in self._uncertain_copies:
-            (is_certain,) = copy.wait()
+        for part, rows, is_certain_copy in self._uncertain_copies:
+            (is_certain,) = is_certain_copy.wait()
             wrong_rows = rows[~is_certain.numpy()].tolist()
             if wrong_rows:
                 self._sample_again(part, wrong_rows, sampled_tokens)
@@ -216,6 +228,10 @@ class Sampler:
         self, logits: Tensor, positions: abc.Sequence[Position], masks: StepMasks | None = None
     ) -> PendingTokens:
         """Start to sample one token at each position. Do not wait for the GPU.
+
+        A row of logits may first be sampled from only some of its tokens. If these tokens turn out
+        to be insufficient, the row is sampled again: at once on a CPU, and on a GPU when the result
+        is read, so that this method need not wait.
 
         Args:
             logits: [num_positions, vocab_size], any float dtype. Not changed.
@@ -300,8 +316,9 @@ class Sampler:
         has_allowed = _logits_of(token_ids, processed) > float("-inf")
         sampled = SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
-        # If the token of a row may be wrong, the row is sampled again later. Before that, the next
-        # forward pass may overwrite the logits, so the logits are copied.
+        # An uncertain row was sampled from only some of its tokens, so it may have to be sampled
+        # again later. Before that, the next forward pass may overwrite the logits, so the logits
+        # are copied.
         saved_logits = None if uncertain is None else model_logits.clone()
         return PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
 
@@ -360,7 +377,8 @@ def _sample_rows(
     """Sample a token for each row of `logits`. Also return the rows whose tokens may be wrong.
 
     A row is greedy if the temperature of its request is 0. A greedy row gets its likeliest token,
-    and any other row gets a random token.
+    and any other row gets a random token. To save time, a random token is sampled from only the
+    likeliest tokens of the row. It may be wrong if the filters of the request keep further tokens.
 
     Args:
         logits: [n, vocab_size], after masks and penalties.

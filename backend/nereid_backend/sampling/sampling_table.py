@@ -61,7 +61,7 @@ class SamplingTable:
         stored row. Either all sequences have a row (Sequence.row is set), or no sequence has a row.
         """
         rows: list[int] = []
-        owners = self._owners
+        owners = self._owners  # `_store` extends this list in place, so `owners` remains valid.
         for index, (sequence, _drafts) in enumerate(positions):
             # A sequence that is not in a scheduler has no row number. For such a sequence, use the
             # index of the position as the row number.
@@ -108,7 +108,7 @@ def _make_row(sequence: Sequence) -> tuple[object, ...]:
     return (
         params.temperature,
         params.top_p,
-        _table_top_k(params),
+        _top_k_or_zero(params),  # 0 if the request turns top_k off
         params.min_p,
         sequence.seed,
         params.is_greedy,
@@ -117,7 +117,7 @@ def _make_row(sequence: Sequence) -> tuple[object, ...]:
     )
 
 
-def _table_top_k(params: SamplingParams) -> int:
+def _top_k_or_zero(params: SamplingParams) -> int:
     """Return top_k as an int64 number; 0 if top_k is turned off.
 
     A request turns top_k off with 0 or -1. A value above the range of int64 keeps all tokens, just

@@ -58,7 +58,8 @@ class MaskingGuide(Guide, Protocol):
     ) -> list[bool]:
         """In one call, write the token masks of several guides, which are all of this class.
 
-        A guide is the state of a request's grammar, and its mask marks the allowed tokens.
+        Every class of guides implements this method of the interface. A guide is the state of a
+        request's grammar, and its mask marks the allowed tokens.
 
         Args:
             guides: the guides.
@@ -230,10 +231,12 @@ class _MaskFillJob:
         """Fill the masks of the second and all later positions of one sequence.
 
         `group` contains the indices of all positions of the sequence. Each position except the
-        first follows one more draft token, which is a guess for the next token. Example: the
-        positions with the draft tokens [], [5] and [5, 7] before them. Stop at
-        the first draft token that the grammar does not allow. The mask of the position before this
+        first follows one more draft token (a guess for the next token). At the first draft token
+        that the grammar does not allow, the method returns: the mask of the position before this
         token forbids the token, so the tokens that are sampled at later positions are discarded.
+
+        Example: three positions follow the draft tokens [], [5] and [5, 7]. If the grammar allows 5
+        but then not 7, only the second position gets a mask.
         """
         first_index, *draft_indices = group
         try:
@@ -292,7 +295,9 @@ class MaskFiller:
         `start` overwrites.
 
         Returns:
-            The jobs that fill the masks. The list is empty if no position has a grammar.
+            The jobs that fill the masks: one job that fills all masks when `join` calls its method
+            `result`, or the futures of several threads, whose method `result` waits for a thread.
+            The list is empty if no position has a grammar.
         """
         # The guide of a sequence is the state of its grammar.
         guided = [i for i, position in enumerate(positions) if position.sequence.guide is not None]

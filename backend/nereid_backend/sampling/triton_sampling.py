@@ -57,7 +57,9 @@ def count_from(logits, max_logit, factor, vocab_size, low, middle, high, TILE: t
 
     There are three thresholds: `low`, `middle` and `high`. One pass over the row serves all three.
     A threshold is the bit pattern of a weight, which is a float32 number. The binary logarithm of a
-    weight is (logit - max_logit) * factor.
+    weight is (logit - max_logit) * factor. Every threshold must be at least 1. `load_logits` gives
+    the logit -inf after the end of the vocabulary. Its weight 0 has the bit pattern 0, so it is
+    below every threshold.
 
     Returns:
         Three counts, int32, and three sums in units of 2 ** -40, int64.
@@ -152,8 +154,10 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
 
     The weights are cumulated in the order of the vocabulary. The binary logarithm of a weight is
     (logit - max_logit) * factor. `low` is the bit pattern of the smallest weight that counts: bit
-    patterns of non-negative floats have the same order as the floats. `target` and the sums are
-    integers in units of 2 ** -40. `target` must be less than the sum of the weights that count.
+    patterns of non-negative floats have the same order as the floats. `low` must be at least 1, so
+    that the columns after the end of the vocabulary do not count: `load_logits` gives them the
+    logit -inf, whose weight is 0. `target` and the sums are integers in units of 2 ** -40. `target`
+    must be less than the sum of the weights that count.
     """
     # Find the tile that contains the token. `begin` is the first column of the next tile.
     # `tile_sum` is the sum of the weights in the tile that was read last, and `sum_before` is the
@@ -201,13 +205,13 @@ def sample_token(
     # Therefore, the threshold of min_p is the bit pattern of min_p itself. The smallest threshold
     # is 1, so a token with the weight 0 is never sampled.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
-    # `total` is an integer in units of 2 ** -40. `count_from` takes three thresholds, but only one
-    # is needed here.
+    # `count_from` returns three counts and then three sums, for three thresholds. Only one
+    # threshold is needed here. `total` is an integer in units of 2 ** -40.
     count, _, _, total, _, _ = count_from(
         logits, max_logit, factor, vocab_size, low, low, low, TILE
     )
-    # The last argument but one of `search` selects how `wanted` is compared: with the number of
-    # kept tokens (True, for top_k), or with the sum of their weights (False, for top_p).
+    # The argument True or False of `search` is BY_COUNT: whether the search ends at a wanted number
+    # of kept tokens (True, for top_k), or at a wanted sum of their weights (False, for top_p).
     if (top_k > 0) & (top_k < vocab_size):
         low, count, total = search(
             logits, max_logit, factor, vocab_size, low, count, total, top_k, True, TILE

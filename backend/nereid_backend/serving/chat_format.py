@@ -59,21 +59,27 @@ def choose_format(
 def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Format | None:
     """Return the chat format that the settings reasoning_parser and tool_parser select.
 
-    The value "none" turns off the parser of the setting: the reasoning or the tool calls then stay
-    in the content. An empty value selects the format that is derived from the checkpoint. If one
-    parser is turned off, the other parser is used only if its own setting names a format.
+        reasoning_parser  tool_parser   result
+        ""                ""            the format that is derived from the checkpoint
+        "qwen3"           ""            the derived format with the reasoning of qwen3
+        "qwen3"           "none"        the reasoning of qwen3; tool calls stay in the content
+        ""                "none"        None: the reasoning and the tool calls stay in the content
+
+    The order of the two settings does not matter. `report` is called if the settings do not name
+    the format, so that the operator learns which format is used.
     """
     reasoning = settings.reasoning_parser
     tools = settings.tool_parser
-    if NO_FORMAT not in (reasoning, tools):
+    is_one_turned_off = NO_FORMAT in (reasoning, tools)
+    if not is_one_turned_off:
         template = read_chat_template(settings)
         fmt, reason = _derive_format(Path(settings.model), template, reasoning, tools)
         report(f"chat format: {reason}")
         return fmt
     names_reasoning_format = reasoning not in (NO_FORMAT, "")
-    names_tool_format = tools not in (NO_FORMAT, "")
     if names_reasoning_format:
         return get_format(reasoning=reasoning)
+    names_tool_format = tools not in (NO_FORMAT, "")
     if names_tool_format:
         return get_format(tools=tools)
     report("chat format: none, because reasoning_parser or tool_parser is none")
@@ -110,6 +116,7 @@ def _derive_format(
             return result
     except (OSError, RuntimeError):
         # The cache is not usable: the home folder is unknown, or the cache folder is not writable.
+        # If instead the derivation above has failed, this call raises the error of the derivation.
         return _derive_without_cache(model, template, reasoning, tools)
 
 

@@ -48,9 +48,11 @@ _PARAMETER = re.compile(
 
 
 def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return one message for each wrong setting of the models in `repository`.
+    """Return messages about wrong settings of the models in `repository`; [] if there are none.
 
-    If several models report the same message, the message is returned only once.
+    The check of a model ends at the first wrong setting. Models that share a setting report the
+    same message, which is returned only once. If the settings of every model are valid, the result
+    has one message for each GPU whose memory shares (gpu_memory_utilization) exceed 1 in total.
     """
     problems: list[str] = []
     for model in (*_LANGUAGE_MODELS, EMBEDDING, RERANK):
@@ -58,17 +60,17 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
         if not path.is_file():
             continue  # The repository does not serve this model.
         try:
-            _check_model(model, _arguments(path), environ)
+            _check_model(model, _read_initialize_arguments(path), environ)
         except ConfigError as error:
             if str(error) not in problems:
                 problems.append(str(error))
-    if not problems:
-        problems += _find_full_gpus(repository, environ)
+    if not problems:  # A memory share can be read only if all settings of its model are valid.
+        problems += _find_overcommitted_gpus(repository, environ)
     return problems
 
 
 def _check_model(model: str, args: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """Raise a ConfigError if a setting of the Triton model `model` is wrong.
+    """Raise a ConfigError for the first wrong setting of the Triton model `model`, if there is one.
 
     Args:
         model: the name of the model.
@@ -83,7 +85,7 @@ def _check_model(model: str, args: Mapping[str, str], environ: Mapping[str, str]
         read_pooling_settings(model, args, environ)
 
 
-def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
+def _find_overcommitted_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
     """Return one message for each GPU whose memory shares add up to more than 1.
 
     A memory share is the setting gpu_memory_utilization of a model that uses the GPU. The shares
@@ -124,27 +126,32 @@ def _read_configs(
     """Return the settings of each served model: the language model and the pooling models.
 
     Each key of the result is the name of the setting that limits the model's GPU memory, for
-    example "embedding_gpu_memory_utilization". The setting has another name for each model.
+    example "embedding_gpu_memory_utilization". The setting has another name for each model. A
+    pooling model without a checkpoint is left out, because it starts no engine.
     """
     configs: dict[str, EngineConfig | PoolingConfig] = {}
     path = repository / "executor" / "config.pbtxt"
     if path.is_file():
-        _, engine_config = read_settings(_arguments(path), environ)
+        _, engine_config = read_settings(_read_initialize_arguments(path), environ)
         configs["gpu_memory_utilization"] = engine_config
     for kind in (EMBEDDING, RERANK):
         path = repository / kind / "config.pbtxt"
         if path.is_file():
-            _, pooling_config = read_pooling_settings(kind, _arguments(path), environ)
-            if pooling_config is not None:
+            arguments = _read_initialize_arguments(path)
+            _, pooling_config = read_pooling_settings(kind, arguments, environ)
+            if pooling_config is not None:  # None means that the settings name no checkpoint.
                 configs[f"{kind}_gpu_memory_utilization"] = pooling_config
     return configs
 
 
-def _arguments(path: Path) -> dict[str, str]:
-    """Read a config.pbtxt, and return the arguments of the model's method `initialize`.
+def _read_initialize_arguments(path: Path) -> dict[str, str]:
+    """Read a config.pbtxt, and return the arguments that Triton passes to the model's `initialize`.
 
-    Triton server also passes other arguments to `initialize`, but no setting depends on those
-    arguments.
+    Only those two arguments are returned from which settings are read: the parameters of the model
+    as JSON text, and the folder of the model.
+
+    Example: the line `parameters { key: "dtype" value: { string_value: "float32" } }` returns
+    {"model_config": '{"parameters": {"dtype": {"string_value": "float32"}}}', ...}.
     """
     text_without_comments = _COMMENT_LINE.sub("", path.read_text(encoding="utf-8"))
     pairs = _PARAMETER.findall(text_without_comments)
@@ -157,22 +164,29 @@ def _arguments(path: Path) -> dict[str, str]:
 
 def _check_formats(settings: ServingSettings) -> None:
     """Raise a ConfigError if a parser setting is not the name of a chat format."""
-    # For each setting: the name of the setting, the value of the setting, and the name of the
-    # argument that passes the value to `get_format`.
-    for setting, name, argument in (
-        ("reasoning_parser", settings.reasoning_parser, "reasoning"),
-        ("tool_parser", settings.tool_parser, "tools"),
-    ):
-        if name in ("", NO_FORMAT):
-            continue
-        # The parsers are imported here and not at the beginning of the file, because the import
-        # takes as long as all checks together.
-        from nereid_parsers import NereidParsersError, get_format
+    no_names = ("", NO_FORMAT)
+    if settings.reasoning_parser not in no_names:
+        _check_format("reasoning_parser", reasoning=settings.reasoning_parser)
+    if settings.tool_parser not in no_names:
+        _check_format("tool_parser", tools=settings.tool_parser)
 
-        try:
-            get_format(**{argument: name})
-        except NereidParsersError as error:
-            raise ConfigError(f"{setting}: {error}") from error
+
+def _check_format(setting: str, *, reasoning: str | None = None, tools: str | None = None) -> None:
+    """Raise a ConfigError if the parsers have no format for the reasoning or for the tool calls.
+
+    Args:
+        setting: the name of the setting, for the error message.
+        reasoning: the name of a format for reasoning; None if `tools` is checked.
+        tools: the name of a format for tool calls; None if `reasoning` is checked.
+    """
+    # The parsers are imported here and not at the beginning of the file, because the import takes
+    # as long as all checks together.
+    from nereid_parsers import NereidParsersError, get_format
+
+    try:
+        get_format(reasoning=reasoning, tools=tools)
+    except NereidParsersError as error:
+        raise ConfigError(f"{setting}: {error}") from error
 
 
 def _check_length(config: EngineConfig) -> None:

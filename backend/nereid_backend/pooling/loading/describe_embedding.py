@@ -30,7 +30,7 @@ from nereid_backend.pooling.loading.sentence_modules import (
     read_json,
     read_settings,
 )
-from nereid_backend.pooling.pooling_config import POOLERS, PoolingConfig
+from nereid_backend.pooling.pooling_config import PoolingConfig
 
 # In an older checkpoint, the config of the module Pooling has one boolean field for each pooling
 # method. This dict maps the name of each field to the pooling method.
@@ -42,6 +42,7 @@ _LEGACY_POOLERS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_DENSE_POOLERS = tuple(_LEGACY_POOLERS.values())
 
 
 def describe_embedding(
@@ -67,6 +68,8 @@ def describe_embedding(
     if splade is not None:
         return _describe_splade(base, splade)
     if base.architecture.endswith(RETRIEVAL_HEAD):
+        # Such a model has fixed prompts, so its inputs are never converted to chat messages, even
+        # if the checkpoint has a chat template.
         return replace(base, kinds=("multi_vector",), loader=RETRIEVAL, takes_messages=False)
     if _has_towers(base.config) and not base.takes_messages:
         normalizes = ends_with_normalize(later_modules)
@@ -105,10 +108,11 @@ def _describe_token_vectors(
         if module.maps_tokens and module.kind in ("Dense", "Normalize", "LayerNorm")
     )
     base = replace(base, token_modules=token_modules)
-    is_stanford = base.architecture == STANFORD_ARCHITECTURE
+    # The files of Stanford's ColBERT library list no modules. All its models are multi-vector.
+    is_stanford_colbert = base.architecture == STANFORD_ARCHITECTURE
     has_pooling = find_config(later_modules, "Pooling") is not None
     has_modules_without_pooling = bool(later_modules) and not has_pooling
-    if is_stanford or has_modules_without_pooling:
+    if is_stanford_colbert or has_modules_without_pooling:
         return _describe_multi_vector(base, root, later_modules)
     if read_settings(base.folder).get("query_expansion"):
         raise UnsupportedModelError(
@@ -131,10 +135,13 @@ def _describe_multi_vector(
     _check_multi_vector_modules(root, later_modules, is_colbert=is_colbert)
     token_modules = base.token_modules
     if is_colbert:
-        # ColBERT scales its vectors to length 1, although the checkpoint's files contain no module
-        # with the name Normalize. Therefore the module is added here.
+        # ColBERT always consists of linear layers and a scaling to length 1. Its checkpoints do not
+        # list the scaling as a module Normalize, and do not state that the linear layers convert
+        # token vectors. The modules are therefore not those of `base`.
         dense = tuple(module for module in later_modules if module.kind == "Dense")
         token_modules = (*dense, ModuleSpec("Normalize", root, {}))
+    # The settings file is in the folder of the transformers model, a subfolder of `root` in some
+    # checkpoints.
     settings = read_settings(base.folder)
     # The rules for queries and documents. A marker, such as "[Q] ", is added to the prompt of each
     # query. The longest limit is the larger of the length limits of queries and documents.
@@ -154,6 +161,9 @@ def _check_multi_vector_modules(
 ) -> None:
     """Raise an error if a checkpoint without a module `Pooling` does not define its output.
 
+    Without pooling, the output must be one vector for each token. This is the case for ColBERT, and
+    for a checkpoint with a module that converts or removes token vectors.
+
     Args:
         root: the folder of the checkpoint.
         later_modules: the modules that follow the transformers model.
@@ -163,6 +173,7 @@ def _check_multi_vector_modules(
     Raises:
         UnsupportedModelError: the output is unknown, or a module is not supported.
     """
+    # A MultiVectorMask removes the vectors of some tokens, such as punctuation.
     mask = find_config(later_modules, "MultiVectorMask")
     has_token_modules = mask is not None or any(module.maps_tokens for module in later_modules)
     if not is_colbert and not has_token_modules:
@@ -170,7 +181,7 @@ def _check_multi_vector_modules(
             f"{root}/modules.json: the file has no Pooling module and no module that maps "
             "token vectors, so the pooling method is not known. Set pooling."
         )
-    if mask is not None and mask.get("keep_only_token_ids"):
+    if mask is not None and mask.get("keep_only_token_ids"):  # removes all tokens except these
         raise UnsupportedModelError(
             f"{root}/modules.json: a MultiVectorMask with keep_only_token_ids is not supported."
         )
@@ -191,11 +202,13 @@ def _describe_dense(
     """
     pooling_modules = [module for module in later_modules if module.kind == "Pooling"]
     pooling = pooling_modules[0] if pooling_modules else None
+    # Whether the tokens of the prompt are pooled, too. This is the default.
     includes_prompt = pooling is None or bool(pooling.config.get("include_prompt", True))
     vector_modules = tuple(
         module for module in later_modules if not module.maps_tokens and module.kind != "Pooling"
     )
-    # Whether vectors are scaled to length 1; None if the files do not determine this.
+    # Whether vectors are scaled to length 1. None if the files do not determine this: the vectors
+    # are then scaled only if the model is causal (see `_choose_pooling` in load_model.py).
     normalizes = ends_with_normalize(later_modules) if pooling is not None else None
     if normalizes:
         # Leave out the last module, which scales the vectors. Requests may truncate vectors, and
@@ -246,12 +259,10 @@ def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
         modes = [modes]
     names = tuple(modes) or ("mean",)
     for name in names:
-        # The setting `pooling` may be "splade", but the config of a pooling module must not contain
-        # "splade", because such a module computes dense vectors.
-        if name not in POOLERS or name == "splade":
+        if name not in _DENSE_POOLERS:
             raise UnsupportedModelError(
                 f"{pooling.folder}/config.json: the pooling mode {name} is not supported. The "
-                f"supported modes are {', '.join(_LEGACY_POOLERS.values())}."
+                f"supported modes are {', '.join(_DENSE_POOLERS)}."
             )
     return names
 

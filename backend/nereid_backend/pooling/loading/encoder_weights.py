@@ -51,7 +51,7 @@ _AUTO: dict[str, Any] = {
 }
 # If the name of a tensor ends with one of these suffixes, the tensor is constant. It is no error if
 # a checkpoint lacks such a tensor, or contains such a tensor that the model does not need.
-_NOT_SAVED = ("position_ids", "token_type_ids", "inv_freq")
+_SUFFIXES_OF_CONSTANTS = ("position_ids", "token_type_ids", "inv_freq")
 
 
 def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
@@ -61,6 +61,8 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
         ModelError: the weights are damaged or incomplete.
         UnsupportedModelError: transformers has no code for the model.
     """
+    # The arguments contain the folder of an ordinary checkpoint, whose files transformers reads, or
+    # a dict with the weights of a quantised checkpoint, which Nereid dequantises.
     arguments = weight_arguments(spec.folder, spec.config, dtype)
     reads_folder = arguments["pretrained_model_name_or_path"] is not None
     try:
@@ -111,7 +113,10 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
         ModelError: weights are missing.
         UnsupportedModelError: weights are unused, and transformers has no class for the model.
     """
-    missing = sorted(name for name in report["missing_keys"] if not name.endswith(_NOT_SAVED))
+    # Constant tensors, such as "position_ids", may be missing, because the model computes them.
+    missing = sorted(
+        name for name in report["missing_keys"] if not name.endswith(_SUFFIXES_OF_CONSTANTS)
+    )
     if missing:
         raise ModelError(
             f"{spec.folder} lacks {len(missing)} weights that the task {spec.task} needs, such as "
@@ -124,7 +129,8 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
     # that class leaves weights unused, its outputs may be wrong, because the architecture may need
     # these weights.
     unexpected = report.get("unexpected_keys", ())
-    unused = sorted(name for name in unexpected if not _is_ignored(spec, name))
+    # Poolers, constant tensors and the projection of a ColBERT checkpoint may stay unused.
+    unused = sorted(name for name in unexpected if not _may_stay_unused(spec, name))
     if unused:
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: transformers has no such class, and the class "
@@ -133,7 +139,7 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
         )
 
 
-def _is_ignored(spec: CheckpointSpec, name: str) -> bool:
+def _may_stay_unused(spec: CheckpointSpec, name: str) -> bool:
     """Return whether the weight `name` may stay unused when transformers loads the model.
 
     This function is for checkpoints whose class does not exist in transformers.
@@ -142,7 +148,7 @@ def _is_ignored(spec: CheckpointSpec, name: str) -> bool:
     # which Nereid loads separately; poolers (layers that follow the token vectors), which Nereid
     # does not run; and constant tensors.
     is_projection = spec.architecture == STANFORD_ARCHITECTURE and name == STANFORD_PROJECTION
-    return is_projection or "pooler." in name or name.endswith(_NOT_SAVED)
+    return is_projection or "pooler." in name or name.endswith(_SUFFIXES_OF_CONSTANTS)
 
 
 def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[..., Any]:
@@ -155,7 +161,11 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
     Args:
         spec: the description of the checkpoint.
         reads_folder: whether transformers reads the weights from a folder. If False, the caller
-            passes the weights as a dict. An auto class accepts no dict of weights.
+            passes the weights as a dict.
+
+    Raises:
+        ValueError: transformers has no class for this retrieval model.
+        UnsupportedModelError: transformers has no class for the encoder of the model.
     """
     if spec.loader == RETRIEVAL:  # a vision-language model for retrieval, such as ColPali
         # transformers has no auto class for retrieval models, so look up the class by its name.
@@ -164,17 +174,15 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
             raise ValueError(f"transformers has no class {spec.architecture}")
         return retrieval_class.from_pretrained  # type: ignore[no-any-return]
     auto_class = _AUTO[spec.loader]
-    load_with_auto_class = partial(auto_class.from_pretrained, trust_remote_code=False)
     has_head = spec.loader != BASE
-    if has_head and reads_folder:
-        return load_with_auto_class
-    # An auto class cannot leave out the pooler of a model, and cannot load weights from a dict. For
-    # these two purposes, the class of the model itself is needed.
-    model_class = _model_class(auto_class, spec)
+    # An auto class cannot leave out the pooler of a model without a head, and cannot load weights
+    # from a dict. In these two cases, the class of the model itself is needed.
+    is_auto_class_sufficient = has_head and reads_folder
+    model_class = None if is_auto_class_sufficient else _model_class(auto_class, spec)
     if model_class is None:
-        # The auto class has no class for this config. It then raises a ValueError, which lists the
-        # supported configs.
-        return load_with_auto_class
+        # If the auto class has no class for this config, the returned function raises a ValueError
+        # that lists the supported configs.
+        return partial(auto_class.from_pretrained, trust_remote_code=False)
     if has_head:
         return model_class.from_pretrained  # type: ignore[no-any-return]
     return _loading_function_without_head(spec, model_class)

@@ -147,6 +147,8 @@ def read_late_interaction(
         UnsupportedModelError: the files name a query expansion that is not supported.
         ModelError: a value in the files has a wrong type.
     """
+    # Each helper returns a dict of JSON values. The possible keys are "query_length",
+    # "document_length", "query_expansion", "markers", "skiplist_words" and "skiplist_tasks".
     if architecture == STANFORD_ARCHITECTURE:
         values = _stanford_values(read_json(root / _STANFORD_FILE))
     else:
@@ -170,7 +172,7 @@ def read_late_interaction(
 
 # These keys in the settings file determine how queries and documents are treated. PyLate's file has
 # the same keys.
-_SETTINGS = ("query_length", "document_length", "query_expansion")
+_KEYS_OF_SETTINGS = ("query_length", "document_length", "query_expansion")
 
 
 def _sentence_transformers_values(
@@ -178,11 +180,16 @@ def _sentence_transformers_values(
 ) -> dict[str, Any]:
     """Read the rules for queries and documents from the files of sentence-transformers.
 
-    The result contains only the rules that these files set. `read_late_interaction` describes the
-    arguments.
+    The result contains only the rules that these files set, because it overrides the rules of other
+    files. Example: the settings {"query_length": 32} return {"query_length": 32}.
+
+    Args:
+        settings: the content of the settings file of the transformers model.
+        modules: the modules in modules.json.
     """
-    values = {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
-    # The module MultiVectorMask lists the tokens that get no vector.
+    values = {name: settings[name] for name in _KEYS_OF_SETTINGS if settings.get(name) is not None}
+    # The module MultiVectorMask lists the tokens that get no vector. If the module lists no tokens,
+    # None overrides the list of the other files, so that every token gets a vector.
     mask = find_config(modules, "MultiVectorMask")
     if mask is not None:
         values["skiplist_words"] = mask.get("skiplist_words")
@@ -212,29 +219,29 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
     [("query", "[Q] "), ("document", "")], and a query_expansion to 48 tokens. The document_length
     and the words without vectors (skiplist_words) are None.
     """
-    values = {name: saved.get(name) for name in (*_SETTINGS, "skiplist_words")}
-    # A file with PyLate's model type follows PyLate's defaults. By default, PyLate returns no
-    # vectors for punctuation.
+    values = {name: saved.get(name) for name in (*_KEYS_OF_SETTINGS, "skiplist_words")}
+    # By default, PyLate returns no vectors for punctuation. This default applies to each file with
+    # PyLate's model type, even if the file contains none of PyLate's keys.
     if has_pylate_model_type(saved) and values["skiplist_words"] is None:
         values["skiplist_words"] = list(string.punctuation)
-    # A file can contain PyLate's keys without PyLate's model type, or have the model type and no
-    # such key. The following keys have a meaning only if at least one key of PyLate is present.
+    # Other files can contain PyLate's keys, too. PyLate's defaults for markers and query expansion
+    # apply to each file with at least one of these keys.
     has_pylate_keys = not _PYLATE_KEYS.isdisjoint(saved)
-    if has_pylate_keys:
-        # A marker precedes each query or document. An empty text means that there is no marker.
-        values["markers"] = [
-            (QUERY, saved.get("query_prefix") or ""),
-            (DOCUMENT, saved.get("document_prefix") or ""),
-        ]
-        # The key `query_expansion`, which sentence-transformers uses, has priority over PyLate's
-        # keys for query expansion.
-        expands_queries = saved.get("do_query_expansion") is not False
-        if expands_queries and "query_expansion" not in saved:
-            values["query_expansion"] = _pylate_expansion(saved)
+    if not has_pylate_keys:
+        return values
+    # A marker precedes each query or document. An empty text means that there is no marker.
+    values["markers"] = [
+        (QUERY, saved.get("query_prefix") or ""),
+        (DOCUMENT, saved.get("document_prefix") or ""),
+    ]
+    # The key `query_expansion` of sentence-transformers has priority over PyLate's keys.
+    expands_queries = saved.get("do_query_expansion") is not False
+    if expands_queries and "query_expansion" not in saved:
+        values["query_expansion"] = _pylate_expansion_rule(saved)
     return values
 
 
-def _pylate_expansion(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _pylate_expansion_rule(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return PyLate's rule for expanding queries, in the JSON format of sentence-transformers.
 
     Example: {"query_length": 48} returns {"strategy": "fixed", "attend": False, "length": 48}.
@@ -257,13 +264,15 @@ def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
     Missing rules have the defaults of Stanford's ColBERT.
     """
     skips_punctuation = metadata.get("mask_punctuation", True)
-    # The tokens that precede queries and documents.
+    # The markers: tokens that precede queries and documents. In spite of their names, these keys
+    # contain the text of a token.
     query_token = metadata.get("query_token_id") or "[unused0]"
     document_token = metadata.get("doc_token_id") or "[unused1]"
     return {
         "document_length": metadata.get("doc_maxlen"),
         "query_expansion": {
-            "strategy": "fixed",
+            "strategy": "fixed",  # each query is expanded or truncated to exactly `length` tokens
+            # Whether the tokens of the query attend to the appended mask tokens.
             "attend": bool(metadata.get("attend_to_mask_tokens")),
             "length": metadata.get("query_maxlen") or _DEFAULT_QUERY_LENGTH,
         },
@@ -281,6 +290,7 @@ def _expansion(root: Path, value: Any) -> QueryExpansion | None:  # noqa: ANN401
     A query is expanded by mask tokens at its end. With the strategy "fixed", each query gets
     exactly `length` tokens, so longer queries are truncated (is_limit). With the strategy "min",
     longer queries keep their length. `attend` states whether tokens attend to the mask tokens.
+    `token` is the text of the appended token; None means the tokenizer's mask token.
 
     Example: {"strategy": "fixed", "length": 32} returns QueryExpansion(length=32, is_limit=True,
     is_attended=False).

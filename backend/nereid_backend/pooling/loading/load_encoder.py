@@ -105,7 +105,7 @@ def load_encoder(
     own_attention = str(model.config._attn_implementation)
     return Encoder(
         model=model,
-        base=_base_module(spec, model),
+        base=_module_without_head(spec, model),
         tokenizer=load_tokenizer(spec),
         device=device,
         own_attention=own_attention,
@@ -125,7 +125,7 @@ def _set_missing_padding_token(model: PreTrainedModel) -> None:
         text_config.pad_token_id = -1
 
 
-def _base_module(spec: CheckpointSpec, model: PreTrainedModel) -> Any:  # noqa: ANN401 - transformers types base_model as a plain module
+def _module_without_head(spec: CheckpointSpec, model: PreTrainedModel) -> Any:  # noqa: ANN401 - transformers types base_model as a plain module
     """Return the submodule that computes token vectors (see Encoder.base)."""
     if spec.loader in (BASE, RETRIEVAL):
         return model
@@ -153,6 +153,8 @@ def _accepts_attention(model: PreTrainedModel, attention: str, own_attention: st
             model.set_attn_implementation(attention)
         except (ValueError, ImportError):
             return False
+        # If the code of the model computes the attention itself, transformers only logs a warning,
+        # and does not change the attention implementation.
         is_accepted = bool(model.config._attn_implementation == attention)
         model.set_attn_implementation(own_attention)
     return is_accepted

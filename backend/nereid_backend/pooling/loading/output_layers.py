@@ -63,6 +63,8 @@ def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> Ou
     device = encoder.device
     token_layers = [load_layer(module, device) for module in spec.token_modules]
     if spec.architecture == STANFORD_ARCHITECTURE:
+        # A checkpoint of Stanford's ColBERT library has no modules. Its projection, a linear layer,
+        # is stored with the weights of the encoder, and precedes the scaling to length 1.
         token_layers.insert(0, load_projection(root, STANFORD_PROJECTION, device))
     # In a SPLADE model, the layers for masked language modelling compute the sparse output. The
     # loader of such a model is MASKED.

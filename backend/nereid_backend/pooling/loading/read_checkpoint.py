@@ -69,8 +69,8 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     saved = read_json(root / SAVED_FILE)
     task = choose_task(settings, architecture, modules, config, folder)
     # `base` contains the fields that all tasks have. The functions below add the other fields, such
-    # as `kinds` and `loader`.
-    base = replace(_read_base(folder, config, architecture, task, saved), has_modules=bool(modules))
+    # as `kinds` and `loader`. The prompts of a chat model depend on `has_modules`.
+    base = _read_base(folder, config, architecture, task, saved, has_modules=bool(modules))
     if task != "embed":
         return _describe_scoring(base, modules, saved)
     # If the setting `pooling` is set, it replaces the modules in the checkpoint's files. The
@@ -99,6 +99,8 @@ def _read_base(
     architecture: str,
     task: str,
     saved: dict[str, Any],
+    *,
+    has_modules: bool,
 ) -> CheckpointSpec:
     """Return a description of the checkpoint with only those fields that every task needs.
 
@@ -108,11 +110,13 @@ def _read_base(
         architecture: the name of the model's class.
         task: "embed", "rerank" or "classify".
         saved: the content of config_sentence_transformers.json.
+        has_modules: whether the checkpoint has a modules.json.
 
     Raises:
         UnsupportedModelError: the checkpoint embeds chat messages, but is not a supported
             vision-language model.
     """
+    # The settings that sentence-transformers has saved for the transformers model.
     settings = read_settings(folder)
     takes_messages = _takes_messages(folder, config, architecture, settings)
     requires_messages = "message" in (settings.get("modality_config") or {})
@@ -128,16 +132,17 @@ def _read_base(
         config=config,
         architecture=architecture,
         task=task,
+        has_modules=has_modules,
         takes_messages=takes_messages,
         prompts={str(name): text for name, text in prompts.items() if isinstance(text, str)},
         default_prompt_name=saved.get("default_prompt_name"),
         max_seq_length=length if isinstance(length, int) and length > 0 else None,
         lower_case=bool(settings.get("do_lower_case")),
-        template_kwargs=_template_kwargs(settings),
+        template_kwargs=_chat_template_variables(settings),
     )
 
 
-def _template_kwargs(settings: dict[str, Any]) -> dict[str, Any]:
+def _chat_template_variables(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the variables that are passed to the chat template.
 
     Example: {"processing_kwargs": {"chat_template": {"add_generation_prompt": true}}} returns
@@ -182,7 +187,8 @@ def _describe_generative_reranker(
     `activation` is the activation that the checkpoint's files name, or None.
     """
     answer_tokens = None
-    # The config of the module `LogitScore` contains the token ids of "yes" and "no".
+    # The config of the module `LogitScore` contains the token ids of "yes" and "no". If the id of
+    # "no" is missing, the score is the logit of "yes" alone.
     logit_score = find_config(modules, "LogitScore")
     if logit_score is not None:
         answer_tokens = (int(logit_score["true_token_id"]), logit_score.get("false_token_id"))

@@ -137,7 +137,7 @@ class AdapterCalls:
         change = self._waiting.get(call_id)
         if change is None:
             return None
-        change.is_made = True
+        change.is_made = True  # The request succeeds even if all other processes die now.
         return self._stop_waiting_for(replica, call_id, change)
 
     def record_refusal(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
@@ -191,16 +191,17 @@ class AdapterCalls:
         other processes.
 
         Args:
-            replica: the number of the process.
+            replica: the number of the process. The process must have reported the names of its
+                adapters after the restart: those that the settings list.
         """
-        loaded_names = self._names[replica]
+        names_in_settings = self._names[replica]
         unanswered = [change.message for change in self._waiting.values()]
         messages = []
         for message in [*self._history.values(), *unanswered]:
             kind, name = message[:2]
-            # After its restart, a process has loaded only the adapters that the settings list. It
-            # would refuse to unload any other adapter, so such messages are omitted.
-            if kind != _UNLOAD or name in loaded_names:
+            # The process would refuse to unload an adapter that it has not loaded.
+            is_needless = kind == _UNLOAD and name not in names_in_settings
+            if not is_needless:
                 # No client waits for the answer, so all these messages have the same id.
                 messages.append(_with_id(message, RESTORED))
         return messages
@@ -255,9 +256,10 @@ class AdapterCalls:
 def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
     """Convert the parameters of a request to a message for the engine processes.
 
-    Example: the parameters load_lora="a" and lora_path="/path" return `["load_lora", "a",
-    "/path"]`. The caller adds an id to the message. If the request lists the adapters, return None,
-    because the executor itself knows the names.
+    Examples: the parameters load_lora="a" and lora_path="/path" return `["load_lora", "a",
+    "/path"]`, unload_lora="a" returns `["unload_lora", "a"]`, and reload_weights="/new" returns
+    `["reload_weights", "/new", "finish"]`. The caller adds an id to the message. If the request
+    lists the adapters, return None, because the executor itself knows the names.
 
     Raises:
         RequestError: a parameter is missing or is not a text.
@@ -268,7 +270,7 @@ def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
         # An empty text is allowed. It means that the weights are read again from the folder that is
         # already in use.
         folder = str(parameters[_RELOAD])
-        return [_RELOAD, folder, _read_mode(parameters)]
+        return [_RELOAD, folder, _read_treatment_of_running_requests(parameters)]
     if _LOAD in parameters:
         name = _read_text(parameters, _LOAD)
         path = _read_text(parameters, _PATH)
@@ -276,7 +278,7 @@ def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
     return [_UNLOAD, _read_text(parameters, _UNLOAD)]
 
 
-def _read_mode(parameters: Mapping[str, Any]) -> str:
+def _read_treatment_of_running_requests(parameters: Mapping[str, Any]) -> str:
     """Return what happens to running requests when weights are replaced: "finish" or "refuse".
 
     "finish" means that the requests continue until they end. "refuse" means that the requests are

@@ -206,8 +206,8 @@ def _read_seconds(value: Any) -> float:  # noqa: ANN401 - the value of a request
 def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the answers of all engine processes into one answer.
 
-    Numbers are added, and lists of sessions are combined. Example: `[{"num_blocks": 2},
-    {"num_blocks": 3}]` returns `{"num_blocks": 5}`.
+    Numbers are added. Of the lists of sessions, the entries that describe the same session become
+    one entry. Example: `[{"num_blocks": 2}, {"num_blocks": 3}]` returns `{"num_blocks": 5}`.
     """
     merged: dict[str, Any] = {}
     sessions: list[dict[str, Any]] = []
@@ -219,11 +219,11 @@ def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
                 merged[name] = merged.get(name, 0) + value
     # All answers have the same keys. Only answers to the operation "statistics" contain sessions.
     if _SESSIONS in answers[0]:
-        merged[_SESSIONS] = _merge_sessions(sessions)
+        merged[_SESSIONS] = _merge_equal_sessions(sessions)
     return merged
 
 
-def _merge_sessions(sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_equal_sessions(sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Combine all entries that describe the same session into one entry.
 
     A session is identified by its client and its prompt_cache_key. If a session has blocks in

@@ -74,8 +74,8 @@ _SIZES = {
 
 
 @dataclass(slots=True)
-class _EngineState:
-    """The metrics of one engine process.
+class _EngineGauges:
+    """The gauges of one engine process, and the values that the process has reported last.
 
     Attributes:
         gauges: the server's gauges, by name.
@@ -112,17 +112,18 @@ class EngineMetrics:
         families = MetricFamilies()
         self._labels = labels
         self._families = families  # The metrics exist as long as this object exists.
+        self._num_publish_calls = 0
 
-        # Each call of `publish` publishes these metrics, if their values have changed.
+        # Gauges. Each call of `publish` publishes those whose values have changed.
         self._num_requests = families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(labels)
         self._published_num_requests: int | None = None  # None before the first call
-        self._engines = _create_engines(families, labels, num_engines)
+        # One item for each engine process: its gauges, with the values that were last published.
+        self._gauges_of_engines = _create_gauges_of_engines(families, labels, num_engines)
 
         # Counters and histograms, by name. To save time, these metrics are published only in some
         # of the calls of `publish`.
-        self._num_calls = 0
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = _create_histograms(families, labels)
         # Each update of a sequence adds a value to this histogram. Passing each value to the server
@@ -136,7 +137,10 @@ class EngineMetrics:
         )
 
     def publish(
-        self, engines: Sequence[Mapping[str, int]], num_requests: int, statistics: RequestStatistics
+        self,
+        stats_of_engines: Sequence[Mapping[str, int]],
+        num_requests: int,
+        statistics: RequestStatistics,
     ) -> None:
         """Publish the metrics that have changed.
 
@@ -144,18 +148,21 @@ class EngineMetrics:
         in every tenth call, and whenever the executor has no requests.
 
         Args:
-            engines: the gauges and counters of each engine process.
+            stats_of_engines: the values of the gauges and counters that each engine process has
+                reported.
             num_requests: the number of requests in the executor.
             statistics: the counters of requests, and the values for the histograms of requests.
+                Mutated: the counters of all engine processes are added, because the server shows
+                one sum. Published values of histograms are removed.
         """
         if num_requests != self._published_num_requests:
             self._num_requests.set(float(num_requests))
             self._published_num_requests = num_requests
-        for engine, stats in zip(self._engines, engines, strict=True):
+        for engine, stats in zip(self._gauges_of_engines, stats_of_engines, strict=True):
             _publish_gauges(engine, stats)
-            _add_engine_counts(engine, stats, statistics)
-        self._num_calls += 1
-        if self._num_calls % _CALLS_PER_COUNTER_UPDATE == 0 or not num_requests:
+            _add_counter_increases(engine, stats, statistics)
+        self._num_publish_calls += 1
+        if self._num_publish_calls % _CALLS_PER_COUNTER_UPDATE == 0 or not num_requests:
             self._publish_counters(statistics)
 
     def _publish_counters(self, statistics: RequestStatistics) -> None:
@@ -180,10 +187,10 @@ def _ensemble_of(executor: str) -> str:
     return _ENSEMBLE if executor == _EXECUTOR else executor.removesuffix(f"-{_EXECUTOR}")
 
 
-def _create_engines(
+def _create_gauges_of_engines(
     families: MetricFamilies, labels: Mapping[str, str], num_engines: int
-) -> list[_EngineState]:
-    """Create the gauges of all engine processes. Return one `_EngineState` for each process.
+) -> list[_EngineGauges]:
+    """Create the gauges of all engine processes. Return one `_EngineGauges` for each process.
 
     If there are several engine processes, their gauges also have the label `engine`, which is the
     number of the process. Example: nereid:num_requests_running{model_name="chat",engine="1"}.
@@ -195,7 +202,7 @@ def _create_engines(
         if num_engines > 1:
             engine_labels["engine"] = str(index)
         gauges = {name: family.Metric(engine_labels) for name, family in engine_families.items()}
-        engines.append(_EngineState(gauges))
+        engines.append(_EngineGauges(gauges))
     return engines
 
 
@@ -209,7 +216,7 @@ def _create_histograms(families: MetricFamilies, labels: Mapping[str, str]) -> d
     return histograms
 
 
-def _publish_gauges(engine: _EngineState, stats: Mapping[str, int]) -> None:
+def _publish_gauges(engine: _EngineGauges, stats: Mapping[str, int]) -> None:
     """Publish the changed gauges of an engine process."""
     blocks = stats.get("kv_cache_blocks", 0)
     usage = {"kv_cache_usage_perc": stats["kv_cache_blocks_used"] / blocks} if blocks else {}
@@ -219,8 +226,8 @@ def _publish_gauges(engine: _EngineState, stats: Mapping[str, int]) -> None:
             engine.published[name] = value
 
 
-def _add_engine_counts(
-    engine: _EngineState, stats: Mapping[str, int], statistics: RequestStatistics
+def _add_counter_increases(
+    engine: _EngineGauges, stats: Mapping[str, int], statistics: RequestStatistics
 ) -> None:
     """Add the increases of an engine's counters to the counters in `statistics`.
 

@@ -220,11 +220,12 @@ class EngineService:
 
         If a replacement of the weights waits and the engine has no more work, replace the weights.
         """
+        # Each call of `step` begins new lists `compiled` and `started`, so no item is sent twice.
         updates = self._engine.step()
         # Send the events before the updates, so that the start of a request is reported before the
         # first tokens of the request.
-        self._send_items("compiled", self._engine.compiled)
-        self._send_items("started", self._engine.started)
+        self._send_items("compiled", self._engine.compiled)  # times of grammar compilations
+        self._send_items("started", self._engine.started)  # requests that have left the queue
         self._send_items("updates", [pack_update(update) for update in updates])
         for update in updates:
             if update.finish_reason is not None:  # The sequence of the update has ended.

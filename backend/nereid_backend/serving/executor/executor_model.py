@@ -83,16 +83,19 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._selector = ReplicaSelector(len(self.processes))
         # `_engine_calls` handles the requests about adapters, weights and the prefix cache. If no
         # engine process runs, it refuses these requests with the error message `self.outage`.
-        # `super().respond` does not count these requests in the statistics.
-        self._engine_calls = EngineCalls(self.processes, super().respond, lambda: self.outage)
+        # `self.respond` would count these refusals among the refused text generations, so the
+        # responses are sent with the method of the base class.
+        respond_uncounted = super().respond
+        self._engine_calls = EngineCalls(self.processes, respond_uncounted, lambda: self.outage)
         self._init_loop_state(args.get("model_name", "executor"))
         self.start_loop()
 
     def _init_loop_state(self, model_name: str) -> None:
         """Create the attributes that only the loop's thread uses.
 
-        A stream is the state of one request in the executor. `model_name` is the name of this
-        Triton model, for the labels of the metrics.
+        Triton constructs a model without arguments, so `initialize` calls this method when the
+        settings are read and the engine processes run. A stream is the state of one request in the
+        executor. `model_name` is the name of this Triton model, for the labels of the metrics.
         """
         settings = self._settings
         # The streams with unsent output, by request id.
@@ -108,11 +111,12 @@ class ExecutorModel(SupervisedModel[Stream]):
         # The object that detects disconnected clients.
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._statistics = RequestStatistics()
+        # The object that aborts requests in the engine, for example if a client has disconnected.
         self._aborts = StreamAborts(
             self._feedback, self._lost_clients, self._statistics, self.owner
         )
         self._publisher = MetricsPublisher(model_name, self.processes, self._statistics)
-        self._tracing = Tracing(self.title)
+        self._tracing = Tracing(self.title)  # exports a trace (OpenTelemetry) of each request
 
     def finalize(self) -> None:
         """End all requests, and stop the engine processes."""
@@ -203,10 +207,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect_all_streams(now)
-        # Streams without unsent tokens are handled only by `_inspect_all_streams`. For them, the
-        # loop need not wake up before a heartbeat is due or a time limit expires
-        # (`_next_timed_event`), and not before the next inspection is allowed
-        # (`_next_inspection`). The later of these two times counts.
+        # An inspection of all streams sets two times: `_next_inspection`, before which another
+        # inspection would cost too much time, and `_next_timed_event`, before which no heartbeat is
+        # due and no time limit expires. The next inspection is needed when both times have passed.
         next_inspection = max(self._next_inspection, self._next_timed_event)
         next_call = min(now + _IDLE_POLL_S, next_inspection)
         # Each stream with unsent tokens has its own time of the next check.
@@ -240,9 +243,10 @@ class ExecutorModel(SupervisedModel[Stream]):
             a value of time.monotonic(). After a step was sent, this is the time of the next
             heartbeat. New output causes an earlier call.
         """
-        num_streams = len(self.requests)
         # The shortest time between two steps with output, and the shortest time between two
-        # heartbeats.
+        # heartbeats. They grow with the number of streams, because the server can send only a
+        # limited number of messages per second.
+        num_streams = len(self.requests)
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
         # The number of steps that the postprocessor has not processed is limited for each stream.
@@ -446,9 +450,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         tensors.send(stream.sender, reply, final=state.is_last)
         if not state.is_last:
             return
-        if stream.has_finished_sequence:  # The last step also ends streams that were aborted.
-            # The engine process has finished a request, so the process works. The setting
-            # max_engine_restarts limits only the restart attempts since the last finished request,
+        if stream.has_finished_sequence:
+            # The engine process has finished a sequence that was not aborted, so the process works.
+            # The setting max_engine_restarts limits only the restart attempts since such a success,
             # so reset the counter.
             self.owner(stream.request_id).num_attempts = 0
         self._remove(stream)

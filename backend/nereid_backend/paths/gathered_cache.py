@@ -52,17 +52,17 @@ class LayerParts:
     """Describes which tensors of one cache layer are stored in blocks of the KV cache.
 
     Attributes:
-        keys: the index in `CacheLayout.layers` of the layer's keys and values; None if the layer
-            stores no keys and values.
-        indexer: the index in `CacheLayout.layers` of the keys of the layer's sparse indexer; None
-            if the layer has no indexer. The first half of an indexer's key is stored as a key, and
-            the second half is stored as a value.
+        keys_index: the index in `CacheLayout.layers` of the layer's keys and values; None if the
+            layer stores no keys and values.
+        indexer_index: the index in `CacheLayout.layers` of the keys of the layer's sparse indexer;
+            None if the layer has no indexer. The first half of an indexer's key is stored as a key,
+            and the second half is stored as a value.
         num_positions: the number of positions that the model stores in this layer for one token.
             Sparse indexers read these positions. 0 if the layer stores no positions.
     """
 
-    keys: int | None
-    indexer: int | None
+    keys_index: int | None
+    indexer_index: int | None
     num_positions: int
 
 
@@ -125,10 +125,10 @@ def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN40
     if getattr(layer, "indexer_keys", None) is not None:
         indexer_index = len(specs)
         specs.append(_indexer_spec(layer))
-    # The indexer's positions are [num_positions, 1, 1], because the layer contains one token.
+    # The indexer's positions are [num_positions, num_seqs, num_tokens], here [num_positions, 1, 1].
     positions = getattr(layer, "indexer_position_ids", None)
     num_positions = 0 if positions is None else positions.shape[0]
-    return LayerParts(keys=keys_index, indexer=indexer_index, num_positions=num_positions)
+    return LayerParts(keys_index, indexer_index, num_positions)
 
 
 def _check_class(layer: object, *, accepts_states: bool) -> None:
@@ -171,7 +171,7 @@ def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers 
 
 
 def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes of an indexer's keys as stored in blocks; see `LayerParts.indexer`."""
+    """Return the shapes of an indexer's keys in blocks; see `LayerParts.indexer_index`."""
     shape = tuple(layer.indexer_keys.shape)
     if shape[:2] != (1, 1) or shape[2] % 2:
         raise UnfitError(
@@ -304,12 +304,14 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         num_heads, num_tokens, dim]. The returned keys and values are [num_seqs, num_heads, longest,
         dim], where `longest` is the length of the longest sequence.
         """
-        if self._parts.keys is None:
+        # The index, among the layers of the KV cache, under which this layer's keys are stored.
+        layer_index = self._parts.keys_index
+        if layer_index is None:
             raise UnfitError(
                 "a layer of the model stores keys and values, but it stored none when it was "
                 "examined at load"
             )
-        return self._store_and_read(self._parts.keys, key_states, value_states)
+        return self._store_and_read(layer_index, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store the new keys of a sparse indexer, and return the keys of all tokens.
@@ -322,7 +324,8 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         Returns:
             Keys, [num_seqs, longest, dim].
         """
-        if self._parts.indexer is None:
+        layer_index = self._parts.indexer_index
+        if layer_index is None:
             raise UnfitError(
                 "a layer of the model uses a sparse indexer, but it used none when it was examined "
                 "at load"
@@ -331,7 +334,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         # indexer has a key, but no value. The first half of this key is therefore stored as the
         # key, and the second half is stored as the value.
         first_half, second_half = indexer_key_states[:, None].chunk(2, dim=-1)
-        all_halves = self._store_and_read(self._parts.indexer, first_half, second_half)
+        all_halves = self._store_and_read(layer_index, first_half, second_half)
         return torch.cat(all_halves, dim=-1)[:, 0]
 
     def _store_and_read(
@@ -362,8 +365,9 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]
         # In `keys` and `values`, the tokens of each sequence start at index 0, and padding follows
-        # the tokens. The model expects the padding before the tokens, so the tokens of shorter
-        # sequences are moved to the right.
+        # up to the end of the last block. The model expects the padding before the tokens, so the
+        # tokens of shorter sequences are moved to the right. Example: for the sequences of 4 and 2
+        # tokens, `step.positions` is [[0, 1, 2, 3], [0, 0, 0, 1]].
         token_index = step.positions[:, None, :, None]
         padded_keys = torch.take_along_dim(keys, token_index, dim=2)
         padded_values = torch.take_along_dim(values, token_index, dim=2)

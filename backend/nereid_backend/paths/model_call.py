@@ -84,7 +84,7 @@ class ModelCall:
 
         Args:
             input_ids: [batch, num_tokens] int64.
-            num_logits: the number of last tokens whose logits are returned.
+            num_logits: the number of last tokens whose logits are returned, at least 1.
             position_ids: [batch, num_tokens] int64.
             attention_mask: [batch, past + num_tokens] int64, where `past` is the length of the
                 cache.

@@ -128,6 +128,8 @@ class PackedPath:
         batch = self._builder.build(plan, self._cache.device, sampled)
         with self._adapters.serving(plan.chunks) as needs_hooks:
             if self.images is not None and has_images(plan):
+                # In this context, the embeddings and positions of the images replace inputs of the
+                # decoder, which is only possible if the model's own code is run.
                 with self.images.injecting(plan, batch):
                     return self._run_model(batch, self._attention(batch))
             if needs_hooks:
@@ -136,6 +138,7 @@ class PackedPath:
                 # own code is run.
                 return self._run_model(batch, self._attention(batch))
             logits = self._replay(batch)
+            # `run` prefers the compiled forward pass to the model's own code.
             return self.run(batch) if logits is None else logits
 
     def _replay(self, batch: StepBatch) -> Tensor | None:
@@ -200,10 +203,11 @@ class PackedPath:
     ) -> PiecewiseGraphs:
         """Return an object that captures steps with prefills as CUDA graphs and replays the graphs.
 
-        The object contains no graph yet.
+        The forward pass is captured in pieces: one graph for the work between two attention layers.
+        Attention itself is computed between the graphs. The object contains no graph yet.
 
         Args:
-            capture: captures pieces of work; see `GraphCapture.capture_pieces`.
+            capture: captures a function call as several graphs; see `GraphCapture.capture_pieces`.
             sizes: the sizes of the KV cache, and the limits of a step.
             report: called with a line of text if steps are not replayed.
         """

@@ -63,7 +63,8 @@ def _replace_positions(
 
     Args:
         position_ids: [batch, num_tokens] int64, the new positions.
-        num_before: the number of the module's parameters before its parameter `position_ids`.
+        num_before: the number of the module's parameters before its parameter `position_ids`, which
+            is the last parameter.
         module: the module.
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.

@@ -87,17 +87,17 @@ class RowsPath:
         self._key_storage = keys
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
-        # The recurrent state of each sequence. The key is the index of the sequence in the runner's
-        # tables (`Sequence.row`). The states of the last batch are stored in `_batch_cache`
-        # instead.
+        # The recurrent state of each sequence, except the states in `_batch_cache`. The key is the
+        # index of the sequence in the runner's tables (`Sequence.row`).
         self._states: dict[int, State] = {}
         # For each sequence, the number of tokens that the recurrent state covers. The key is
         # `Sequence.row`.
         self._state_lengths: dict[int, int] = {}
-        # The recurrent states of the last batch, merged into one cache; None if the state of every
-        # sequence is in `_states`.
+        # The recurrent states of the last batch, merged into one cache. The states stay merged,
+        # because the next step usually computes the same batch. None if there is no such batch.
         self._batch_cache: _BatchCache | None = None
-        # Maps each snapshot id to a stored copy of a sequence's recurrent state.
+        # Maps each snapshot id to a stored copy of a sequence's recurrent state. Later sequences
+        # with the same prefix start from the copy.
         self._snapshots: dict[int, State] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
@@ -243,11 +243,12 @@ class RowsPath:
             Logits, [num_logits, vocab_size]. None if a later chunk computes the tokens.
         """
         if self._is_computed_later(chunk):
-            return None
-        if self._can_continue(chunk):
+            return None  # This model must compute the prompt in one pass, with the last chunk.
+        if self._can_continue(chunk):  # The stored state covers exactly the tokens before `chunk`.
             return self._continue_state(chunk)
-        # The stored state lacks some earlier tokens, or it covers draft tokens that were rejected.
-        # The sequence is therefore computed again from its first token.
+        # The stored state lacks some earlier tokens, or it covers draft tokens that were rejected,
+        # or the model cannot continue its state by several tokens. The sequence is therefore
+        # computed again from its first token.
         whole = extend_to_start(chunk)  # a chunk that also contains all earlier tokens
         prompt_len = whole.sequence.num_prompt_tokens
         has_output_tokens = whole.num_tokens > prompt_len
@@ -272,9 +273,10 @@ class RowsPath:
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
         """Compute a sequence again: one pass for the prompt, then one pass for each output token.
 
-        Example: a sequence with 20 prompt tokens and 2 output tokens is computed in three passes,
-        for the tokens 0 to 19, the token 20, and the token 21. `chunk` contains all tokens of the
-        sequence, and `prompt_len` is the number of prompt tokens.
+        These are the passes of the first computation. On some models, one pass over all tokens
+        gives different logits. Example: a sequence with 20 prompt tokens and 2 output tokens is
+        computed in three passes, for the tokens 0 to 19, the token 20, and the token 21. `chunk`
+        contains all tokens of the sequence, and `prompt_len` is the number of prompt tokens.
 
         Returns:
             Logits, [num_logits, vocab_size]. The chunk must need at least one logit.
@@ -296,8 +298,8 @@ class RowsPath:
         """Compute the tokens of a chunk in one pass, and update the state of the sequence.
 
         The pass starts from the stored state, or from an empty state if the chunk contains the
-        first token. Afterwards, the new state is stored as a batch of one sequence, because the
-        cache that the model has filled has this form.
+        first token. Afterwards, the new state is stored in `_batch_cache`, as a batch of one
+        sequence. The states of all other sequences are in `_states`.
 
         Returns:
             Logits, [num_logits, vocab_size]; [0, vocab_size] if no logits are needed.

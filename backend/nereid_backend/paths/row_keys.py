@@ -65,9 +65,10 @@ class HookedKeys:
         """Create an object that stores keys and values for Nereid's own attention function.
 
         Args:
-            config: the config of the model.
+            config: the config of the model, from which the layers of a transformers cache are
+                created.
             hook: Nereid's attention function, which transformers calls in each layer.
-            layers: the attention layers of a forward pass, in order.
+            layers: the attention layers, in the order in which a forward pass calls them.
             paged: the KV cache and the block tables; None if the model has no attention.
         """
         self._config = config
@@ -138,7 +139,7 @@ class GatheredKeys:
         cache: Any = DynamicCache(config=self._config)
         for index, layer in enumerate(cache.layers):
             parts = self._layout.parts[index]
-            if parts.keys is not None or parts.indexer is not None:
+            if parts.keys_index is not None or parts.indexer_index is not None:
                 cache.layers[index] = gathered_layer(layer, parts, self.kv_cache)
         return cache  # type: ignore[no-any-return]
 

@@ -94,21 +94,22 @@ class SinglePath:
     def _chunk_logits(self, row: int, chunk: Chunk) -> Tensor | None:
         """Return the logits of the last tokens of a chunk, [num_logits, vocab_size].
 
-        Return None for a chunk without logits: a later chunk then computes its tokens, because not
-        every model can continue its cache by several tokens. Example: a prompt is divided into the
-        tokens 0 to 5 and 6 to 9. The first chunk gives None. For the second chunk, one call of the
-        model computes all tokens from 0 to 9. The next chunk, token 10, continues the cache.
+        Not every model can continue its cache by several tokens, so one call of the model computes
+        a whole prompt. Example: a prompt is divided into the tokens 0 to 5 and 6 to 9. For the
+        first chunk, nothing is computed, and the result is None. For the second chunk, one call
+        computes all tokens from 0 to 9. The next chunk, token 10, continues the cache.
 
         `row` is the number under which the state of the chunk's sequence is stored.
         """
         if chunk.num_logits == 0:
-            return None
+            return None  # A later chunk of the prompt computes these tokens, too.
         # Each call of the model returns the logits of the last token in a prefix of the sequence.
         # The lengths of the needed prefixes are first_len, first_len + 1, ..., last_len.
         last_len = chunk.start + chunk.num_tokens
         first_len = last_len - chunk.num_logits + 1
-        # The first call needs a state that covers all tokens of its prefix except the last token.
-        # If the stored state covers another number of tokens, compute the state again.
+        # The first call continues a stored state that covers all tokens of its prefix except the
+        # last token. If the state covers another number of tokens, for example after a preemption,
+        # compute the state again. For a prompt, `_restore_state` does nothing.
         num_covered = first_len - 1
         if self._uses_cache and not self._covers(row, num_covered):
             self._restore_state(row, chunk.sequence, num_covered)
@@ -151,7 +152,8 @@ class SinglePath:
         # therefore removed before the call.
         state = self._states.pop(row, None)
         if state is None or state.num_tokens != num_tokens - 1:
-            state = self._first_state(sequence, num_tokens)
+            # Start again: no token is cached, and the next call computes all `num_tokens` tokens.
+            state = self._state_before_first_call(sequence, num_tokens)
         inputs = self._next_arguments(state, self._decoder_tokens(sequence, num_tokens))
         output = self._model(**inputs, return_dict=True)
         if self._uses_cache:
@@ -173,8 +175,9 @@ class SinglePath:
         is_first_call = state.num_tokens == 0
         num_new_tokens: int | None = 1
         if is_first_call:
-            # If there is no cache yet, the model creates a cache itself or uses no cache. In both
-            # cases, transformers expects that `next_sequence_length` is None.
+            # Most models get an empty cache (see `_first_arguments`), and compute all tokens. The
+            # other models create a cache of their own class in this call, or use no cache. For
+            # them, transformers expects that `next_sequence_length` is None.
             has_cache = state.arguments.get(self._cache_name) is not None
             num_new_tokens = len(token_ids) if has_cache else None
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
@@ -185,11 +188,11 @@ class SinglePath:
         )
         return inputs
 
-    def _first_state(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
-        """Return the state of a sequence before the first call of the model.
+    def _state_before_first_call(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
+        """Return a state that contains the arguments of the model's first call, and no tokens.
 
-        In an encoder-decoder model, the encoder computes the prompt. Otherwise, the first call
-        computes the first `num_tokens` tokens.
+        In an encoder-decoder model, the arguments contain the encoder's outputs for the prompt.
+        Otherwise, the first call computes the first `num_tokens` tokens.
         """
         num_first = sequence.num_prompt_tokens if self._has_encoder else num_tokens
         ids = torch.tensor([sequence.token_ids[:num_first]], device=self._device)
@@ -234,6 +237,8 @@ class SinglePath:
             arguments["position_ids"] = positions
         if self._has_encoder:
             return self._with_encoder_outputs(ids, arguments)
+        # A model that does not support transformers' DynamicCache, for example because it has
+        # recurrent states, creates its own cache in the first call.
         if self._uses_cache and self._model._supports_default_dynamic_cache():
             config = self._model.config.get_text_config(decoder=True)
             arguments[self._cache_name] = DynamicCache(config=config)
@@ -244,15 +249,18 @@ class SinglePath:
 
         Return `arguments` (the arguments of the decoder's first call) with two additions: the
         outputs of the encoder, and an empty cache if `uses_cache` is True. `ids` is the prompt,
-        [1, num_tokens].
+        [1, num_tokens]. The private methods of transformers are those that `generate` calls.
+
+        Mutates: `arguments`, which the caller must not use any more.
         """
         arguments = self._model._maybe_prepare_encoder_kwargs_for_generation(
             ids, arguments, "input_ids", self._generation_config
         )
         if self._uses_cache:
-            # The following method of transformers adds a new cache to the dict `arguments`. It
-            # omits the sliding window from the cache for cross-attention. `length` has an effect
-            # only on caches of a fixed size.
+            # The following method of transformers adds a new cache to the dict `arguments`. Unlike
+            # DynamicCache(config), it creates the cache for cross-attention without a sliding
+            # window, because the decoder attends to all tokens of the prompt. `length` has an
+            # effect only on caches of a fixed size.
             batch_size = 1
             length = ids.shape[1]
             self._model._prepare_cache_for_generation(

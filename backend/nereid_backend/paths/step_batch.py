@@ -79,6 +79,8 @@ class _PackedChunks:
 
         Example: the chunks start at 20 and 0, and have 1 and 3 tokens. The positions are
         [20, 0, 1, 2]. `rows` contains the row of each chunk's sequence in the block tables.
+        `StepPlan` lists all chunks of one token first. Each of them counts as a decode, even if it
+        is a part of a prompt, because attention computes both in the same way.
         """
         starts = np.array([chunk.start for chunk in chunks])
         counts = np.array([chunk.num_tokens for chunk in chunks])
@@ -121,8 +123,11 @@ class BatchBuilder:
             null_block: the id of a block that is never written. The unused elements of the tables
                 contain this id. Attention reads the keys of this block and then masks them. The
                 block of another sequence could contain NaN, which masking does not remove.
-            layout: adds the arrays that only GPU kernels read; None if no GPU kernel is used.
-            num_groups: the number of groups of layers. GPU kernels support only one group.
+            layout: computes further arrays that GPU kernels read, such as the division of the
+                prefills into tiles. None if no GPU kernel is used.
+            num_groups: the number of groups of attention layers. A sequence has separate blocks in
+                each group, because layers with a sliding window need fewer blocks than layers with
+                full attention. GPU kernels support only one group.
         """
         assert layout is None or num_groups == 1, "GPU kernels read one block table."
         self._layout = layout
@@ -200,16 +205,17 @@ class BatchBuilder:
     def _decode_arrays(
         self, step: _PackedChunks, length_groups: list[LengthGroup]
     ) -> list[Integers]:
-        """Return the block tables, lengths and indices of each group of decodes.
+        """Return the block tables, lengths and indices of each group of decodes as a flat list.
 
-        Each group has two or three arrays: the block tables, the lengths, and the indices of its
-        decodes. If the indices are a slice (all decodes form one group), they are left out.
-        `_decode_groups` reads the arrays.
+        `_decode_groups` reads the list in the same order after one operation has copied all arrays
+        of the step to the device. Example with two groups: [blocks 0, lengths 0, indices 0,
+        blocks 1, lengths 1, indices 1]. If all decodes form one group, the indices are a slice,
+        which needs no array: [blocks 0, lengths 0].
         """
         arrays = []
         for indices, lens in length_groups:
             arrays += [self._tables.blocks(step.rows[indices], lens.max()), lens]
-            if not isinstance(indices, slice):
+            if not isinstance(indices, slice):  # A slice would contain all decodes of the step.
                 arrays.append(indices)
         return arrays
 
@@ -228,9 +234,9 @@ class BatchBuilder:
         """Return the slots and block tables for each group of layers except the first group.
 
         In some models, the attention layers are divided into groups, and a sequence has other
-        blocks in each group of layers. For each of these layer groups, the arrays are the slots of
-        the tokens, the block tables of each length group, and the block table of each prefill.
-        `_with_blocks_of_layer_group` reads the arrays in this order.
+        blocks in each group of layers. `_with_blocks_of_layer_group` reads the arrays of one layer
+        group in the same order. Example for a layer group, with two length groups and one prefill:
+        [slots, blocks of length group 0, blocks of length group 1, blocks of the prefill].
 
         Args:
             step: the tokens of the step.
@@ -238,10 +244,12 @@ class BatchBuilder:
         """
         arrays = []
         for layer_group in range(1, self._tables.num_groups):
-            arrays.append(self._tables.slots(step.positions, step.token_rows, layer_group))
-            for indices, lens in length_groups:
-                arrays.append(self._tables.blocks(step.rows[indices], lens.max(), layer_group))
-            arrays += self._prefill_blocks(step, layer_group)
+            slots = self._tables.slots(step.positions, step.token_rows, layer_group)
+            decode_blocks = [
+                self._tables.blocks(step.rows[indices], lens.max(), layer_group)
+                for indices, lens in length_groups
+            ]
+            arrays += [slots, *decode_blocks, *self._prefill_blocks(step, layer_group)]
         return arrays
 
     def _kernel_arrays(
@@ -355,10 +363,16 @@ def _with_blocks_of_layer_group(
             `attention.decodes`, and then the block table of each prefill.
     """
     slots = next(tensors)
-    # Each item of `attention.decodes` contains decodes of similar lengths.
+    # Each item of `attention.decodes` contains decodes of similar lengths. `replace` is not used
+    # here, because it would also copy results that a DecodeGroup has cached for its blocks.
     decodes = [
-        DecodeGroup(decodes.tokens, next(tensors), decodes.lens, decodes.block_size)
-        for decodes in attention.decodes
+        DecodeGroup(
+            tokens=group.tokens,
+            blocks=next(tensors),
+            lens=group.lens,
+            block_size=group.block_size,
+        )
+        for group in attention.decodes
     ]
     prefills = [replace(prefill, blocks=next(tensors)) for prefill in attention.prefills]
     return AttentionBatch(slots, attention.num_decodes, decodes, prefills, attention.block_size)

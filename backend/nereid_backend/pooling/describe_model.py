@@ -23,8 +23,8 @@ from nereid_backend.text.prompt_encoder import PromptEncoder
 # The default limits on the number of tokens that the engine computes in one step. A new request
 # waits until the current step ends. CPUs compute slowly, so their limit is small, which keeps the
 # wait short. Between limits of 512 and 4096 tokens, the throughput of a CPU changes by at most 3 %.
-_CPU_TOKENS = 1024
-_GPU_TOKENS = 16384
+_DEFAULT_TOKENS_ON_CPU = 1024
+_DEFAULT_TOKENS_ON_GPU = 16384
 
 
 def describe_model(config: PoolingConfig, loaded: LoadedModel, load_seconds: float) -> PoolingInfo:
@@ -40,7 +40,8 @@ def describe_model(config: PoolingConfig, loaded: LoadedModel, load_seconds: flo
     """
     spec = loaded.spec
     encoder = loaded.encoder
-    default_tokens = _CPU_TOKENS if encoder.device.type == "cpu" else _GPU_TOKENS
+    is_on_cpu = encoder.device.type == "cpu"
+    default_batch_tokens = _DEFAULT_TOKENS_ON_CPU if is_on_cpu else _DEFAULT_TOKENS_ON_GPU
     return PoolingInfo(
         model=config.model,
         architecture=spec.architecture,
@@ -53,20 +54,20 @@ def describe_model(config: PoolingConfig, loaded: LoadedModel, load_seconds: flo
         pooling=_describe_pooling(loaded),
         normalizes=loaded.normalizes,
         activation=spec.activation if spec.task != "embed" else "none",
-        path=_path(loaded),
+        path=_method_for_batches(loaded),
         labels=_labels(spec),
         prompts=dict(spec.prompts),
         default_prompt_name=spec.default_prompt_name,
         accepts_images=spec.takes_messages or spec.loader in (TOWERS, RETRIEVAL),
         device=str(encoder.device),
         dtype=str(encoder.dtype).removeprefix("torch."),
-        max_batch_tokens=config.max_batch_tokens or default_tokens,
+        max_batch_tokens=config.max_batch_tokens or default_batch_tokens,
         self_check_difference=loaded.self_check_difference,
         load_seconds=load_seconds,
     )
 
 
-def _path(loaded: LoadedModel) -> str:
+def _method_for_batches(loaded: LoadedModel) -> str:
     """Return the name of the method that computes batches (see PoolingInfo.path)."""
     if loaded.spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         return "single"

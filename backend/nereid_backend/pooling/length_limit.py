@@ -15,18 +15,20 @@ _NO_LIMIT = 10**9
 def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) -> int:
     """Return the largest number of tokens that an input may have.
 
-    The limit is the setting max_model_len. If this setting is missing, the limit is the number of
-    the model's positions. If the checkpoint's files recommend a smaller limit, this limit is used.
+    The limit is the setting max_model_len. If this setting is missing, the limit is the length for
+    which the model computes correct outputs, or a smaller length that the checkpoint's files
+    recommend. The model's own limit is the smaller of two numbers: the limit that follows from the
+    config, and the number of rows in the model's table of position embeddings.
 
     Raises:
-        ConfigError: the setting max_model_len is larger than the number of the model's positions.
+        ConfigError: the setting max_model_len is larger than the model's own limit.
     """
     limit = model_limit(spec.config.get_text_config())
     largest = limit.num_tokens
     reason = limit.reason
-    num_positions = _num_positions(encoder)
-    if num_positions is not None and num_positions < largest:
-        largest = num_positions
+    num_embeddings = _num_position_embeddings(encoder)
+    if num_embeddings is not None and num_embeddings < largest:
+        largest = num_embeddings
         reason = "the number of position embeddings"
     configured = config.max_model_len
     if configured is None:
@@ -46,7 +48,7 @@ def _limit_in_files(spec: CheckpointSpec, encoder: Encoder) -> int | None:
     return limit if 0 < limit < _NO_LIMIT else None
 
 
-def _num_positions(encoder: Encoder) -> int | None:
+def _num_position_embeddings(encoder: Encoder) -> int | None:
     """Return the number of token positions that have a position embedding.
 
     Return None if the model has no table of position embeddings. If the table has a padding

@@ -45,6 +45,7 @@ class PoolingEngine:
         # that a full queue needs a limited amount of memory.
         text_limit = TextLimit(self.info.max_model_len, self.info.max_token_bytes)
         self._max_num_waiting = config.max_num_waiting or text_limit.default_max_num_waiting
+        # The waiting inputs of all requests. Each step takes inputs from all requests in turn.
         self._queue = TokenQueue()
 
     def add(self, request_id: str, items: Sequence[PoolingItem]) -> None:

@@ -69,6 +69,7 @@ class PoolingModel:
             ModelError: the checkpoint is missing, broken or not supported.
         """
         started = time.monotonic()
+        # The object that adjusts the number of torch's threads before each batch; see `run`.
         self._cpu_threads = set_num_threads(config.num_threads)
         self._loaded = loaded = load_model(config, progress)
         self.info = describe_model(config, loaded, time.monotonic() - started)
@@ -84,7 +85,7 @@ class PoolingModel:
             self.info,
             loaded.encoder.tokenizer,
             reranker=loaded.reranker,
-            images=_tower_images(loaded),
+            images=_tower_images(loaded),  # prepares images; None if there is no image tower
             prompts=prompts,
         )
 
@@ -100,8 +101,9 @@ class PoolingModel:
     def run(self, batch: Sequence[Prepared]) -> list[Value | None]:
         """Compute the outputs of prepared items.
 
-        The items are divided into parts, because images and texts are computed by different
-        methods. `Part.method` describes these methods.
+        The items are divided into parts, and each part is computed by one method. "images": an
+        image tower computes a batch of images. "alone": a vision-language model computes the items
+        one by one. "texts": the model computes a batch of texts.
 
         Returns:
             One output for each item. If an output contains numbers that are not finite, None
@@ -111,6 +113,8 @@ class PoolingModel:
         # with which this batch is expected to be fastest.
         self._cpu_threads.adjust()
         outputs: list[Value | None] = [None] * len(batch)
+        # Some vision-language models compute texts one by one, too (`_computes_all_alone`). Texts
+        # of any lengths form one batch if they are packed; otherwise they are grouped by length.
         parts = split_batch(
             batch, computes_all_alone=self._computes_all_alone, is_packed=self._is_packed
         )
@@ -193,6 +197,8 @@ class PoolingModel:
             scores = self._answer_scores_of_texts(loaded.reranker, hidden, batch)
             return score_outputs(scores, items, activation=loaded.spec.activation)
         if loaded.spec.loader == MASKED:  # a SPLADE model
+            # The weight of a vocabulary entry is the maximum or the sum ("max" or "sum") over the
+            # tokens of the text. Each logit passes through relu and `num_log1p` times log1p.
             strategy, num_log1p = loaded.spec.splade
             logits = token_logits(loaded.encoder, hidden)
             return splade_outputs(logits, batch, strategy, num_log1p)

@@ -48,17 +48,17 @@ def read_sampled(
         first = end
         end = first + num_positions
         sequence, drafts = sampling.positions[end - 1]
+        # `_accept_or_return_error` verifies draft tokens, advances the grammar and adds the tokens
+        # that the grammar forces, and returns an error if sampling has failed.
+        needs_processing = drafts or sequence.guide is not None or sampled_tokens.errors
         if first in masks.errors:
             # The grammar has failed. The error of a sequence is stored at its first position.
-            new_tokens = Sampled([], [], masks.errors[first])
-        elif drafts or sequence.guide is not None or sampled_tokens.errors:
-            # If sampling has failed at any position (`sampled_tokens.errors`), check this sequence.
+            new_tokens = Sampled(token_ids=[], logprobs=[], error=masks.errors[first])
+        elif needs_processing:
             new_tokens = _accept_or_return_error(sequence, drafts, sampled_tokens, first)
-        else:
-            # Nearly all sequences have no draft tokens and no grammar. For such sequences,
-            # `_accept_or_return_error` would return the same token, but would take more time.
+        else:  # The sampled token is the only new token.
             top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
-            new_tokens = Sampled([token_ids[first]], [logprobs[first]], None, top)
+            new_tokens = Sampled([token_ids[first]], [logprobs[first]], top=top)
         sampled.append(new_tokens)
     return sampled
 
@@ -70,6 +70,7 @@ def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: Samp
     sequence has a grammar, no request asks for log-probabilities, and no position has an error.
     """
     positions = sampling.positions
+    # `counts` has one item for each sequence. Only draft tokens cause further positions.
     has_drafts = len(positions) > len(sampling.counts)
     if has_drafts or sampled_tokens.top or sampled_tokens.errors:
         return False
@@ -97,7 +98,7 @@ def _accept_or_return_error(
         # A grammar library can raise any exception. The exception ends only this sequence.
         logger.exception("The grammar of request %s failed.", sequence.request_id)
         message = f"The grammar of the request failed: {type(error).__name__}: {error}"
-        return Sampled([], [], message)
+        return Sampled(token_ids=[], logprobs=[], error=message)
 
 
 def _accept(
@@ -134,7 +135,7 @@ def _accept(
     while token_ids == drafts[: len(token_ids)]:
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
-            return Sampled([], [], sampled_tokens.errors[index])
+            return Sampled(token_ids=[], logprobs=[], error=sampled_tokens.errors[index])
         token_ids.append(sampled_tokens.token_ids[index])
         logprobs.append(sampled_tokens.logprobs[index])
         if top is not None:
@@ -153,14 +154,14 @@ def _accept(
                 break
             if forced:
                 guide.accept(forced)
-    return Sampled(token_ids, logprobs, None, top)
+    return Sampled(token_ids, logprobs, top=top)
 
 
 def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
     """Return those tokens of `forced` that can be added without another forward pass.
 
     A token is forced if the grammar allows no other token at its position. The result ends at the
-    first stop token.
+    first stop token, which is left out if the output would be shorter than min_tokens.
 
     Args:
         sequence: the sequence.
@@ -176,8 +177,8 @@ def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[
         # The mask of the next step considers these fields as well as the grammar, so the token is
         # left to the next step.
         return []
-    num_output = sequence.num_output_tokens + num_new
-    return _until_stop(sequence, forced, num_output)
+    num_output_before = sequence.num_output_tokens + num_new
+    return _until_stop(sequence, forced, num_output_before)
 
 
 def _until_stop(sequence: Sequence, token_ids: list[int], num_before: int) -> list[int]:

@@ -60,11 +60,12 @@ def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
     """
     vocab_size = logits.shape[1]
     mask_bytes = packed.view(np.uint8)  # Each byte contains the bits of 8 tokens.
-    # Each of the 256 items of the table contains the 8 biases of a byte: 0 for an allowed token,
-    # and -inf for a forbidden token. With mode="clip", numpy does not check the indices, which
-    # saves time. The mode does not change the result, because each byte is a valid index.
-    items = np.take(_BIASES_OF_BYTE, mask_bytes, mode="clip")
-    padded_biases = items.view(np.float32)  # [len(rows), 8 * (bytes of a mask)]
+    # The table has 256 items of 32 bytes, one for each value of a byte. An item contains 8 float32
+    # biases: 0 for an allowed token, and -inf for a forbidden token. With mode="clip", numpy does
+    # not check the indices, which saves time. All bytes are valid indices.
+    biases_of_bytes = np.take(_BIASES_OF_BYTE, mask_bytes, mode="clip")
+    # Read each item of 32 bytes as 8 numbers: [len(rows), 8 * (bytes of a mask)].
+    padded_biases = biases_of_bytes.view(np.float32)
     # The last word of a mask also has bits for tokens after the end of the vocabulary, so the
     # surplus columns are cut off.
     biases = torch.from_numpy(padded_biases[:, :vocab_size])

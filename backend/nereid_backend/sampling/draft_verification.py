@@ -88,7 +88,7 @@ def sampling_of(plan: StepPlan) -> Sampling:
             continue
         sequence = chunk.sequence
         drafts = sequence.draft_token_ids
-        if drafts:
+        if drafts:  # Usually false. The test is faster than building an empty list.
             positions += [Position(sequence, drafts[:number]) for number in range(len(drafts))]
         positions.append(Position(sequence, drafts))
         # The last rows of logits belong to the positions at which tokens are sampled. The earlier

@@ -45,14 +45,14 @@ def filter_threshold(
     # The threshold of min_p and top_k, which are applied before top_p.
     floor = _min_p_top_k_threshold(probs, min_p, top_k)
     kept = probs * (probs >= floor.probs)
-    # top_p refers to the total probability of the tokens that min_p and top_k keep. If these two
-    # filters remove no token (the threshold is 0), the total is 1. Otherwise, the total is the sum
-    # of the kept tokens in `probs`. This sum is too small if the filters also keep tokens outside
-    # `probs`. In this case, `floor.is_certain` is False, and so is the certainty of the result.
+    # The total probability of the tokens that min_p and top_k keep, to which top_p refers. The
+    # threshold 0 keeps all tokens of the vocabulary, so their total is 1. With any other threshold,
+    # all kept tokens are assumed to be in `probs`. If this is not certain, `floor.is_certain` is
+    # False, and the result is not certain either.
     total = torch.where(floor.probs > 0, kept.sum(-1, keepdim=True), 1.0)
     top_p_threshold = torch.maximum(_smallest_in_nucleus(kept, top_p * total), floor.probs)
     threshold = torch.where(top_p < 1, top_p_threshold, floor.probs)
-    is_certain = floor.is_certain & _keeps_only_examined(probs, threshold)
+    is_certain = floor.is_certain & _removes_all_unexamined(probs, threshold)
     return FilterThreshold(threshold, is_certain)
 
 
@@ -72,10 +72,12 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
     # The threshold of top_k is 0 if top_k is off, or if top_k exceeds the number of tokens in
     # `probs`. The threshold of min_p is 0 if min_p is off.
     threshold = torch.maximum(_kth_largest(probs, top_k), largest * min_p)
-    # With neither filter, the threshold 0 is certainly right. With a top_k that exceeds the number
-    # of tokens in `probs`, the right threshold is unknown.
+    # If both filters are off, the threshold 0 is certainly right. Otherwise, a threshold is
+    # certainly right if it removes the last token in `probs`, and thereby all less likely tokens.
+    # The threshold 0 of a top_k that exceeds the number of tokens in `probs` removes no token, so
+    # it is not certain.
     has_neither_filter = (threshold == 0) & (top_k <= 0)
-    is_certain = has_neither_filter | _keeps_only_examined(probs, threshold)
+    is_certain = has_neither_filter | _removes_all_unexamined(probs, threshold)
     return FilterThreshold(threshold, is_certain)
 
 
@@ -110,7 +112,7 @@ def _smallest_in_nucleus(probs: Tensor, min_sum: Tensor) -> Tensor:
     return probs.gather(1, nucleus_size - 1)
 
 
-def _keeps_only_examined(probs: Tensor, threshold: Tensor) -> Tensor:
+def _removes_all_unexamined(probs: Tensor, threshold: Tensor) -> Tensor:
     """Return, for each row, whether the filters remove all tokens outside `probs`, [n, 1] bool.
 
     The tokens that were not examined are at most as likely as the last examined token. They are

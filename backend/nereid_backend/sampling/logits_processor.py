@@ -105,7 +105,7 @@ class LogitsParams:
         # tokens.
         stops = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
         return cls(
-            owner=sequence,
+            owner=sequence,  # by which the cache detects that its entry is of an earlier request
             bias_ids=np.array([token_id for token_id, _ in bias], np.int64),
             bias_values=np.array([value for _, value in bias], np.float32),
             allowed=None if allowed_ids is None else mask_of(allowed_ids, vocab_size),
@@ -189,12 +189,13 @@ class LogitsProcessor:
             `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.
         """
         vocab_size = logits.shape[1]
-        # Maps each row in `changed` to the parameters of the row's request, as arrays.
+        # Maps each row in `changed` to the parameters of the row's request, as arrays. The cache
+        # uses the index `i` as its key only for a sequence without a row number.
         params = {i: self._logits_params_of(positions[i], i, vocab_size) for i in changed}
         if not params and not masks:
             return logits
-        # The parameter `allowed_token_ids` restricts the tokens of a request in the same way as its
-        # grammar, so each of them has a mask, and the two masks are combined.
+        # A request can have two masks: the mask of its grammar, and the mask of the parameter
+        # `allowed_token_ids`. The combined mask allows only the tokens that both masks allow.
         # `with_masks` returns a new tensor, so the functions below may change `logits` in place.
         logits = with_masks(logits.float(), _combine_with_allowed_tokens(masks, params))
         if params:
@@ -212,7 +213,7 @@ class LogitsProcessor:
 
         Args:
             position: the position.
-            index: the index of the position in the step.
+            index: the index of the position in the step; see `_cache_row`.
             vocab_size: the size of the vocabulary.
         """
         row = _cache_row(position, index)
@@ -340,7 +341,10 @@ def _forbid_tokens(
             rows.append(np.full(len(token_ids), index))
             columns.append(token_ids)
     if rows:
-        rows_and_columns = (_to_device(rows, logits), _to_device(columns, logits))
+        rows_and_columns = (
+            _concatenate_on_device(rows, logits),
+            _concatenate_on_device(columns, logits),
+        )
         logits.index_put_(rows_and_columns, logits.new_full((), float("-inf")))
 
 
@@ -364,11 +368,14 @@ def _add_bias(logits: Tensor, params: abc.Mapping[int, LogitsParams]) -> None:
             columns.append(row_params.bias_ids)
             biases.append(row_params.bias_values)
     if rows:
-        rows_and_columns = (_to_device(rows, logits), _to_device(columns, logits))
+        rows_and_columns = (
+            _concatenate_on_device(rows, logits),
+            _concatenate_on_device(columns, logits),
+        )
         values = upload(np.concatenate(biases), logits.device)
         logits.index_put_(rows_and_columns, values, accumulate=True)
 
 
-def _to_device(parts: abc.Sequence[Integers], like: Tensor) -> Tensor:
+def _concatenate_on_device(parts: abc.Sequence[Integers], like: Tensor) -> Tensor:
     """Concatenate arrays into one int64 tensor on the device of `like`."""
     return upload(np.concatenate(parts), like.device)

@@ -85,7 +85,8 @@ class TokenCounts:
 
         Returns:
             Token ids [n, width] int64 and counts [n, width] float32. Unused elements at the end of
-            a row repeat the first token of the row and its count.
+            a row repeat the first token of the row and its count. A row without tokens contains the
+            token 0 with the count 0.
         """
         for row, position in zip(rows, positions, strict=True):
             self._count_new_tokens(row, position.sequence)
@@ -94,7 +95,7 @@ class TokenCounts:
         # Each draft token may need a new column. The result has at least one column, even if no
         # request has a token yet.
         width = max(1, max_distinct + max_drafts)
-        self._add_columns(width)
+        self._ensure_width(width)
         # Indexing with a list of rows copies the rows. Draft tokens are counted only in the copies,
         # not in the stored rows, because draft tokens may be rejected.
         ids = self._ids[rows, :width]
@@ -117,8 +118,9 @@ class TokenCounts:
             counted = self._reset_row(row, sequence)
         new_token_ids = sequence.token_ids[counted.num_counted :]
         if new_token_ids:
-            # All new tokens may be distinct, so each of them may need a column.
-            self._add_columns(counted.num_distinct + len(new_token_ids))
+            # All new tokens may be distinct, so each of them may need a column. `_count_tokens`
+            # adds the distinct tokens to `counted.columns`, whose size is `num_distinct`.
+            self._ensure_width(counted.num_distinct + len(new_token_ids))
             _count_tokens(self._ids[row], self._counts[row], new_token_ids, counted.columns)
             counted.num_counted += len(new_token_ids)
 
@@ -133,7 +135,7 @@ class TokenCounts:
         Returns:
             The object that records which tokens are counted. It is also stored in `_requests`.
         """
-        self._add_rows(row + 1)
+        self._ensure_num_rows(row + 1)
         # The token 0 with the count 0 fills the unused columns until a token is added. It changes
         # no logit, because the penalties for output tokens ignore a token with the count 0.
         self._ids[row] = 0
@@ -143,7 +145,7 @@ class TokenCounts:
         counted = _CountedTokens(sequence, num_counted=num_prompt)
         if sequence.params.repetition_penalty != 1:
             distinct = list(dict.fromkeys(sequence.token_ids[:num_prompt]))
-            self._add_columns(len(distinct))
+            self._ensure_width(len(distinct))
             self._ids[row, : len(distinct)] = distinct
             # The unused columns must not contain the token 0, to which the repetition penalty would
             # apply. They repeat the first token of the prompt.
@@ -152,11 +154,8 @@ class TokenCounts:
         self._requests[row] = counted
         return counted
 
-    def _add_rows(self, num_rows: int) -> None:
-        """Add rows until the tables have `num_rows` rows. At least double the number of rows.
-
-        If the tables have enough rows, do nothing.
-        """
+    def _ensure_num_rows(self, num_rows: int) -> None:
+        """Add rows if the tables have fewer than `num_rows` rows. At least double the number."""
         old_num_rows = len(self._ids)
         missing = num_rows - old_num_rows
         if missing > 0:
@@ -164,19 +163,17 @@ class TokenCounts:
             self._ids = np.pad(self._ids, padding)
             self._counts = np.pad(self._counts, padding)
 
-    def _add_columns(self, width: int) -> None:
-        """Add columns until the tables have `width` columns. At least double the number of columns.
-
-        If the tables have enough columns, do nothing.
-        """
+    def _ensure_width(self, width: int) -> None:
+        """Add columns if the tables have fewer than `width` columns. At least double the number."""
         old_width = self._ids.shape[1]
         missing = width - old_width
         if missing > 0:
             padding = ((0, 0), (0, max(missing, old_width)))
             self._ids = np.pad(self._ids, padding)
             self._counts = np.pad(self._counts, padding)
-            # Fill the new, unused elements of each row with the row's first element. The docstring
-            # of `TokenCounts` explains why.
+            # Fill the new, unused elements of each row with the row's first token and its count.
+            # Equal tokens in a row then have equal counts, so that `apply_penalties` can scatter
+            # the logits of a whole row: all copies of a token get the same logit.
             self._ids[:, old_width:] = self._ids[:, :1]
             self._counts[:, old_width:] = self._counts[:, :1]
 

@@ -71,13 +71,10 @@ class _RankedCopy(NamedTuple):
 
 
 class _UncertainCopy(NamedTuple):
-    """The uncertain rows of a slice: rows that may have wrong tokens.
+    """The uncertain rows of a slice, which may have wrong tokens.
 
-    Attributes:
-        part: the slice.
-        rows: the indices of the uncertain rows in the slice, on the host.
-        is_certain: copies one flag for each of these rows from the device to the host. True means
-            that the token is right.
+    `rows` contains the indices of these rows in the slice. `is_certain` copies one flag for each of
+    these rows from the device to the host. True means that the token is right.
     """
 
     part: PendingSlice
@@ -287,7 +284,7 @@ class Sampler:
         return self._launch_without_kernel(model_logits, inputs, defers=defers)
 
     def _launch_with_kernel(self, model_logits: Tensor, inputs: SliceInputs) -> PendingSlice:
-        """Start sampling a token for each position with the GPU kernel; see `_launch_slice`."""
+        """Start to sample a token for each row of the model's own logits with the GPU kernel."""
         logits = model_logits.float()
         processed = self._process(logits, inputs)
         settings = _kernel_settings(inputs)
@@ -298,9 +295,9 @@ class Sampler:
     def _launch_without_kernel(
         self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
     ) -> PendingSlice:
-        """Sample a token for each position with torch or CPU kernels.
+        """Sample a token for each row of the model's own logits with torch or CPU kernels.
 
-        `_launch_slice` documents the arguments.
+        `defers` states whether uncertain rows are sampled again only when the result is read.
         """
         # `processed` contains the logits after masks, penalties and similar parameters are applied.
         processed = self._process(model_logits, inputs)

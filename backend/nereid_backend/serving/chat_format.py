@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the chat format that is used to parse the output of a checkpoint."""
 
+import contextlib
 import fcntl
 import hashlib
 import pickle
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import nereid_parsers
 from nereid_parsers import LENIENT, STRICT, Format, NereidParsersError, get_format
@@ -103,33 +104,51 @@ def _derive_format(
         tools: the name of the chat format for tool calls. "" means the derived format.
     """
     try:
-        folder = cache_folder() / "chat-formats"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _fingerprint(model, template, reasoning, tools)
-        with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            result = _load_result(file)
-            if result is None:
-                result = _derive_without_cache(model, template, reasoning, tools)
-                file.truncate(0)
-                file.write(pickle.dumps(result))
-            return result
+        file = _open_locked(_fingerprint(model, template, reasoning, tools))
     except (OSError, RuntimeError):
         # The cache is not usable: the home folder is unknown, or the cache folder is not writable.
-        # If instead the derivation above has failed, this call raises the error of the derivation.
         return _derive_without_cache(model, template, reasoning, tools)
+    with file:
+        result = _load_result(file)
+        if result is None:
+            result = _derive_without_cache(model, template, reasoning, tools)
+            with contextlib.suppress(OSError):  # The result can be used even if the disk is full.
+                file.truncate(0)
+                file.write(pickle.dumps(result))
+        return result
 
 
-def _load_result(file: BinaryIO) -> tuple[Format, str] | None:
-    """Read a chat format and the reason for it from a cache file; None if the file is incomplete.
+def _open_locked(name: str) -> FileIO:
+    """Open the file `name` in the cache folder, and wait for its lock. Create a missing file.
+
+    The lock is released when the file is closed. The file has no buffer, so that an error of the
+    disk is raised by `write` and not when the file is closed.
+
+    Raises:
+        OSError: the cache folder is not writable, or does not support locks.
+        RuntimeError: the home folder is unknown.
+    """
+    folder = cache_folder() / "chat-formats"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / name).open("a+b", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _load_result(file: FileIO) -> tuple[Format, str] | None:
+    """Read a chat format and the reason for it from a cache file; None if the file has no result.
 
     The file is empty or incomplete if this process has just created the file, or if an earlier
     process was killed while writing to the file.
     """
     file.seek(0)
     try:
-        result: tuple[Format, str] = pickle.load(file)
-    except (EOFError, pickle.UnpicklingError):
+        result: tuple[Format, str] = pickle.loads(file.read())
+    except (OSError, EOFError, pickle.UnpicklingError):
         return None
     return result
 

@@ -209,7 +209,7 @@ def test_old_temporary_folders_are_deleted(tmp_path):
     two_hours_ago = time.time() - 7200
     for name in ("tmp_old", "0123456789abcdef"):
         os.utime(tmp_path / name, (two_hours_ago, two_hours_ago))
-    compile_process._remove_leftovers(tmp_path)
+    compile_process._delete_folders_of_killed_compilations(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0123456789abcdef", "tmp_new"]
 
 

@@ -44,7 +44,7 @@ _EXAMPLE_LOGITS = 3
 # If a model's code creates a tensor from constants, the tensor is small. A tensor with more than
 # this number of elements probably comes from the checkpoint.
 MAX_LITERAL_ELEMENTS = 65536
-NO_PARAMETER = (
+UNKNOWN_TENSOR = (
     "the model's code uses the tensor {name}, which is neither a parameter nor a buffer of the "
     "model"
 )
@@ -61,7 +61,10 @@ class TracedModel(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor) -> Tensor:
         """Return the logits of the selected tokens, [len(logits_index), vocab_size].
 
-        The class StepBatch describes the arguments.
+        Args:
+            input_ids: [1, num_tokens] int64.
+            position_ids: [1, num_tokens] int64, the position of each token in its sequence.
+            logits_index: [n] int64, the indices of the tokens whose logits are needed.
         """
         selected = {"logits_to_keep": logits_index} if self._selects_logits else {}
         output = self.model(
@@ -136,8 +139,10 @@ def _trace(
     num_logits = torch.export.Dim("num_logits", min=MIN_ROWS)
     positions = torch.arange(_EXAMPLE_TOKENS, device=device)
     input_ids = torch.zeros_like(positions)
+    # A separate tensor, because the inputs of the compiled code share no memory either.
     logits_index = positions[:_EXAMPLE_LOGITS].clone()
     try:
+        # `TracedForward` makes each attention call of the trace a call of one torch operator.
         with torch.no_grad(), _without_warnings(), hook.serving(TracedForward()):
             return torch.export.export(
                 traced_model,
@@ -181,8 +186,8 @@ def _constants_of_code(
         if name in model_tensors:
             continue
         is_small_tensor = isinstance(constant, Tensor) and constant.numel() <= MAX_LITERAL_ELEMENTS
-        if not is_small_tensor:
-            raise UnfitError(NO_PARAMETER.format(name=name))
+        if not is_small_tensor:  # a tensor of the checkpoint, or an object of a C++ class
+            raise UnfitError(UNKNOWN_TENSOR.format(name=name))
         literals[name] = constant.detach().clone().contiguous()
     return literals
 

@@ -86,13 +86,14 @@ def _lower_priority() -> None:
 def _compile(message: bytes, folder: Path) -> None:
     """Compile the model in `message`, and store the library in `folder`.
 
-    `pack_skeleton` has created the message, which contains the model without large weights.
+    `pack_skeleton` has created the message, which contains the model without large weights. The
+    caller has a lock, so only one process of this machine compiles at a time.
 
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.
     """
-    # These modules are imported only after the wait for other compilations, so that a waiting
-    # process needs little memory.
+    # These modules are imported only here, so that a process that waits for the lock needs little
+    # memory.
     import torch
 
     from nereid_backend.attention.interface import AttentionHook
@@ -106,7 +107,7 @@ def _compile(message: bytes, folder: Path) -> None:
 
     if has_library(folder):
         return  # Another process has compiled the same model.
-    _remove_leftovers(folder.parent)
+    _delete_folders_of_killed_compilations(folder.parent)
     model, attention, is_native, num_threads = unpack_skeleton(message)
     limit_memory(_MAX_BYTES)
     # The compiled library later uses at most this number of threads, so the number is set first.
@@ -118,7 +119,7 @@ def _compile(message: bytes, folder: Path) -> None:
         raise
 
 
-def _remove_leftovers(folder: Path) -> None:
+def _delete_folders_of_killed_compilations(folder: Path) -> None:
     """Delete the temporary folders of compilations that were killed more than an hour ago."""
     for path in folder.glob("tmp*"):
         with contextlib.suppress(OSError):

@@ -53,7 +53,9 @@ class TraceError(UnfitError):
 def library_folder(model: PreTrainedModel, *, is_native: bool) -> Path:
     """Return the folder for the library of a model. The folder may not exist yet.
 
-    The arguments are those of `compile_forward`.
+    Args:
+        model: the model.
+        is_native: whether attention uses the CPU kernels, which can be called without Python.
     """
     return cache_folder() / "compiled" / _hash_of_library(model, shims_of(model.device, is_native))
 
@@ -175,6 +177,8 @@ def _hash_of_library(model: PreTrainedModel, shims: Shims) -> str:
         shims: maps each of Nereid's operators that compiled code calls as a C function to the C
             declaration of this function, a list of strings.
     """
+    # Every traced model uses Nereid's attention. The setting `attn_implementation` contains only a
+    # name for this attention, which can differ between processes, so it is left out.
     config = {
         name: value
         for name, value in model.config.to_dict().items()
@@ -197,7 +201,7 @@ def _hash_of_library(model: PreTrainedModel, shims: Shims) -> str:
         repr(tensors),
         repr(sorted(map(str, shims.values()))),
         str(torch.get_num_threads()),
-        *_target_hardware(model.device),
+        *_hardware_and_its_libraries(model.device),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -208,8 +212,8 @@ def _inlined_values(tensor: Tensor) -> object:
     return tensor.tolist() if is_inlined else None
 
 
-def _target_hardware(device: torch.device) -> list[str]:
-    """Return the hardware and the libraries that compiled code depends on."""
+def _hardware_and_its_libraries(device: torch.device) -> list[str]:
+    """Return the processor, and for a GPU also its name and the versions of Triton and CUDA."""
     if device.type != "cuda":
         return [processor()]
     capability = torch.cuda.get_device_capability(device)

@@ -17,7 +17,7 @@ from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.torch_operator import serving
 from nereid_backend.paths.compiled_forward.build_library import (
     MIN_ROWS,
-    NO_PARAMETER,
+    UNKNOWN_TENSOR,
     TracedModel,
     build_library,
     tensors_of,
@@ -44,8 +44,8 @@ class CompiledForward:
         """Wrap a compiled function.
 
         Args:
-            run: computes logits from input_ids, position_ids and logits_index. The class StepBatch
-                describes these arguments.
+            run: computes logits from three tensors: the token ids and the positions, both
+                [1, num_tokens], and the indices of the tokens whose logits are needed.
             folder: the folder of the library that contains the function; None if no library
                 contains the function.
         """
@@ -119,6 +119,8 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
     library = torch._C._aoti.AOTIModelPackageLoader(
         str(folder / LIBRARY_FILE), "model", is_single_threaded, num_runners, device_index
     )
+    # The library contains no tensors. It needs the weights of the model, and the literals: small
+    # tensors that the model's code creates, which `build_library` has stored in a separate file.
     literals = load_literals(folder / LITERALS_FILE, device)
     _bind_tensors(library, literals | tensors_of(TracedModel(model)))
 
@@ -137,7 +139,7 @@ def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: AN
     """
     names = library.get_constant_fqns()
     if unknown := [name for name in names if name not in tensors]:
-        raise UnfitError(NO_PARAMETER.format(name=unknown[0]))
+        raise UnfitError(UNKNOWN_TENSOR.format(name=unknown[0]))
     constants = {name: tensors[name] for name in names}
     use_inactive = False
     check_full_update = True  # The call passes all tensors that the compiled code needs.

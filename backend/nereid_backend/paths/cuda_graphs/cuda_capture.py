@@ -174,9 +174,10 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN40
         # rest of this block is then not needed.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device, pool)
+            # The capture has stopped halfway, so torch's allocator of pinned memory still uses the
+            # graph. Python code cannot change this, so the graph must never be freed. A graph
+            # releases its share of the pool when it is freed, so the share is released here.
             torch._C._cuda_releasePool(device, pool)
-            # capture_end has stopped halfway, so torch's allocator of pinned memory still uses the
-            # graph. Python code cannot change this, so the graph must never be freed.
             _failed_captures.append(graph)
         raise
 

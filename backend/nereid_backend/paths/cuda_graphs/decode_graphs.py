@@ -173,7 +173,7 @@ class DecodeGraphs:
             self._can_capture = False
             self.failure = first_line(error)
             self._graphs.clear()
-            self._logits = None
+            self._logits = None  # Free the tensor into which the graphs wrote their logits.
             self._report(
                 f"CUDA graphs are off, because a step could not be captured: {self.failure}"
             )
@@ -263,8 +263,9 @@ class StaticStep:
         self._table = torch.full((num_rows, max_blocks), self._null_block, device=device)
         # Each sequence has one new token, and the logits of each new token are needed.
         self._logits_index = torch.arange(num_rows, device=device)
-        # The attention metadata in the form that the GPU kernels read. It is copied to the GPU
-        # before a CUDA graph is captured, because the graph cannot contain the copy from the CPU.
+        # The attention metadata in the form that the GPU kernels read. It refers to the tensors
+        # above, so the kernels read the values that `fill` copies. It is created before a graph is
+        # captured, because the graph cannot contain the copy of its other numbers from the CPU.
         self._kernel_metadata = gpu_batch(self._attention_metadata())
 
     def fill(self, batch: StepBatch) -> None:
@@ -281,6 +282,8 @@ class StaticStep:
         tokens[:num_tokens].copy_(batch.input_ids[0])
         positions[:num_tokens].copy_(batch.position_ids[0])
         slots[:num_tokens].copy_(batch.attention.slots)
+        # A step with very different lengths has several groups of decodes. The block tables of a
+        # group are as wide as its longest sequence needs.
         for group in batch.attention.decodes:
             columns = self._table[:, : group.blocks.shape[1]]
             if group.tokens is None:  # The group contains all decodes, in the order of the rows.
@@ -302,7 +305,8 @@ class StaticStep:
         decodes = self._kernel_metadata.decodes
         assert decodes is not None, "each row is a decode (a sequence with one new token)"
         # This operation becomes part of the graph. Each replay therefore computes the length of the
-        # longest sequence in the replayed step.
+        # longest sequence in the replayed step. The kernels read all other lengths and the block
+        # tables from the tensors of this object.
         longest = lens.amax(0, keepdim=True)
         attention.kernel_metadata = replace(
             self._kernel_metadata, decodes=decodes.for_capture(longest)

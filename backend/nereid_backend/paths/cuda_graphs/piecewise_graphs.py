@@ -182,8 +182,8 @@ class PiecewiseGraphs:
             Exception: of any class, if the step cannot be captured.
         """
         static = StaticTokens(num_tokens, self._sizes, self._cache.device)
-        # The metadata describes no sequence, so `attend` returns immediately while the graphs are
-        # captured.
+        # `attend`, which is called at each cut, computes the attention that `self._attention`
+        # describes. Here it describes no sequence, so `attend` returns immediately.
         self._attention = static.attention()
         # This run is not captured, so there are no graphs to cut. The captured graphs must compute
         # the same logits as this run.
@@ -240,7 +240,8 @@ class PiecewiseGraphs:
 
         Args:
             layer: the index and the shapes of the layer.
-            buffers: the query and the result of attention.
+            buffers: the query, [num_heads, n, key_dim], and the result of attention,
+                [n, num_heads, value_dim]. The step may have fewer than n tokens.
             scale: the factor by which the products of queries and keys are multiplied.
             sinks: the attention sinks of the layer, or None.
 
@@ -352,8 +353,8 @@ class _AttentionBetweenGraphs(PagedForward):
             layers: the attention layers of the model, in order.
             cache: the KV cache.
             batch: attention metadata that contains only the cache slots of the step's tokens. The
-                graphs store keys and values in these slots. They need no block tables and lengths,
-                because no graph computes attention.
+                graphs store keys and values in these slots. The graphs need no block tables and
+                lengths, because the attention is computed between the graphs.
             graphs: the owner of the tensors that graphs and attention share.
             cut: a function that ends the capture of a graph, and begins the capture of the next
                 graph. Its argument is a function that each replay calls between the two graphs.
@@ -387,8 +388,10 @@ class _AttentionBetweenGraphs(PagedForward):
         buffers.query[:, :num_tokens].copy_(query.squeeze(0))
 
         def attend_between_graphs() -> None:
+            # In a replay, this call uses the attention metadata of the replayed step.
             self._graphs.attend(layer, buffers, scale, sinks)
 
+        # End the capture of the current graph here, and begin the next graph.
         self._cut(attend_between_graphs)
         # Compiled code may overwrite the result of an operator, so return a copy of the shared
         # buffer.

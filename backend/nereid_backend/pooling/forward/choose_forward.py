@@ -95,6 +95,20 @@ class _Comparison(NamedTuple):
     reason: str
 
 
+class _Candidate(NamedTuple):
+    """A method that may compute correct token vectors for a batch.
+
+    Attributes:
+        method: "packed", "padded" or "rows".
+        forward: the function that computes the token vectors of a batch.
+        attention: the name of the attention implementation that `forward` needs in the model.
+    """
+
+    method: str
+    forward: Forward
+    attention: str
+
+
 @torch.inference_mode()
 def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -> ChosenForward:
     """Choose the method ("packed", "padded" or "rows") that computes the token vectors of batches.
@@ -116,12 +130,16 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
         UnsupportedModelError: no method is exact.
     """
     expected = _compute_expected_vectors(encoder, hook, name, max_len)
+    # The expected vectors come from the original linear layers, so the tests below also detect an
+    # error in the packed layers, with which the model runs from now on.
     prepack_linears(encoder.model)
-    # Maps each rejected method to the reason for the rejection. The initial entry is for models
-    # that cannot be tested with "packed". For other models, the loop replaces the initial entry if
-    # the test rejects "packed".
-    rejections = {"packed": "it does not use transformers' attention interface"}
-    for method, forward in _candidate_methods(encoder, hook, is_causal=expected.is_causal):
+    # Maps each rejected method to the reason for the rejection.
+    rejections: dict[str, str] = {}
+    if not encoder.accepts_nereid_attention:
+        rejections["packed"] = "it does not use transformers' attention interface"
+    for method, forward, attention in _candidates(encoder, hook, is_causal=expected.is_causal):
+        if encoder.model.config._attn_implementation != attention:
+            encoder.model.set_attn_implementation(attention)
         difference, description = _compare_with_single_texts(forward, expected)
         if difference <= TOLERANCE[encoder.dtype]:
             return ChosenForward(forward, method, expected.is_causal, difference)
@@ -162,29 +180,23 @@ def _compute_expected_vectors(
     return _ExpectedVectors(batch, expected, is_causal)
 
 
-def _candidate_methods(
-    encoder: Encoder, hook: AttentionHook, *, is_causal: bool
-) -> Iterator[tuple[str, Forward]]:
-    """Yield the name and the function of each possible method, beginning with the fastest method.
+def _candidates(encoder: Encoder, hook: AttentionHook, *, is_causal: bool) -> list[_Candidate]:
+    """Return the methods that may compute the token vectors of a batch, the fastest method first.
 
-    A method computes the token vectors of a batch of texts. "packed" joins all texts into one row,
-    "padded" pads all texts to the same length, and "rows" batches only texts of equal lengths.
-    Before a function is yielded, the model gets the attention implementation that the function
-    needs. The caller must therefore test a function before it requests the next function. When the
-    caller stops, the model is ready for the function that was yielded last.
-
-    Mutates: the model's attention implementation.
+    "packed" joins all texts into one row, "padded" pads all texts to the same length, and "rows"
+    batches only texts of equal lengths.
     """
+    candidates: list[_Candidate] = []
+    # Packed texts need Nereid's attention, because the model's own attention would mix texts.
     if encoder.accepts_nereid_attention:
-        # Packed texts need Nereid's attention, because the model's own attention would mix texts.
-        encoder.model.set_attn_implementation(hook.name)
         # The caller of a model with packed texts must pass position ids, and some models do not
-        # begin to count at 0. "packed" is therefore yielded once for each possible first id.
-        for first_position_id in _possible_first_position_ids(encoder):
-            yield "packed", PackedForward(encoder, hook, first_position_id, is_causal)
-        encoder.model.set_attn_implementation(encoder.own_attention)
-    yield "padded", PaddedForward(encoder)
-    yield "rows", RowsForward(encoder)
+        # begin to count at 0. There is therefore one candidate for each possible first id.
+        for first_id in _possible_first_position_ids(encoder):
+            forward = PackedForward(encoder, hook, first_id, is_causal)
+            candidates.append(_Candidate("packed", forward, hook.name))
+    candidates.append(_Candidate("padded", PaddedForward(encoder), encoder.own_attention))
+    candidates.append(_Candidate("rows", RowsForward(encoder), encoder.own_attention))
+    return candidates
 
 
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
@@ -273,7 +285,8 @@ def _lens_beyond_windows(
     For each sliding window, the result contains the length of a text that is longer than the
     window. A length is left out if `batch` already contains a text that is at least as long, or if
     the length exceeds `max_len` or `_LONGEST_TEXT`. Example: the windows have 8 and 64 tokens, and
-    the longest text in `batch` has 20 tokens. The result is [70].
+    the longest text in `batch` has 20 tokens. The result is [70], because a text is 6 tokens longer
+    than its window (`_BEYOND_WINDOW`).
 
     Only packed batches are computed with Nereid's attention, in which a sliding window could be
     wrong. If the model cannot compute packed batches, `_sliding_windows` finds no windows, and the
@@ -293,9 +306,11 @@ def _sliding_windows(
     The set is empty if the model has no windows, or cannot compute packed batches.
     """
     # Each attention layer passes the size of its sliding window to `attention`. One packed forward
-    # pass is run to collect these sizes. The vectors that it computes are not used.
+    # pass is run to collect these sizes. The vectors that it computes are not used, so they may be
+    # wrong because of wrong position ids.
     attention = PackedAttention(batch.groups(), is_causal)
-    forward = PackedForward(encoder, hook, _possible_first_position_ids(encoder)[0], is_causal)
+    first_position_id = _possible_first_position_ids(encoder)[0]
+    forward = PackedForward(encoder, hook, first_position_id, is_causal)
     encoder.model.set_attn_implementation(hook.name)
     try:
         forward.run(batch, attention)

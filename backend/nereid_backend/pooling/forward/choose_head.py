@@ -94,7 +94,7 @@ def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBat
     Args:
         encoder: the model.
         chosen: the method of computing token vectors. If this method uses Nereid's attention, the
-            model uses its own attention only until this function returns.
+            model is switched to its own attention for these runs, and then switched back.
         batch: the texts.
 
     Shapes: returns float32 [num_texts, num_labels], or [num_tokens, num_labels] if the head

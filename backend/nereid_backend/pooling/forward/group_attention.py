@@ -42,6 +42,8 @@ class GroupAttention:
         """
         length = query.shape[2]
         block_len = self._choose_block_len(query)
+        # Several blocks of a causal text need masks. If one block contains the whole text, torch's
+        # function can hide the later keys without a mask.
         needs_mask = self._needs_mask(query, block_len)
         outputs = []
         for start in range(0, length, block_len):
@@ -132,10 +134,14 @@ class GroupAttention:
     ) -> Tensor:
         """Compute the attention of one block. A block contains consecutive queries of each text.
 
-        The docstring of `attend` describes the shapes. A `mask` of None means that the queries can
-        attend to all keys, or to all earlier keys if the attention is causal.
+        A `mask` of None means that the queries can attend to all keys. If the attention is causal,
+        `mask` is None only for a block that contains all queries of the texts, so that torch's
+        `is_causal` hides exactly the later keys.
+
+        Shapes: query [count, num_heads, num_queries, key_dim], key and value [count, num_kv_heads,
+        num_keys, dim], mask bool [num_queries, num_keys].
         """
-        if self._needs_explicit_scores():
+        if self._needs_explicit_scores():  # a softcap or sinks, which torch does not support
             return self._attend_with_explicit_scores(query, key, value, mask)
         return functional.scaled_dot_product_attention(
             query,

@@ -37,7 +37,7 @@ def text_vectors(encoder: Encoder, batch: TokenBatch) -> Tensor:
     out = model.get_text_features(
         input_ids=batch.pad(batch.token_ids, padding), attention_mask=batch.mask().long()
     )
-    return _vectors(out)
+    return _pooled_vectors(out)
 
 
 def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
     Shapes: pixels [num_images, channels, height, width].
     """
     model: Any = encoder.model
-    return _vectors(model.get_image_features(pixels.to(encoder.device, encoder.dtype)))
+    return _pooled_vectors(model.get_image_features(pixels.to(encoder.device, encoder.dtype)))
 
 
 def num_image_tokens(encoder: Encoder) -> int:
@@ -62,10 +62,12 @@ def num_image_tokens(encoder: Encoder) -> int:
 
 
 @torch.inference_mode()
-def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
-    """Check that the vector of a text does not change if the text is computed in a padded batch.
+def prepack_and_check_towers(encoder: Encoder, name: str, max_len: int) -> float:
+    """Pack the model's linear layers, and check that padded batches give the right text vectors.
 
-    Mutates: the layout of the model's linear layers.
+    The vector of a text must not change if the text is computed in a padded batch.
+
+    Mutates: the layout of the model's linear layers, for the CPU kernels.
 
     Args:
         encoder: the loaded model.
@@ -92,6 +94,8 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
             f"{name}: the vectors are not finite numbers, so the weights are broken. Download the "
             "checkpoint again."
         )
+    # The expected vectors come from the original linear layers, so the comparison also detects an
+    # error in the packed layers.
     prepack_linears(encoder.model)
     difference = relative_difference(text_vectors(encoder, batch), expected)
     tolerance = _TOLERANCE if encoder.dtype == torch.float32 else _LOW_PRECISION_TOLERANCE
@@ -117,7 +121,7 @@ def _random_texts(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     return batch
 
 
-def _vectors(out: Any) -> Tensor:  # noqa: ANN401 - a tensor, or an object with a tensor in newer versions of transformers
-    """Return the vectors in a model's output, float32."""
+def _pooled_vectors(out: Any) -> Tensor:  # noqa: ANN401 - a tensor, or an object with a tensor in newer versions of transformers
+    """Return the vector of each text or image in the output of a tower, float32 [n, dimension]."""
     vectors: Tensor = out if isinstance(out, Tensor) else out.pooler_output
     return vectors.float()

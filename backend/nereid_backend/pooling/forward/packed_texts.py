@@ -175,6 +175,7 @@ class PackedAttention:
     groups: list[TextGroup]
     is_causal: bool
     windows: set[int] = field(default_factory=set)
+    # A cache of attention masks, which all layers of the forward pass share.
     _masks: dict[tuple[int, int, int, int | None], Tensor] = field(default_factory=dict)
     _native_texts: "ctypes.Array[NativePrefill] | None" = None
 
@@ -199,9 +200,10 @@ class PackedAttention:
     def _attend_with_kernels(
         self, query: Tensor, key: Tensor, value: Tensor, options: TextAttention
     ) -> Tensor:
-        """Compute the attention of one layer, [num_tokens, num_heads, value_dim].
+        """Compute the attention of one layer with Nereid's CPU kernels.
 
-        The docstring of `__call__` describes the shapes of the inputs.
+        Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
+        num_tokens, dim]; returns [num_tokens, num_heads, value_dim].
         """
         if self._native_texts is None:
             lens = [group.text_len for group in self.groups for _ in range(group.num_texts)]
@@ -213,10 +215,12 @@ class PackedAttention:
     ) -> Tensor:
         """Compute the attention of one layer with torch's functions.
 
-        One call of torch's attention computes a group: neighbouring texts of the same length. The
-        docstring of `__call__` describes the shapes of the inputs.
+        One call of torch's attention computes a group: neighbouring texts of the same length.
+
+        Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
+        num_tokens, dim]; returns [num_tokens, num_heads, value_dim].
         """
-        attention = GroupAttention(options, self._masks)
+        attention = GroupAttention(options, masks=self._masks)  # all layers share the masks
         parts = []
         for group in self.groups:
             output = attention.attend(

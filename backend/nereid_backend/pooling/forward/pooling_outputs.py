@@ -146,7 +146,8 @@ def _largest_relu(parts: Iterator[tuple[int, Tensor]], num_texts: int) -> Tensor
 def _sum_of_log1p(parts: Iterator[tuple[int, Tensor]], num_texts: int, num_log1p: int) -> Tensor:
     """Return the sum of log1p(relu(logit)) over the tokens of each text, [num_texts, vocab_size].
 
-    log1p is applied `num_log1p` times. For `parts`, see `_largest_relu`.
+    log1p is applied `num_log1p` times. `parts` contains pairs: the number of a text, and the logits
+    [n, vocab_size] of some of its tokens.
     """
     sums: Tensor | None = None
     for number, logits in parts:
@@ -219,7 +220,7 @@ def multi_vector_output(
     if layers.multi_vector is not None:
         # The model also has dense output, and a separate layer computes the multi-vector output.
         # Leave out the vector of the first token, because this vector describes the whole text,
-        # like the dense vector.
+        # like the dense vector. The checkpoints of such models name no words to skip.
         vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
     elif prepared.skips_words:
         vectors = _without_tokens(token_vectors, prepared.token_ids, layers.ids_without_output)
@@ -227,6 +228,8 @@ def multi_vector_output(
         vectors = token_vectors
     dimensions = prepared.item.dimensions
     if dimensions is not None:
+        # The scores of late interaction are sums of cosines, so the shortened vectors must have the
+        # length 1, too.
         vectors = functional.normalize(vectors[:, :dimensions], dim=-1)
     return _array(vectors) if vectors.isfinite().all() else None
 

@@ -80,8 +80,9 @@ class GenerativeReranker:
         # Only checkpoints for sentence-transformers contain the token ids of "yes" and "no" in
         # their files.
         self._format = self._choose_format(is_for_sentence_transformers=answers is not None)
-        # A pair is truncated by the tokenizer. In the other formats, `tokens` itself shortens the
-        # document at its end.
+        # In the format "pair" (the tokenizer joins the two texts), the tokenizer truncates. In the
+        # formats "roles" and "user message" (a prompt contains the two texts), `tokens` shortens
+        # the document at its end.
         self.truncation_side = tokenizer.truncation_side if self._format == "pair" else "right"
 
     def _choose_format(self, *, is_for_sentence_transformers: bool) -> _Format:
@@ -96,10 +97,13 @@ class GenerativeReranker:
             return "pair" if is_for_sentence_transformers else "user message"
         # For its own checkpoints, sentence-transformers always uses the roles "query" and
         # "document", so it is sufficient that the template renders them. For other checkpoints, the
-        # roles are used only if the template was written for these two roles. A template that
-        # renders any role is not enough.
-        must_be_known = not is_for_sentence_transformers
-        return "roles" if self._renders_roles(must_be_known=must_be_known) else "user message"
+        # roles are used only if the template was written for these two roles. Many templates accept
+        # any name of a role, and were not written for queries and documents.
+        if not self._renders_roles():
+            return "user message"
+        if not is_for_sentence_transformers and self._renders_unknown_roles_equally():
+            return "user message"
+        return "roles"
 
     def tokens(
         self, pair: tuple[str, str], instruction: str | None, limit: int | None
@@ -133,8 +137,18 @@ class GenerativeReranker:
     ) -> list[int]:
         """Return the token ids of a prompt with a truncated document.
 
-        The document is shortened until the prompt has at most `limit` tokens. `tokens` describes
-        the arguments and the error.
+        Example: the limit is 80, and the prompt without the document has 20 tokens. The first
+        attempt keeps 60 tokens of the document.
+
+        Args:
+            query: the query.
+            document: the document, which is too long.
+            instruction: a sentence that describes which documents are relevant; None means the
+                default sentence.
+            limit: the largest number of tokens of the prompt.
+
+        Raises:
+            RequestError: no token of the document fits, or the prompt of each attempt is too long.
         """
         num_without_document = len(self._encode(self._render(query, "", instruction)))
         document_ids = self._encode(document)
@@ -175,10 +189,11 @@ class GenerativeReranker:
     ) -> tuple[list[dict[str, str]], dict[str, Any]]:
         """Return the messages and the variables from which the chat template builds the prompt.
 
-        Example: the query "a" and the document "b" return the messages [{"role": "query",
-        "content": "a"}, {"role": "document", "content": "b"}] if the template supports these roles.
-        Otherwise, a system message contains the task, and one user message contains the query and
-        the document.
+        Example: the query "a", the document "b" and no instruction return the messages [{"role":
+        "query", "content": "a"}, {"role": "document", "content": "b"}] if the template supports
+        these roles. An instruction becomes a system message before these two messages. If the
+        template does not support the roles, a system message contains the task, and one user
+        message contains the instruction, the query and the document.
         """
         if self._format == "roles":  # The template supports the roles "query" and "document".
             return _role_messages(_ROLES, query, document, instruction), self._template_kwargs
@@ -190,29 +205,26 @@ class GenerativeReranker:
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
         return messages, {"add_generation_prompt": True, "enable_thinking": False}
 
-    def _renders_roles(self, *, must_be_known: bool) -> bool:
+    def _renders_roles(self) -> bool:
         """Return whether the template renders messages with the roles "query" and "document".
 
         The template is rendered with test texts as the query and the document. The roles are
         rendered if the result contains both texts.
-
-        Args:
-            must_be_known: whether a template is rejected that copies any role into the prompt, even
-                an unknown role. Such a template was not written for queries and documents.
         """
-        probes = (_QUERY_PROBE, _DOCUMENT_PROBE)
-        text = self._render_roles(*probes)
-        if not all(probe in text for probe in probes):
-            return False
-        if not must_be_known:
-            return True
-        # A template that accepts any role renders known and unknown roles in the same way. The text
-        # for known roles and the text for unknown roles then differ only in the names of the roles.
-        unknown_text = self._render_roles(*probes, _UNKNOWN_ROLES)
+        text = self._render_roles(_QUERY_PROBE, _DOCUMENT_PROBE)
+        return _QUERY_PROBE in text and _DOCUMENT_PROBE in text
+
+    def _renders_unknown_roles_equally(self) -> bool:
+        """Return whether the template treats "query" and "document" like any other names of roles.
+
+        Example: a template that renders each message as "<role>content" renders unknown roles, too.
+        The two texts then differ only in the names of the roles.
+        """
+        text = self._render_roles(_QUERY_PROBE, _DOCUMENT_PROBE)
+        text_of_unknown_roles = self._render_roles(_QUERY_PROBE, _DOCUMENT_PROBE, _UNKNOWN_ROLES)
         for role, unknown_role in zip(_ROLES, _UNKNOWN_ROLES, strict=True):
-            unknown_text = unknown_text.replace(unknown_role, role)
-        accepts_any_role = unknown_text == text
-        return not accepts_any_role
+            text_of_unknown_roles = text_of_unknown_roles.replace(unknown_role, role)
+        return text_of_unknown_roles == text
 
     def _render_roles(self, query: str, document: str, roles: tuple[str, str] = _ROLES) -> str:
         """Return the rendered query and document; "" if the template does not support `roles`."""
@@ -235,7 +247,7 @@ class GenerativeReranker:
         return str(self._tokenizer.apply_chat_template(rendered, tokenize=False, **kwargs))
 
     def _encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt."""
+        """Return the token ids of a prompt or of a document."""
         # If there is a chat template, the rendered text already contains the special tokens.
         encoded: Any = self._tokenizer(
             text, add_special_tokens=not self._tokenizer.chat_template, verbose=False

@@ -9,16 +9,48 @@ describes the arguments, the messages and the limits of the process.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nereid_backend.fast_imports import importing
 from nereid_backend.vision.image_worker import Prepare, run_worker
+
+if TYPE_CHECKING:
+    from nereid_backend.pooling.inputs.image_processors import ImageProcessor
 
 
 def _load(folder: Path) -> Prepare:
     """Load the processor of a checkpoint, and return a function that prepares an image file.
 
     The function returns the message that this process sends: ["done", token ids, packed images].
+    """
+    process = _load_processor(folder)
+    # These modules import torch. `_load_processor` has imported torch in the right way.
+    from nereid_backend.core.image_inputs import ImageInputs
+    from nereid_backend.vision.packed_tensors import pack_images
+    from nereid_backend.vision.read_image import ImageLimits, decode_image
+
+    def prepare(text: str, images: list[bytes]) -> list[Any]:  # noqa: ARG001 - the parameters of all workers
+        (data,) = images  # A request contains one image.
+        # The caller's list and `data` are the only references to the file. Remove both, so that the
+        # memory of the file is freed before the image is prepared.
+        images.clear()
+        image = decode_image(data, "image", ImageLimits())
+        del data
+        token_ids, arguments = process(image)
+        # The digest and the first token are only needed for a prefix cache, which models that embed
+        # or rerank do not have.
+        image_inputs = ImageInputs(arguments, digest=b"", first_token=0)
+        return ["done", token_ids, pack_images(image_inputs)]
+
+    return prepare
+
+
+def _load_processor(folder: Path) -> "ImageProcessor":
+    """Import torch and transformers, and load the processor of a checkpoint.
+
+    Returns:
+        A function that converts an image to the token ids of its prompt, and to arguments of the
+        model.
     """
     # These modules are not imported at the top of the file, because `declare_operators` must run
     # before transformers is imported. `declare_operators` makes torchvision usable without CUDA.
@@ -32,9 +64,7 @@ def _load(folder: Path) -> Prepare:
 
         from nereid_backend.pooling.inputs.image_processors import load_image_processor
 
-    from nereid_backend.core.image_inputs import ImageInputs
-    from nereid_backend.vision.packed_tensors import pack_images
-    from nereid_backend.vision.read_image import ImageLimits, decode_image
+    from nereid_backend.vision.read_image import ImageLimits
     from nereid_backend.vision.shared_pixels import share_pixels
 
     # After this call, a NumPy array that is created from an image uses the memory of the image, so
@@ -44,22 +74,7 @@ def _load(folder: Path) -> Prepare:
     # other threads of torch do not survive a fork.
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    process = load_image_processor(folder, config)
-
-    def prepare(text: str, images: list[bytes]) -> list[Any]:  # noqa: ARG001 - the parameters of all workers
-        (data,) = images  # A request contains one image.
-        # The caller's list and `data` are the only references to the file. They are removed, so
-        # that the memory of the file is freed before the image is prepared.
-        images.clear()
-        image = decode_image(data, "image", ImageLimits())
-        del data
-        token_ids, arguments = process(image)
-        # The digest and the first token are only needed for a prefix cache, which models that embed
-        # or rerank do not have.
-        image_inputs = ImageInputs(arguments, digest=b"", first_token=0)
-        return ["done", token_ids, pack_images(image_inputs)]
-
-    return prepare
+    return load_image_processor(folder, config)
 
 
 if __name__ == "__main__":

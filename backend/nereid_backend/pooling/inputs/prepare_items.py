@@ -236,7 +236,7 @@ class ItemPreparer:
                 yield from self._tokenise_uniform(uniform_items)
 
     def _tokenise_uniform(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
-        """Tokenise items in one call, and yield the tokens of each item.
+        """Tokenise items in one call. Yield the index, the token ids and the type ids of each item.
 
         Args:
             items: the items by their index in the request. All items are single texts, or all items
@@ -308,6 +308,7 @@ class ItemPreparer:
             # At least one token must be pooled.
             prompt_len = min(self._prompt_len(item.prompt), len(ids) - 1)
         expanded = self._rules.expand(item, ids, types)
+        needs_offsets = item.kind == "token_classify"
         return Prepared(
             item,
             token_ids=expanded.token_ids,
@@ -315,8 +316,9 @@ class ItemPreparer:
             prompt_len=prompt_len,
             num_tokens=len(expanded.token_ids),
             num_attended=expanded.num_attended,
+            # Whether words such as punctuation get no vector: in most models, only in documents.
             skips_words=self._rules.skips_words(item),
-            offsets=self._offsets(item, limit) if item.kind == "token_classify" else None,
+            offsets=self._offsets(item, limit) if needs_offsets else None,  # truncated like `ids`
         )
 
     def _truncated_tokens(

@@ -86,9 +86,10 @@ class TextLimit:
         # because encoding the string would take long.
         num_bytes = len(text) if isinstance(text, bytes) else self._min_num_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # The error message gives the size of the text in tokens, because `max_model_len` is a
-            # number of tokens. The division rounds down, so its result can equal the limit. The
-            # message must give a number above the limit, which is at least the limit plus 1.
+            # The error message gives the size of the text in tokens, because clients know the limit
+            # `max_model_len`, a number of tokens. `max_text_bytes` is the size of that many tokens.
+            # The division rounds down, so its result can equal the limit although the text is too
+            # large. The message then gives the next number.
             min_num_tokens = max(num_bytes // self._max_bytes_per_token, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "
@@ -108,7 +109,9 @@ class TextLimit:
         limit = self.max_text_bytes
         # `limit` characters have at least `limit` bytes, because each character has at least one
         # byte. The text is first shortened to `limit` characters, so that a long text is not
-        # encoded completely.
+        # encoded completely. A lone surrogate in the text must not raise an error here, so it is
+        # encoded ("surrogatepass"). "ignore" then leaves out surrogates, and the incomplete
+        # character at the cut.
         if self.truncation_side == "left":
             encoded = text[-limit:].encode("utf-8", "surrogatepass")[-limit:]
         else:

@@ -47,13 +47,15 @@ class ChatPrompts:
             ModelError: the processor is missing or broken, or the checkpoint of a reranker has no
                 chat template.
         """
+        # The process prepares prompts with images, because a damaged image can crash the decoder.
+        # `_processor` prepares prompts without images in this process.
         self.process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
         self._processor = ChatProcessor(spec.folder, spec.config)
         self._reranker = reranker
         # A generation prompt is the beginning of an answer at the end of the prompt. For
         # checkpoints with a modules.json, sentence-transformers adds a generation prompt only if
-        # the checkpoint's files set `add_generation_prompt`. A checkpoint without this file is an
-        # ordinary chat model, whose prompts end with a generation prompt.
+        # the checkpoint's files set `add_generation_prompt`. A checkpoint without a modules.json is
+        # an ordinary chat model, whose prompts end with a generation prompt.
         self._variables = {"add_generation_prompt": not spec.has_modules, **spec.template_kwargs}
         if reranker is not None and not self._processor.has_template:
             raise ModelError(
@@ -149,11 +151,13 @@ class RetrievalPrompts:
                 "prompt: this model has a fixed prompt for queries. Leave the field out."
             )
         if item.image is not None:
+            # The process ignores the text "", because the processor adds the fixed prompt of pages.
             token_ids, images = prepare_images(self.process, "", [item.image])
             return ImagePrompt(token_ids, images, text="")
+        assert item.text is not None, "the checker requires a text or an image"
         outputs = run_processor(self._processor.process_queries, text=[item.text])
         token_ids, _no_images = split_outputs(outputs)
-        return ImagePrompt(token_ids, images=None, text=item.text or "")
+        return ImagePrompt(token_ids, images=None, text=item.text)
 
 
 Prompts = ChatPrompts | RetrievalPrompts

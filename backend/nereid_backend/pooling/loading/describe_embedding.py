@@ -68,9 +68,7 @@ def describe_embedding(
     if splade is not None:
         return _describe_splade(base, splade)
     if base.architecture.endswith(RETRIEVAL_HEAD):
-        # Such a model has fixed prompts, so its inputs are never converted to chat messages, even
-        # if the checkpoint has a chat template.
-        return replace(base, kinds=("multi_vector",), loader=RETRIEVAL, takes_messages=False)
+        return replace(base, kinds=("multi_vector",), loader=RETRIEVAL)
     if _has_towers(base.config) and not base.takes_messages:
         normalizes = ends_with_normalize(later_modules)
         return replace(base, kinds=("dense",), loader=TOWERS, normalizes=normalizes)

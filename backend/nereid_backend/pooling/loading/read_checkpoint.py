@@ -116,8 +116,7 @@ def _read_base(
         UnsupportedModelError: the checkpoint embeds chat messages, but is not a supported
             vision-language model.
     """
-    # The settings that sentence-transformers has saved for the transformers model.
-    settings = read_settings(folder)
+    settings = read_settings(folder)  # saved by sentence-transformers
     takes_messages = _takes_messages(folder, config, architecture, settings)
     requires_messages = "message" in (settings.get("modality_config") or {})
     if task == "embed" and requires_messages and not takes_messages:
@@ -125,7 +124,6 @@ def _read_base(
             f"{folder} embeds texts with a chat template (modality_config), but it is no "
             "vision-language model. This is not supported."
         )
-    prompts = saved.get("prompts") or {}
     length = settings.get("max_seq_length")
     return CheckpointSpec(
         folder=folder,
@@ -134,12 +132,21 @@ def _read_base(
         task=task,
         has_modules=has_modules,
         takes_messages=takes_messages,
-        prompts={str(name): text for name, text in prompts.items() if isinstance(text, str)},
+        prompts=_named_prompts(saved),
         default_prompt_name=saved.get("default_prompt_name"),
         max_seq_length=length if isinstance(length, int) and length > 0 else None,
         lower_case=bool(settings.get("do_lower_case")),
         template_kwargs=_chat_template_variables(settings),
     )
+
+
+def _named_prompts(saved: dict[str, Any]) -> dict[str, str]:
+    """Return the prompts in config_sentence_transformers.json. Leave out prompts without a text.
+
+    Example: {"prompts": {"query": "query: ", "document": null}} returns {"query": "query: "}.
+    """
+    prompts = saved.get("prompts") or {}
+    return {str(name): text for name, text in prompts.items() if isinstance(text, str)}
 
 
 def _chat_template_variables(settings: dict[str, Any]) -> dict[str, Any]:

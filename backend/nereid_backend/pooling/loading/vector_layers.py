@@ -112,6 +112,8 @@ def load_linear(path: Path, device: torch.device) -> Layer:
         ModelError: the file is broken, or contains something other than tensors.
     """
     try:
+        # The file contains the parameters of a torch.nn.Linear, "weight" and "bias". `Layer` needs
+        # the names "linear.weight" and "linear.bias", as in the files of a module Dense.
         state = torch.load(path, map_location="cpu", weights_only=True)
         weights = {f"linear.{name}": value.float().to(device) for name, value in state.items()}
     except _READ_ERRORS as error:
@@ -160,11 +162,16 @@ def _activation(module: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
 
     The config contains the full name of a torch class, such as "torch.nn.modules.linear.Identity".
     If the config contains no name, the activation is Tanh, the default of sentence-transformers.
+
+    Raises:
+        UnsupportedModelError: the class is not a module of torch.nn.
     """
     name = str(module.config.get("activation_function") or "torch.nn.modules.activation.Tanh")
     package, _, class_name = name.rpartition(".")
+    # Only classes of torch are used, because an import of another package could run any code.
+    is_in_torch = package == "torch.nn" or package.startswith("torch.nn.modules.")
     activation_class: Any = None
-    if package == "torch.nn" or package.startswith("torch.nn.modules."):
+    if is_in_torch:
         activation_class = getattr(importlib.import_module(package), class_name, None)
     if not (isinstance(activation_class, type) and issubclass(activation_class, nn.Module)):
         raise UnsupportedModelError(

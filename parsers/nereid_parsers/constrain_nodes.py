@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from nereid_parsers.enforceable_pattern import check_pattern
+from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS
 
 # A grammar node is a dict that describes a set of texts for xgrammar. Example: `{"type":
 # "const_string", "value": "<a>"}` matches only the text `<a>`.
@@ -94,6 +95,13 @@ def _grammar_schema(schema: object, *, keeps_patterns: bool) -> object:
         is_description = key in _DESCRIPTIONS and isinstance(value, str)
         is_harmful = key == "pattern" and not keeps_patterns and _breaks_json(value)
         if is_description or is_harmful:
+            continue
+        if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
+            # The keys are names, such as names of properties. A name can be equal to a keyword.
+            kept[key] = {
+                name: _grammar_schema(inner, keeps_patterns=keeps_patterns)
+                for name, inner in value.items()
+            }
             continue
         contains_data = key in _DATA_KEYWORDS  # Such as `enum`. Other keywords contain schemas.
         kept[key] = (

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from nereid_parsers.enforceable_multiple import ANNOTATIONS, Schema, with_enforced_multiple
 from nereid_parsers.schema_merging import CannotMergeError, merge_schemas
+from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS
 
 # The values of these keywords are JSON values, not schemas.
 _VALUE_KEYWORDS = ("enum", "const", "default", "examples")
@@ -71,10 +72,7 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
     `{"allOf": [{"minimum": 1}, {"maximum": 5}]}` gives `{"minimum": 1, "maximum": 5}`.
 
     Args:
-        schema: A JSON schema, or a list or an object that contains schemas, such as the value of
-            `properties`. A property may have the name of a keyword. The schema of a property
-            `allOf` is rewritten like any other schema, because it is no list. The schema of a
-            property with a name in `_VALUE_KEYWORDS`, such as `default`, is not rewritten.
+        schema: A JSON schema, or a list of schemas.
         scope: The outermost schema, and the references that were replaced to build `schema`.
         depth: The number of lists and objects that enclose `schema`.
     """
@@ -89,6 +87,11 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
     for keyword, value in with_enforced_multiple(merged.schema).items():
         if keyword in _VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
             rewritten[keyword] = value
+        elif keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
+            # The keys are names, such as names of properties. A name can be equal to a keyword.
+            rewritten[keyword] = {
+                name: _rewrite(inner, merged.scope, depth + 1) for name, inner in value.items()
+            }
         else:
             # Merging may have replaced references. If an inner schema contains one of these
             # references again, the schema is recursive, and the reference is not replaced again.

@@ -234,7 +234,8 @@ class Call:
 
         Raises:
             FormatError: The name is in the header and in the body, or in neither. Or `id`, the
-                pattern of the tool call's id, is not valid.
+                pattern of the tool call's id, is not valid. Or a NestedTags body has no closing
+                marker.
         """
         head_has_name = PatternField("name") in split_pattern(self.head)
         body_has_name = not isinstance(self.body, NAMED_BY_HEAD)
@@ -249,6 +250,11 @@ class Call:
                 "the function's name, so remove {name} from Call.head."
             )
         split_pattern(self.id)  # Raises FormatError if the id contains an unknown field.
+        if isinstance(self.body, NestedTags) and not self.close.strip():
+            raise FormatError(
+                f"Call.close is {self.close!r}, but must contain a marker, because the arguments "
+                "of a NestedTags body end where this marker starts"
+            )
 
     @property
     def trigger(self) -> str:

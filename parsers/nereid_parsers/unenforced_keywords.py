@@ -14,11 +14,11 @@ _IGNORED_KEYWORDS = (
     "contains", "minContains", "maxContains", "unevaluatedItems", "propertyNames",
 )  # fmt: skip
 # The value of a keyword in `_SCHEMA_KEYWORDS` is a schema. The value of a keyword in
-# `_SCHEMA_LIST_KEYWORDS` is a list of schemas. The value of a keyword in `_SCHEMA_MAP_KEYWORDS` is
+# `_SCHEMA_LIST_KEYWORDS` is a list of schemas. The value of a keyword in `SCHEMA_MAP_KEYWORDS` is
 # an object, and the values in this object are schemas.
 _SCHEMA_KEYWORDS = ("additionalProperties", "items", "propertyNames", "additionalItems")
 _SCHEMA_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
+SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
 # If a schema has one of these keywords, xgrammar ignores the other keywords of the schema. If it
 # has several of these keywords, xgrammar enforces only the first in this order.
 _EXCLUSIVE_KEYWORDS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -108,7 +108,7 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
         if isinstance(options, list):
             for index, option in enumerate(options):
                 yield option, f"{path}.{keyword}[{index}]"
-    for keyword in _SCHEMA_MAP_KEYWORDS:
+    for keyword in SCHEMA_MAP_KEYWORDS:
         schema_by_name = schema.get(keyword)
         if isinstance(schema_by_name, Mapping):
             for name, inner in schema_by_name.items():

@@ -93,8 +93,9 @@ def test_a_grammar_leaves_out_a_pattern_that_would_let_the_model_write_wrong_jso
     assert error is not None
     assert error.needs_json_escape
     string = {"type": "string", "pattern": regex}
-    schema = {"type": "object", "properties": {"pattern": string}, "required": ["pattern"]}
-    grammar = grammar_of(schema)
-    assert accepts(grammar, '{"pattern": "any string"}')
-    assert not accepts(grammar, '{"pattern": "a"b"}')
-    assert not accepts(grammar, '{"pattern": "a\nb"}')
+    for name in ("pattern", "default"):  # A property can have the name of a keyword.
+        schema = {"type": "object", "properties": {name: string}, "required": [name]}
+        grammar = grammar_of(schema)
+        assert accepts(grammar, f'{{"{name}": "any string"}}')
+        assert not accepts(grammar, f'{{"{name}": "a"b"}}')
+        assert not accepts(grammar, f'{{"{name}": "a\nb"}}')

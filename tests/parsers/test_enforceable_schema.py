@@ -50,6 +50,10 @@ TREE = {"allOf": [{"$ref": "#/$defs/tree"}, {"type": "object"}]}
         ),
         ({"type": "number", "multipleOf": 5.0}, {"type": "integer", "multipleOf": 5}),
         (
+            {"properties": {"default": {"allOf": [{"type": "integer"}, {"maximum": 5}]}}},
+            {"properties": {"default": {"type": "integer", "maximum": 5}}},
+        ),
+        (
             {"type": "integer", "multipleOf": 5, "exclusiveMinimum": 5, "maximum": 20.5},
             {"enum": [10, 15, 20]},
         ),

@@ -47,6 +47,7 @@ from nereid_parsers.format import (
         (lambda: Call(JsonObject(), head="{name"), "contains '{', which is not a field"),
         (lambda: Call(JsonArguments(), head="{name}{id}"), "two fields without text between them"),
         (lambda: NestedTags(" "), "NestedTags.tag_prefix is ' '"),
+        (lambda: Call(NestedTags("~"), head="{name}"), "Call.close is '', but must contain a mar"),
         (lambda: ToolSection(()), "at least one Call"),
         (lambda: ToolSection((Call(JsonObject()),), close="</c>"), "also needs an opening marker"),
         (lambda: Route(Stage.CALLS, "to="), "must contain {name}"),

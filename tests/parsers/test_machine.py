@@ -664,3 +664,12 @@ def test_deeply_nested_arguments_raise_nothing():
 def test_events_are_values():
     assert ReasoningDelta("a") == ReasoningDelta("a")
     assert ReasoningDelta("a") != ContentDelta("a")
+
+
+def test_a_stop_marker_without_the_tag_prefix_may_arrive_in_pieces():
+    fmt = fmt_of(Call(NestedTags("~"), head="<c {name}>", close="</c>"))
+    text = "<c f>~<city>Paris~</city></c>"
+    for size in range(1, len(text)):
+        events = stream(fmt, text, size)
+        assert calls(fold(events)) == [("f", {"city": "Paris"})]
+        assert all(event.reason is None for event in events if isinstance(event, ToolCallEnd))

@@ -17,7 +17,12 @@ from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.bodies.nested_elements import Element, ElementKind
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
-from nereid_parsers.stream.pattern_matching import NEED_MORE, match_marker, skip_whitespace
+from nereid_parsers.stream.pattern_matching import (
+    NEED_MORE,
+    NO_MATCH,
+    match_marker,
+    skip_whitespace,
+)
 from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.stream.values.python_strings import escape_json
@@ -107,21 +112,22 @@ class NestedReader(StepReader):
 
         Returns:
             The position after the text that was read. NEED_MORE if the text at `pos` may be the
-            beginning of a tag.
+            beginning of a tag or of the stop marker.
         """
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
         is_outermost = len(self._elements) == 1
-        # A stop marker that starts with the tag prefix may be incomplete: `_read_tag` then returns
-        # NEED_MORE. A stop marker without this prefix must have arrived completely.
-        if is_outermost and match_marker(self._stop_marker, text, pos) >= 0:
+        marker_end = match_marker(self._stop_marker, text, pos) if is_outermost else NO_MATCH
+        if marker_end >= 0:
             self._end_call()
             return pos
         if text.startswith(self._tag_prefix, pos):
             return self._read_tag(text, pos)
-        may_become_tag = not self.is_final and self._tag_prefix.startswith(text[pos:])
-        return NEED_MORE if may_become_tag else self._reject(pos)
+        may_become_marker = marker_end == NEED_MORE
+        may_become_tag = self._tag_prefix.startswith(text[pos:])
+        is_incomplete = not self.is_final and (may_become_marker or may_become_tag)
+        return NEED_MORE if is_incomplete else self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
         """Read the tag at `pos`, together with its prefix `~`: for example `~<city>` or `~</city>`.

@@ -22,7 +22,9 @@ from nereid_parsers.format import (
     Keys,
     NameIsKey,
     NestedTags,
+    Reasoning,
     Sections,
+    Shown,
     ToolSection,
     Wrapper,
 )
@@ -664,6 +666,13 @@ def test_deeply_nested_arguments_raise_nothing():
 def test_events_are_values():
     assert ReasoningDelta("a") == ReasoningDelta("a")
     assert ReasoningDelta("a") != ContentDelta("a")
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_the_end_of_a_message_inside_inline_reasoning_is_not_content(size):
+    reasoning = Reasoning("<think>", "</think>", shown=Shown.INLINE)
+    fmt = Format("test", Sections(reasoning=reasoning), ends=("<|im_end|>",))
+    assert parsed(fmt, "<think>Hm<|im_end|>", size).content == "<think>Hm"
 
 
 def test_a_stop_marker_without_the_tag_prefix_may_arrive_in_pieces():

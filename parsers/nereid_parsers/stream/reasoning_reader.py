@@ -210,6 +210,9 @@ class ReasoningReader:
         kind = self._format.reasoning_kinds[marker]
         if kind is MarkerKind.INTERRUPT:
             return self._read_possible_call(marker)
+        if kind is MarkerKind.END:  # Such as `<|im_end|>`, which is never a part of the content.
+            self._text_writer.drop_markup(self._buffer.take(len(marker)))
+            return State.CONTENT
         # A marker of any other kind is written, too. Only a closing marker ends the reasoning.
         self._text_writer.write_content_exactly(self._buffer.take(len(marker)))
         if kind is not MarkerKind.CLOSE_REASONING:

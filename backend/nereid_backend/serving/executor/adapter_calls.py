@@ -194,16 +194,19 @@ class AdapterCalls:
             replica: the number of the process. The process must have reported the names of its
                 adapters after the restart: those that the settings list.
         """
-        names_in_settings = self._names[replica]
+        loaded_names = set(self._names[replica])
         unanswered = [change.message for change in self._waiting.values()]
         messages = []
         for message in [*self._history.values(), *unanswered]:
             kind, name = message[:2]
-            # The process would refuse to unload an adapter that it has not loaded.
-            is_needless = kind == _UNLOAD and name not in names_in_settings
-            if not is_needless:
-                # No client waits for the answer, so all these messages have the same id.
-                messages.append(_with_id(message, RESTORED))
+            if kind == _LOAD:
+                loaded_names.add(name)
+            elif name in loaded_names:
+                loaded_names.remove(name)
+            else:
+                continue  # The process would refuse to unload an adapter that it has not loaded.
+            # No client waits for the answer, so all these messages have the same id.
+            messages.append(_with_id(message, RESTORED))
         return messages
 
     def take_waiting(self) -> list[Any]:

@@ -52,6 +52,18 @@ def test_a_process_that_dies_does_not_stop_a_change_that_another_one_has_made():
     assert calls.messages_for_restart(1) == [["load_lora", "restored", "a", "/a"]]
 
 
+def test_a_process_that_restarts_while_an_adapter_is_unloaded_loads_and_unloads_it():
+    calls = started()
+    loading = calls.add(LOAD, "sender", [0, 1])[1]
+    calls.record_answer(loading, 0, ["a"])
+    calls.record_answer(loading, 1, ["a"])
+    calls.record_death(1, EngineError("died"))
+    calls.add(["unload_lora", "a"], "sender", [0])
+    calls.record_answer("", 1, [])
+    restored = [["load_lora", "restored", "a", "/a"], ["unload_lora", "restored", "a"]]
+    assert calls.messages_for_restart(1) == restored
+
+
 def test_a_change_fails_if_every_process_dies():
     calls = started()
     calls.add(LOAD, "sender", [0, 1])

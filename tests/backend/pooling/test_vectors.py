@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 
 import numpy as np
 import pytest
@@ -67,11 +68,14 @@ def test_dense_modules_equal_those_of_sentence_transformers(
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 
-def test_an_activation_from_outside_torch_is_refused(encoder_of, tmp_path):
+@pytest.mark.parametrize(
+    "name", ["os.system", "torch.nn.modules.missing.Tanh2", "torch.nn.Linear", "torch.nn.Module."]
+)
+def test_an_activation_that_is_no_module_without_arguments_is_refused(name, encoder_of, tmp_path):
     folder = copy_of(encoder_of("bert"), tmp_path)
-    dense = add_dense(folder, "2_Dense", 48, 20, activation_function="os.system")
+    dense = add_dense(folder, "2_Dense", 48, 20, activation_function=name)
     add_modules(folder, pooling("mean"), dense)
-    with pytest.raises(UnsupportedModelError, match=r"os\.system is not supported"):
+    with pytest.raises(UnsupportedModelError, match=rf"{re.escape(name)} is not supported"):
         Embedder(str(folder))
 
 

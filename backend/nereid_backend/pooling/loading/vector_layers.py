@@ -5,12 +5,10 @@ All computations use float32, even if the model has another data type, because t
 little time.
 """
 
-import importlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -170,15 +168,16 @@ def _activation(module: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
     package, _, class_name = name.rpartition(".")
     # Only classes of torch are used, because an import of another package could run any code.
     is_in_torch = package == "torch.nn" or package.startswith("torch.nn.modules.")
-    activation_class: Any = None
-    if is_in_torch:
-        activation_class = getattr(importlib.import_module(package), class_name, None)
-    if not (isinstance(activation_class, type) and issubclass(activation_class, nn.Module)):
-        raise UnsupportedModelError(
-            f"{module.folder}: the activation {name} is not supported, because it is not a module "
-            "of torch.nn."
-        )
+    activation_class = getattr(nn, class_name, None) if is_in_torch else None
     if activation_class is nn.Identity:
         return None
-    activation: Callable[[Tensor], Tensor] = activation_class()
+    try:
+        activation = activation_class() if activation_class is not None else None
+    except TypeError:  # the constructor requires arguments
+        activation = None
+    if not isinstance(activation, nn.Module):
+        raise UnsupportedModelError(
+            f"{module.folder}: the activation {name} is not supported, because it is not a module "
+            "of torch.nn that can be created without arguments."
+        )
     return activation
